@@ -1,0 +1,69 @@
+"""Labels, ports, headers and paths: what the parts of Slipway say to each other."""
+
+from typing import Final
+
+GROUP: Final = "slipway.dev"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+
+# Labels on pods. They belong to the operator; `state` is what the gateway obeys.
+LABEL_SERVICE: Final = f"{GROUP}/service"
+LABEL_REVISION: Final = f"{GROUP}/revision"
+LABEL_SLOT: Final = f"{GROUP}/slot"
+LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
+LABEL_STATE: Final = f"{GROUP}/state"
+LABEL_ROLE: Final = f"{GROUP}/role"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGED_BY: Final = "slipway"
+MANAGED_SELECTOR: Final = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
+
+STATE_SERVING: Final = "serving"
+STATE_DRAINING: Final = "draining"
+STATE_WARM: Final = "warm"
+
+FINALIZER: Final = f"{GROUP}/drain"
+FIELD_MANAGER: Final = "slipway-operator"
+FIELD_MANAGER_META: Final = "slipway-operator-meta"
+
+# Annotations on pods, written by the operator.
+ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
+ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
+
+# Every part serves clients on one port and its operators on another.
+SERVING_PORT: Final = 8000
+ADMIN_PORT: Final = 8001
+SERVER_CONTAINER: Final = "server"
+
+# Headers of a response: which model, revision, adapter and tokenizer answered.
+HEADER_MODEL: Final = "x-slipway-model"
+HEADER_REVISION: Final = "x-slipway-revision"
+HEADER_ADAPTER: Final = "x-slipway-adapter"
+HEADER_TOKENIZER: Final = "x-slipway-tokenizer"
+HEADER_PIN_REVISION: Final = "x-slipway-pin-revision"
+HEADER_REQUEST_ID: Final = "x-request-id"
+
+# Headers from gateway to runtime; the gateway removes them from what clients send.
+HEADER_TENANT: Final = "x-slipway-tenant"
+HEADER_PRIORITY: Final = "x-slipway-priority"
+HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
+HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"
+INTERNAL_HEADERS: Final = frozenset({HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS})
+
+# The admin token travels here: `pods/proxy` strips Authorization.
+HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"
+ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # comma-separated hex digests; several during rotation
+
+# Paths of the admin port.
+PATH_READY: Final = "/ready"
+PATH_HEALTH: Final = "/health"
+PATH_METRICS: Final = "/metrics"
+PATH_SIGNALS: Final = "/signals"
+PATH_DRAIN: Final = "/drain"
+PATH_UNDRAIN: Final = "/undrain"
+PATH_STATE: Final = "/state"
+
+# Inside a runtime pod.
+RUN_DIRECTORY: Final = "/run/slipway"
+DRAIN_SOCKET: Final = f"{RUN_DIRECTORY}/drain.sock"
+CACHE_DIRECTORY: Final = "/var/cache/slipway"
+EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"

@@ -1,0 +1,1 @@
+"""Which replica gets a request. Pure: no I/O, no clock, no randomness."""

@@ -1,0 +1,1 @@
+"""Kubernetes over the wire, for the operator and the gateway; nothing of kopf."""

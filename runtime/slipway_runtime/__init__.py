@@ -1,0 +1,1 @@
+"""The inference engine: paged attention, continuous batching, an OpenAI server."""
