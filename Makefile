@@ -1,0 +1,83 @@
+# Everything a person or a pipeline runs. `make help` lists the verbs.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.9
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Given as an argument (`make e2e KUBECONFIG=…`), never taken from the environment.
+ifneq ($(origin KUBECONFIG),command line)
+  override KUBECONFIG :=
+endif
+
+.PHONY: help setup cluster-binary demo test test-unit test-apiserver test-cluster check format generate e2e bench up down clean
+
+help: ## list the verbs
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.ready ## create the environment in .venv (about a minute; 3 GB the first time)
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Slipway needs Python 3.11 or newer; this is %d.%d. Name another with PYTHON=python3.12." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Slipway needs Python'\''s venv module (on Debian and Ubuntu: apt-get install python3-venv)." >&2; exit 1; }
+	@echo "==> Setting up $(VENV): about a minute, 3 GB of downloads the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@$(BIN)/uv pip install --python $(BIN)/python --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+cluster-binary: setup ## build the local cluster's binary once (about 10 minutes cold, cached outside the tree)
+	@$(BIN)/python -m e2e.cluster build
+
+demo: setup ## from nothing to streamed tokens, scaling and draining on a real Kubernetes (KEEP=1 leaves it up)
+	@$(BIN)/python -m e2e.demo $(if $(KEEP),--keep)
+
+test: setup ## all tests: unit, real API server, user stories on the local cluster
+	@$(MAKE) --no-print-directory test-unit
+	@$(MAKE) --no-print-directory test-apiserver
+	@$(MAKE) --no-print-directory test-cluster
+
+test-unit: setup ## tests that need no cluster
+	$(PYTEST) -m 'not apiserver and not cluster and not gpu'
+
+test-apiserver: cluster-binary ## tests against the real kube-apiserver
+	$(PYTEST) -m apiserver
+
+test-cluster: cluster-binary ## the local cluster's own tests and the user stories
+	$(PYTEST) -m cluster tests e2e/stories
+
+e2e: setup ## the user stories; with KUBECONFIG=… on that cluster
+	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)
+
+check: setup ## lint, types, contracts, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m slipway_api.crd --check
+	$(BIN)/python -m tests.capabilities --check
+
+format: setup ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+generate: setup ## write the generated files: crds/, the chart's copy, docs/capabilities.md
+	$(BIN)/python -m slipway_api.crd
+	$(BIN)/python -m tests.capabilities
+
+bench: cluster-binary ## measure, and print ratios against named peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench
+
+up: cluster-binary ## a local cluster that stays up; `make down` ends it
+	@$(BIN)/python -m e2e.cluster up --detach
+
+down: ## end the cluster of `make up` or `make demo KEEP=1`
+	@test ! -x $(BIN)/python || $(BIN)/python -m e2e.cluster stop
+
+clean: down ## leave nothing running, and remove what was made here
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
