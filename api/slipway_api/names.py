@@ -46,12 +46,13 @@ HEADER_REQUEST_ID: Final = "x-request-id"
 HEADER_TENANT: Final = "x-slipway-tenant"
 HEADER_PRIORITY: Final = "x-slipway-priority"
 HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
-HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"
+HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
 INTERNAL_HEADERS: Final = frozenset({HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS})
 
 # The admin token travels here: `pods/proxy` strips Authorization.
-HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"
-ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # comma-separated hex digests; several during rotation
+HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"  # noqa: S105  the name of a header
+# Comma-separated hex digests; several during rotation.
+ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the name of a variable
 
 # Paths of the admin port.
 PATH_READY: Final = "/ready"

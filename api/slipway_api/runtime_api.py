@@ -1,0 +1,144 @@
+"""Bodies of the admin port: what the operator, the gateway and a runtime pod say to each other.
+
+JSON is camelCase by alias. Dump with `body.wire()`; parse with `Model.model_validate_json(raw)`. Unknown fields are
+ignored and every field that may grow has a default, so that an older side understands a newer one.
+
+| path      | method | token | body                        | answer                              |
+|-----------|--------|-------|-----------------------------|-------------------------------------|
+| /signals  | GET    | yes   |                             | Signals                             |
+| /state    | GET    | yes   |                             | State                               |
+| /drain    | POST   | yes   | DrainRequest (may be empty) | DrainStatus                         |
+| /undrain  | POST   | yes   |                             | DrainStatus                         |
+| /ready    | GET    | no    |                             | Ready, with 200 or 503              |
+| /health   | GET    | no    |                             | Health: 200 unless the engine died  |
+"""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic.alias_generators import to_camel
+
+
+class Body(BaseModel):
+    """A body of the admin port: camelCase on the wire, snake_case in Python, frozen."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+
+    def wire(self) -> bytes:
+        """The JSON bytes that travel."""
+        return self.model_dump_json(by_alias=True).encode()
+
+
+class Signals(Body):
+    """What one replica says of its load; below 300 bytes on the wire, because it is asked for every two seconds.
+
+    The counters are a ledger since `boot_id`:
+    `admitted == finished + aborted + handed_over + running + waiting` at every moment.
+    """
+
+    boot_id: str  # changes with every start of the engine: counters begin again, adapters are gone
+    kv_usage: float = Field(ge=0, le=1)  # blocks that live requests hold ÷ all blocks; cached blocks are free
+    running: int = Field(ge=0)
+    waiting: int = Field(ge=0)
+    waiting_tokens: int = Field(default=0, ge=0)  # prompt tokens not computed yet, over waiting requests
+    draining: bool = False
+    admitted: int = Field(default=0, ge=0)
+    finished: int = Field(default=0, ge=0)
+    aborted: int = Field(default=0, ge=0)
+    handed_over: int = Field(default=0, ge=0)
+    generated_tokens: int = Field(default=0, ge=0)
+    prompt_tokens: int = Field(default=0, ge=0)
+
+    @field_serializer("kv_usage")
+    def _four_digits(self, usage: float) -> float:
+        """A block is rarely less than 0.01 % of a pool, and seventeen digits cost a tenth of the message."""
+        return round(usage, 4)
+
+
+class ReadyReason(StrEnum):
+    """Why a replica is or is not ready."""
+
+    LOADING = "Loading"
+    WARMING_UP = "WarmingUp"
+    READY = "Ready"
+    DRAINING = "Draining"
+    STEP_LOOP_STALLED = "StepLoopStalled"
+    ENGINE_DEAD = "EngineDead"
+
+
+class Ready(Body):
+    """Whether new requests are welcome, and if not, why; the kubelet reads only the status code."""
+
+    ready: bool
+    reason: ReadyReason
+    message: str = ""
+
+
+class Health(Body):
+    """Whether the process is worth keeping: not healthy means that only a restart can help."""
+
+    healthy: bool
+    message: str = ""
+
+
+class DrainRequest(Body):
+    """Stop accepting and finish what runs. Asking again is harmless; a shorter deadline replaces a longer one."""
+
+    timeout_seconds: int | None = Field(default=None, ge=0)  # None: the pod's own --drain-timeout
+    reason: str = ""
+
+
+class DrainStatus(Body):
+    """How far a drain has come: it is done when `draining` and nothing runs or waits."""
+
+    draining: bool
+    running: int = Field(ge=0)
+    waiting: int = Field(ge=0)
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing accepted is unfinished, and nothing new is accepted."""
+        return self.draining and self.running + self.waiting == 0
+
+
+class BlockCounts(Body):
+    """The KV pool: `live + cached + free == total`. Cached blocks hold a reusable prefix and are given up on demand."""
+
+    total: int = Field(ge=0)
+    live: int = Field(ge=0)
+    cached: int = Field(ge=0)
+    free: int = Field(ge=0)
+
+
+class QueueCounts(Body):
+    """Requests that the engine holds."""
+
+    running: int = Field(ge=0)
+    waiting: int = Field(ge=0)
+    waiting_tokens: int = Field(default=0, ge=0)
+
+
+class StartupTimes(Body):
+    """Where the cold start went, in seconds; what has not happened yet is absent."""
+
+    download_seconds: float | None = None
+    load_seconds: float | None = None
+    warmup_seconds: float | None = None
+
+
+class State(Body):
+    """Everything that a person, or the operator's status, wants to know of one replica."""
+
+    boot_id: str = ""
+    model_name: str
+    revision: str = ""
+    tokenizer_sha256: str = Field(default="", alias="tokenizerSha256")
+    uptime_seconds: float = Field(ge=0)
+    block_size: int = Field(default=0, ge=0)
+    bytes_per_token: int = Field(default=0, ge=0)
+    max_model_len: int = Field(default=0, ge=0)
+    max_num_seqs: int = Field(default=0, ge=0)
+    blocks: BlockCounts
+    queue: QueueCounts
+    draining: bool
+    startup: StartupTimes = StartupTimes()
