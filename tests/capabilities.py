@@ -37,16 +37,19 @@ def marker_ids(decorators: list[ast.expr]) -> list[str]:
 
 def marked_tests(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
     """(capability id, test name, promise) for each marked test of a module, its classes and `pytestmark` included."""
-    module_marks = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
+    module_marks = [
+        n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"
+    ]
     inherited = marker_ids(module_marks)
 
     def visit(body: list[ast.stmt], prefix: str, outer: list[str]) -> Iterator[tuple[str, str, str]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from visit(node.body, f"{node.name}::", outer + marker_ids(node.decorator_list))
-            elif isinstance(node, ast.Assign) and prefix == "" and isinstance(node.value, ast.Attribute):
-                # TestBlockPool = BlockPoolMachine.TestCase: a stateful test takes its marks from the assignment's class.
-                continue
+            elif isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])).startswith("Test"):
+                # TestBlockPool = pytest.mark.capability("KV-1")(BlockPoolMachine.TestCase): a stateful test.
+                for capability in dict.fromkeys(outer + marker_ids([node.value])):
+                    yield capability, name, "holds after any sequence of operations"
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 promise = (ast.get_docstring(node) or node.name.removeprefix("test_").replace("_", " ")).split("\n")[0]
                 for capability in dict.fromkeys(outer + marker_ids(node.decorator_list)):
