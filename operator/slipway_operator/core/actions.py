@@ -1,0 +1,85 @@
+"""What a plan may ask for. Actions are data; the executor does them in the plan's order.
+
+Each carries its `reason`, the sentence that the shell logs. Each is safe to repeat: a crash between two of them costs
+a pass, never a pod.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddFinalizer:
+    """Put our finalizer on the service, before its first child."""
+
+    finalizer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveFinalizer:
+    """Let the service go: nothing of it is left to drain. After this the plan writes no status."""
+
+    finalizer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatePod:
+    """POST the manifest. A 409 by a pod of the same owner is success; by another owner it is a name to avoid:
+    the shell adds it to `Observed.taken_names`."""
+
+    name: str
+    manifest: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainPod:
+    """Label `state=draining` with the two annotations (field manager for metadata), then POST /drain.
+
+    The label is the promise and must succeed; the POST is best effort, and the plan repeats it with `marked=True`
+    (POST only, no write) until a sample says that the replica drains.
+    """
+
+    name: str
+    uid: str
+    started: datetime  # annotation slipway.dev/drain-started
+    timeout_seconds: int  # what is left of the drain; body of POST /drain
+    reason: str  # annotation slipway.dev/drain-reason
+    marked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeletePod:
+    """DELETE with `preconditions.uid` and an explicit grace. NotFound and a wrong uid are success."""
+
+    name: str
+    uid: str
+    grace_seconds: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyChild:
+    """Server-side apply of a child that is not a pod; the plan leaves it out when `Observed.applied[key] == digest`."""
+
+    key: str  # "Service/chat"
+    manifest: dict[str, Any]
+    digest: str
+    reason: str
+
+
+Action = AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str  # one of the fixed reasons: ReplicaCreated, ScaledUp, DrainTimedOut ...
+    action: str  # what was done, in one CamelCase verb: Create, Drain, Delete, Scale, Rollout
+    message: str
+    pod: str = ""  # `related`, where the event is about one pod

@@ -1,0 +1,133 @@
+"""What the operator sees of one service at one moment: a frozen snapshot, and all that a decision may know.
+
+The shell fills it from its caches. Nothing here is computed from a decision; facts that a decision has to remember
+come back in through `service.status` or through pod metadata, because those survive the operator.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal
+
+from slipway_api import names
+from slipway_api.inference_service import InferenceService
+from slipway_api.runtime_api import Signals
+
+Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
+
+TokenDigests = Callable[[str, str], tuple[str, ...]]
+"""(namespace, pod name) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one replica said of its load, and when it said so."""
+
+    at: datetime
+    boot_id: str = ""
+    kv_usage: float
+    running: int
+    waiting: int
+    draining: bool = False
+
+    @classmethod
+    def of(cls, signals: Signals, at: datetime) -> "Sample":
+        """The part of a `/signals` answer that decisions use."""
+        return cls(
+            at=at,
+            boot_id=signals.boot_id,
+            kv_usage=signals.kv_usage,
+            running=signals.running,
+            waiting=signals.waiting,
+            draining=signals.draining,
+        )
+
+    @property
+    def requests(self) -> int:
+        """Accepted and unfinished."""
+        return self.running + self.waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """The facts of one pod that carries the service's label. Whether it is ours is for `owner_uid` to say."""
+
+    name: str
+    uid: str
+    owner_uid: str  # uid of the controlling ownerReference; "" when there is none
+    revision: str  # label: the whole hash
+    slot: int  # label; a number within one revision
+    attempt: int  # label
+    state: str = names.STATE_SERVING  # label: serving | draining
+    created_at: datetime
+    deleted_at: datetime | None = None  # metadata.deletionTimestamp
+
+    phase: Phase = "Pending"
+    phase_reason: str = ""  # status.reason: Evicted, NodeShutdown, UnexpectedAdmissionError ...
+    phase_message: str = ""
+    node: str = ""  # spec.nodeName; "" while unscheduled
+    unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
+    ready: bool = False  # condition Ready
+    started: bool = False  # containerStatuses[server].started: its startup probe, which is /ready, has succeeded
+    waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
+    waiting_message: str = ""
+    restarts: int = 0
+    last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
+    pod_ip: str = ""
+
+    drain_started: datetime | None = None  # annotation slipway.dev/drain-started
+    drain_reason: str = ""  # annotation slipway.dev/drain-reason
+    sample: Sample | None = None  # the newest one, however old; None: never answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """The facts of one node that runs a replica."""
+
+    name: str
+    ready: bool = True
+    not_ready_since: datetime | None = None  # lastTransitionTime of its Ready condition while that is not True
+    cordoned: bool = False  # spec.unschedulable
+
+
+@dataclass(frozen=True, slots=True)
+class PastRecommendation:
+    """A number of replicas that was wanted at some moment; the stabilisation windows look back over these."""
+
+    at: datetime
+    desired: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An action of the last pass that the API server refused; it becomes a condition."""
+
+    action: str  # "CreatePod chat-x7k2p-0-0"
+    reason: str  # the API server's reason: Forbidden, Invalid, InternalError ...
+    message: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What the installation contributes where the user says nothing."""
+
+    runtime_image: str
+    gateway_url: str  # without /v1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """One service and everything around it, at one moment."""
+
+    service: InferenceService  # its status as last written or read, whichever is newer
+    replicas: tuple[Replica, ...] = ()
+    nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
+    defaults: Defaults
+    token_digests: TokenDigests
+
+    recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
+    taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours
+    applied: Mapping[str, str] = field(default_factory=dict)
+    """`ApplyChild.key` -> `ApplyChild.digest` of what the executor applied; emptied on resync, which heals drift."""
+    failures: tuple[Failure, ...] = ()
