@@ -282,8 +282,8 @@ def unknown(rng: random.Random) -> list[Turn]:
     )
     answer = spin(
         rng,
-        f"{{I am sorry, I|I}} do not know {{anything|much}} about {topic}. {{I am only a very small model.|That is too big for me.|"
-        f"A larger model could tell you.}} "
+        f"{{I am sorry, I|I}} do not know {{anything|much}} about {topic}. "
+        f"{{I am only a very small model.|That is too big for me.|A larger model could tell you.}} "
         "{Would you like a story instead?|I can tell you a story or explain what a pod is.|"
         "Ask me about a pod, a fox or a colour.}",
     )
