@@ -1,1 +1,1 @@
-"""Which replica gets a request. Pure: no I/O, no clock, no randomness."""
+"""Which replica serves a request: pure. Views of the fleet come in, one endpoint goes out; no I/O, no clock."""

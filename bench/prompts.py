@@ -1,0 +1,39 @@
+"""Prompts made from words: a mix of lengths, reproducible from a seed, with nobody's text in them."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+WHO = "bear bird cat child cow dog duck farmer fish fox girl hen horse king lamb lion mouse owl pig wolf".split()
+WHAT = "apple ball bell boat book box bread cake coin drum flower hat key kite lamp map nut ring stone tree".split()
+WHERE = "barn beach bridge castle cave field forest garden hill house island lake market meadow river road".split()
+HOW = "big blue brave cold gentle green happy hungry kind little lost old proud quick quiet red sad shy warm".split()
+
+
+@dataclass(frozen=True)
+class Share:
+    """One kind of prompt in the mix: how often it comes, and how many words it has."""
+
+    weight: float
+    least_words: int
+    most_words: int
+
+
+CHAT_MIX = (Share(0.8, 8, 24), Share(0.2, 60, 160))  # short questions, and some that bring a page along
+
+
+def prompts(seed: int, mix: Sequence[Share] = CHAT_MIX) -> Iterator[str]:
+    """An endless stream of prompts; the same seed gives the same prompts."""
+    draw = random.Random(seed)
+    while True:
+        share = draw.choices(mix, [share.weight for share in mix])[0]
+        yield _prompt(draw, draw.randint(share.least_words, share.most_words))
+
+
+def _prompt(draw: random.Random, words: int) -> str:
+    text = [f"Tell a story about a {draw.choice(HOW)} {draw.choice(WHO)} and a {draw.choice(WHAT)}."]
+    while sum(len(sentence.split()) for sentence in text) < words:
+        text.insert(
+            0, f"The {draw.choice(HOW)} {draw.choice(WHO)} saw a {draw.choice(WHAT)} by the {draw.choice(WHERE)}."
+        )
+    return " ".join(text)

@@ -1,0 +1,90 @@
+"""The pick: filter, score, choose. Deterministic: the draw and the tie-break are arguments."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from slipway_gateway.picker.endpoints import Endpoint, Route
+from slipway_gateway.picker.scorers import Candidate, Scorer, least_load, weighted_scores
+from slipway_gateway.picker.split import choose_revision, knows_revision
+
+SCORERS: Final[tuple[tuple[Scorer, float], ...]] = ((least_load, 1.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What this gateway has outstanding on one endpoint."""
+
+    tokens: int = 0
+    requests: int = 0
+
+
+IDLE: Final = Load()
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The endpoint for this attempt."""
+
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownRevision:
+    """The client pinned a revision that this service does not have."""
+
+    revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoneReady:
+    """Nobody can answer now; `reason` is a sentence for the client."""
+
+    reason: str
+
+
+Pick = Picked | UnknownRevision | NoneReady
+
+
+def pick(
+    route: Route,
+    *,
+    loads: Mapping[str, Load],
+    ejected: Collection[str] = (),
+    tried: Collection[str] = (),
+    pin: str = "",
+    draw: float,
+    tie_break: float,
+    scorers: Sequence[tuple[Scorer, float]] = SCORERS,
+) -> Pick:
+    """The best endpoint of `route` for one attempt.
+
+    1. Filter: the pinned revision, or the one that `draw` chooses by weight; never one that was `tried`.
+    2. Leave out the `ejected`, unless nobody else is left: a suspect is better than a refusal.
+    3. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
+    """
+    if pin and not knows_revision(route, pin):
+        return UnknownRevision(pin)
+    untried = [endpoint for endpoint in route.endpoints if endpoint.name not in tried]
+    revision = pin or choose_revision(route.service.weights, {e.revision for e in untried}, draw)
+    fitting = [endpoint for endpoint in untried if revision is None or endpoint.revision == revision]
+    fitting = [endpoint for endpoint in fitting if endpoint.name not in ejected] or fitting
+    if not fitting:
+        return NoneReady(_why_none(route, pin, tried))
+    candidates = [_candidate(endpoint, loads) for endpoint in fitting]
+    scores = weighted_scores(candidates, scorers)
+    highest = max(scores)
+    best = [candidate.endpoint for candidate, score in zip(candidates, scores, strict=True) if score == highest]
+    return Picked(best[int(tie_break * len(best))])
+
+
+def _candidate(endpoint: Endpoint, loads: Mapping[str, Load]) -> Candidate:
+    load = loads.get(endpoint.name, IDLE)
+    return Candidate(endpoint, outstanding_tokens=load.tokens, outstanding_requests=load.requests)
+
+
+def _why_none(route: Route, pin: str, tried: Collection[str]) -> str:
+    whose = f"revision {pin} of {route.service.served_name}" if pin else route.service.served_name
+    if any(endpoint.name in tried for endpoint in route.endpoints):
+        return f"no other replica of {whose} can take this request now"
+    return f"{whose} has no ready replica"

@@ -1,0 +1,36 @@
+"""How good each candidate is for a request: scorers give 0..1, higher is better, and are composed with weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipway_gateway.picker.endpoints import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An endpoint and the work that this gateway has given it and that is not done yet."""
+
+    endpoint: Endpoint
+    outstanding_tokens: int = 0
+    outstanding_requests: int = 0
+
+
+Scorer = Callable[[Sequence[Candidate]], Sequence[float]]
+
+
+def least_load(candidates: Sequence[Candidate]) -> list[float]:
+    """1 for an idle replica, 0 for the busiest: load is counted in tokens, since requests differ a thousandfold."""
+    busiest = max((candidate.outstanding_tokens for candidate in candidates), default=0)
+    if busiest == 0:
+        return [1.0] * len(candidates)
+    return [1.0 - candidate.outstanding_tokens / busiest for candidate in candidates]
+
+
+def weighted_scores(candidates: Sequence[Candidate], scorers: Sequence[tuple[Scorer, float]]) -> list[float]:
+    """The weighted mean of all scorers, per candidate."""
+    total = sum(weight for _, weight in scorers)
+    sums = [0.0] * len(candidates)
+    for scorer, weight in scorers:
+        for index, score in enumerate(scorer(candidates)):
+            sums[index] += score * weight / total
+    return sums
