@@ -1,0 +1,65 @@
+"""The operator's own metrics: how well it keeps up, what it decides, how old its view of the world is.
+
+One object, made in main and handed to whoever counts; tests make their own, so nothing is global.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+AGE_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
+
+
+class OperatorMetrics:
+    """All series of one operator process, under `slipway_operator_`."""
+
+    content_type = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"slipway_operator_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"slipway_operator_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"slipway_operator_{name}", text, buckets=buckets, registry=self.registry)
+
+        self.reconcile_seconds = histogram(
+            "reconcile_duration_seconds", "One pass over one service, from taking its key to done.", RECONCILE_BUCKETS
+        )
+        self.reconcile_errors = counter(
+            "reconcile_errors_total", "Passes that failed and will be retried, by the kind of error.", "error"
+        )
+        self.decisions = counter("decisions_total", "Decisions taken, by the fixed reason of their event.", "reason")
+        self.actions = counter("actions_total", "Actions executed, by kind and outcome.", "action", "outcome")
+        self.signal_age = histogram(
+            "signal_age_seconds", "Age of the newest sample of each running replica when a pass reads it.", AGE_BUCKETS
+        )
+        self.signal_errors = counter("signal_errors_total", "Replicas that gave no usable signals.", "error")
+        self.queue_depth = gauge("queue_depth", "Services waiting for a worker.")
+        self.queue_active = gauge("queue_active", "Services being worked on.")
+        self.services = gauge("services", "InferenceServices known.")
+        self.pods = gauge("pods", "Pods of ours known.")
+        self.watch_age = gauge(
+            "watch_age_seconds", "Seconds since the watch of a resource last said anything.", "resource"
+        )
+        self.relists = gauge("relists", "Full lists made by the watch of a resource since the start.", "resource")
+        self.drift = counter("drift_total", "Objects that a periodic list found different from what was known.")
+        self.is_leader = gauge("is_leader", "1 while this replica holds the Lease.")
+        self.lease_transitions = counter("lease_transitions_total", "Leadership gained and lost.", "change")
+        self.writes = counter("writes_total", "Writes to the API server.", "verb", "resource", "code")
+        self.loop_lag = gauge("event_loop_lag_seconds", "How late the event loop woke last time it was asked to.")
+        self.shell_restarts = counter("shell_restarts_total", "Times the watch shell ended and was started again.")
+
+    def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:
+        """Read a gauge's value when it is scraped, not when it changes."""
+        gauge.set_function(read)
+
+    def exposition(self) -> bytes:
+        """What GET /metrics answers."""
+        return generate_latest(self.registry)

@@ -1,0 +1,119 @@
+"""Our InferenceServices as last seen: kopf's watch feeds this store, a periodic paged list corrects it.
+
+kopf never tells of objects deleted while its watch was broken, so the list is what finds such ghosts. Both sources
+race: what is newer wins by resourceVersion, and a uid that was deleted never comes back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from slipway_api.inference_service import InferenceService
+
+REMEMBERED_DELETIONS = 10_000
+
+
+class ServiceKey(NamedTuple):
+    """Names one InferenceService; what the work queue carries."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> "ServiceKey":
+        """The key of an object from the wire."""
+        return cls(body["metadata"]["namespace"], body["metadata"]["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredService:
+    """One InferenceService as it came, and how new it is."""
+
+    uid: str
+    version: int
+    body: Mapping[str, Any]
+
+    def parse(self) -> InferenceService:
+        """The typed resource; unknown fields are ignored, so an older operator survives a newer resource."""
+        return InferenceService.model_validate(self.body)
+
+
+class ServiceStore:
+    """The newest known version of every InferenceService that this operator watches."""
+
+    def __init__(self) -> None:
+        self._services: dict[ServiceKey, StoredService] = {}
+        self._deleted: OrderedDict[str, None] = OrderedDict()  # uids
+
+    def __len__(self) -> int:
+        return len(self._services)
+
+    def keys(self) -> list[ServiceKey]:
+        """Every service known."""
+        return list(self._services)
+
+    def get(self, key: ServiceKey) -> StoredService | None:
+        """The newest version of one service."""
+        return self._services.get(key)
+
+    def put(self, body: Mapping[str, Any]) -> bool:
+        """Take in an object seen alive; False when something as new was known already."""
+        key, uid, version = ServiceKey.of(body), body["metadata"]["uid"], _version(body)
+        if uid in self._deleted:
+            return False
+        known = self._services.get(key)
+        if known is not None and known.version >= version:
+            return False
+        self._services[key] = StoredService(uid, version, body)
+        return True
+
+    def remove(self, key: ServiceKey, uid: str) -> bool:
+        """Take in that the object of this uid is gone; a successor under the same name stays."""
+        self._deleted[uid] = None
+        self._deleted.move_to_end(uid)
+        while len(self._deleted) > REMEMBERED_DELETIONS:
+            self._deleted.popitem(last=False)
+        known = self._services.get(key)
+        if known is None or known.uid != uid:
+            return False
+        del self._services[key]
+        return True
+
+    def drifted(self, listing: Iterable[Mapping[str, Any]], version: int) -> set[ServiceKey]:
+        """Where this store is behind a list made at `version`: objects it lacks, has old, or should not have."""
+        behind = set()
+        listed = {}
+        for body in listing:
+            key, uid = ServiceKey.of(body), body["metadata"]["uid"]
+            listed[key] = uid
+            known = self._services.get(key)
+            if uid not in self._deleted and (known is None or known.version < _version(body)):
+                behind.add(key)
+        behind |= {key for key, known in self._services.items() if _is_ghost(key, known, listed, version)}
+        return behind
+
+    def correct(self, listing: Iterable[Mapping[str, Any]], version: int) -> set[ServiceKey]:
+        """Make this store at least as new as a list made at `version`; returns the keys that changed."""
+        bodies = list(listing)
+        changed = self.drifted(bodies, version)
+        listed = {ServiceKey.of(body): body["metadata"]["uid"] for body in bodies}
+        for key, known in list(self._services.items()):
+            if _is_ghost(key, known, listed, version):
+                self.remove(key, known.uid)
+        for body in bodies:
+            self.put(body)
+        return changed
+
+
+def _is_ghost(key: ServiceKey, known: StoredService, listed: Mapping[ServiceKey, str], version: int) -> bool:
+    """Known, but not in a list that is newer: it was deleted. One created after the list was made is no ghost."""
+    return listed.get(key) != known.uid and known.version <= version
+
+
+def _version(body: Mapping[str, Any]) -> int:
+    """resourceVersions of one kind are comparable integers (guaranteed since Kubernetes 1.35, true for etcd before)."""
+    return int(body["metadata"]["resourceVersion"])
