@@ -1,0 +1,149 @@
+"""What can go wrong between us and the API server.
+
+KubeError
+├── Unreachable             no answer, or half of one: a write may or may not have happened
+├── NotLeader               refused by our own fence before anything was sent
+├── LeadershipLost          another process leads, or may lead by now
+├── NoCredentials           neither in-cluster credentials nor a kubeconfig
+└── StatusError             the server answered, and said no
+    ├── BadRequest          400
+    ├── Unauthorized        401
+    ├── Forbidden           403
+    ├── NotFound            404
+    ├── Conflict            409: changed meanwhile, or owned by another field manager
+    │   └── AlreadyExists   409 to a create
+    ├── Gone                410: this point of history is compacted; list again
+    ├── Invalid             422: refused by validation, or a failed `test` of a JSON patch
+    ├── TooManyRequests     429: try again after `retry_after` seconds
+    └── ServerError         5xx
+"""
+
+import msgspec
+
+
+class KubeError(Exception):
+    """Anything this package raises on purpose."""
+
+
+class Unreachable(KubeError):
+    """No answer, or half of one. A write may or may not have happened: look before doing it again."""
+
+
+class NotLeader(KubeError):
+    """This process does not hold the lease, so nothing was sent."""
+
+
+class LeadershipLost(KubeError):
+    """This process led and must stop: another one leads, or may lead by now."""
+
+
+class NoCredentials(KubeError):
+    """Neither in-cluster credentials nor a usable kubeconfig."""
+
+
+class StatusError(KubeError):
+    """The server answered with an error status."""
+
+    def __init__(self, status: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
+        super().__init__(f"{status} {reason}: {message}" if reason else f"{status}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class BadRequest(StatusError):
+    """400: the server could not make sense of the request."""
+
+
+class Unauthorized(StatusError):
+    """401: the credentials are not, or no longer, accepted."""
+
+
+class Forbidden(StatusError):
+    """403: RBAC or admission says no."""
+
+
+class NotFound(StatusError):
+    """404: there is no such object, or no such kind."""
+
+
+class Conflict(StatusError):
+    """409: the object changed meanwhile, or another field manager owns what we wanted to set."""
+
+
+class AlreadyExists(Conflict):
+    """409 to a create: an object of this name is already there."""
+
+
+class Gone(StatusError):
+    """410: this point of history is compacted; list again."""
+
+
+class Invalid(StatusError):
+    """422: refused by validation, or the `test` of a JSON patch failed."""
+
+
+class TooManyRequests(StatusError):
+    """429: the server (or a disruption budget) asks us to wait `retry_after` seconds."""
+
+
+class ServerError(StatusError):
+    """5xx: the server, or something behind it, is in trouble."""
+
+
+_BY_STATUS: dict[int, type[StatusError]] = {
+    400: BadRequest,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    422: Invalid,
+    429: TooManyRequests,
+}
+
+
+class _Details(msgspec.Struct, rename="camel"):
+    retry_after_seconds: float = 0
+
+
+class _Status(msgspec.Struct):
+    """The slim half of a `meta/v1 Status` that we read."""
+
+    code: int = 0
+    reason: str = ""
+    message: str = ""
+    details: _Details | None = None
+
+
+def from_response(status: int, body: bytes, retry_after: str | None = None) -> StatusError:
+    """The error for an answer of the API server: a `Status` object, or whatever a proxy on the way made up."""
+    try:
+        detail = msgspec.json.decode(body, type=_Status)
+    except msgspec.DecodeError:
+        detail = _Status(message=body[:200].decode(errors="replace").strip())
+    seconds = _seconds(retry_after)
+    if seconds is None and detail.details is not None and detail.details.retry_after_seconds:
+        seconds = detail.details.retry_after_seconds
+    kind = ServerError if status >= 500 else _BY_STATUS.get(status, StatusError)
+    if kind is Conflict and detail.reason == "AlreadyExists":
+        kind = AlreadyExists
+    return kind(status, detail.message or "no message", reason=detail.reason, retry_after=seconds)
+
+
+def from_status(body: bytes) -> StatusError:
+    """The error inside an ERROR event of a watch; its code is in the object, not in the HTTP status."""
+    try:
+        code = msgspec.json.decode(body, type=_Status).code
+    except msgspec.DecodeError:
+        code = 0
+    return from_response(code or 500, body)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    # The HTTP-date form is never sent by Kubernetes; a proxy's date is not worth a parser.
+    try:
+        return max(0.0, float(retry_after)) if retry_after else None
+    except ValueError:
+        return None

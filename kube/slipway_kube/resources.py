@@ -1,0 +1,49 @@
+"""Where each kind lives under the API server: group, version, plural -> path."""
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote
+
+from slipway_api.names import GROUP, VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind of object, as URLs name it."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """What goes into a manifest's `apiVersion`."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """The URL path of a collection (no name), an object, or one of its subresources.
+
+        Without a namespace, the collection spans all namespaces.
+        """
+        parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
+        if namespace and self.namespaced:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        if name:
+            parts.append(quote(name, safe=""))
+        if subresource:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+PODS: Final = Resource("", "v1", "pods", "Pod")
+NODES: Final = Resource("", "v1", "nodes", "Node", namespaced=False)
+SERVICES: Final = Resource("", "v1", "services", "Service")
+CONFIG_MAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")
+ENDPOINT_SLICES: Final = Resource("discovery.k8s.io", "v1", "endpointslices", "EndpointSlice")
+DISRUPTION_BUDGETS: Final = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
+INFERENCE_SERVICES: Final = Resource(GROUP, VERSION, "inferenceservices", "InferenceService")
