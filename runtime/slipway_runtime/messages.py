@@ -57,7 +57,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_id: int | None = None  # the token that ended it, when one did
     error: str = ""  # with FinishReason.ERROR: a sentence without prompt text
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first Output
+    queued_at: float | None = None  # when it entered the queue; set on the first Output
     scheduled_at: float | None = None  # when it left the queue; set on the first Output
+    first_token_at: float | None = None  # when prefill ended; set on the first Output
+    finished_at: float | None = None  # set on the last Output
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,3 +81,61 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     aborted: int
     handed_over: int
     last_step_at: float  # same clock as Request.arrived; readiness drops when it stalls with work to do
+    prompt_tokens: int = 0  # prompt tokens taken in, cached ones included; a counter
+    generated_tokens: int = 0  # tokens that left as output; a counter
+    computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
+    started: int = 0  # requests that left the queue for the first time; a counter
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded engine is: fixed from start to end."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # prompt and output together; the smallest of the model's, the asked one and the pool's
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    bytes_per_token: int  # of KV, all layers
+    weight_bytes: int
+    dtype: str
+    device: str
+    load_seconds: float
+    warmup_seconds: float
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step tells the API side: one message a step, whatever the batch."""
+
+    outputs: tuple[Output, ...]
+    stats: EngineStats
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A sequence takes a row of the worker: all that the worker must know to compute it."""
+
+    row: int
+    token_ids: tuple[int, ...]  # prompt, and after a preemption what was generated so far
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computes. Rows of one new token come first; all tuples run parallel to `rows`."""
+
+    step: int
+    new_rows: tuple[NewRow, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
+    rows: tuple[int, ...] = ()
+    num_computed: tuple[int, ...] = ()  # tokens of the row whose KV is there already
+    num_new: tuple[int, ...] = ()  # tokens to compute now
+    new_blocks: tuple[tuple[int, ...], ...] = ()  # appended to the row's block table
+    samples: tuple[bool, ...] = ()  # whether the row reaches its last known token, and so draws the next one
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step drew: a token for each row that samples, -1 for the others, parallel to the plan's rows."""
+
+    step: int
+    token_ids: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""Bookkeeping of blocks and requests: which tokens are computed next. No torch, no clock."""

@@ -1,0 +1,113 @@
+"""Whether one more request may wait: a bounded queue, and when to come back. Pure: the caller brings the time.
+
+Refusals, as a tree:
+
+    EngineError
+    ├── Refused          this request can never run here (400)
+    ├── Overloaded       come back later (429)
+    │   └── Draining     this replica takes no more work; another one will (503)
+    └── EngineDead       the step loop has ended; nothing will run here again (500)
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from slipway_runtime.messages import EngineFacts, EngineStats, Request
+
+WINDOW_SECONDS = 10.0  # how far back the pace of the queue is measured
+LONGEST_RETRY_SECONDS = 60.0
+
+
+class EngineError(Exception):
+    """A request that will not be generated."""
+
+
+class Refused(EngineError):  # noqa: N818  the word of the domain, read in `except` lines
+    """The request can never run on this engine; the message says which limit it breaks."""
+
+
+class Overloaded(EngineError):  # noqa: N818  the word of the domain, read in `except` lines
+    """The queue is full or too slow; `retry_after_seconds` is when room is expected."""
+
+    def __init__(self, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Draining(Overloaded):
+    """The engine finishes what it has and takes nothing new."""
+
+
+class EngineDead(EngineError):  # noqa: N818  the word of the domain, read in `except` lines
+    """The step loop ended with an error."""
+
+
+def refuse_impossible(request: Request, facts: EngineFacts) -> None:
+    """Raise Refused for what no amount of waiting would make possible."""
+    length = len(request.prompt_token_ids)
+    if length == 0:
+        raise Refused("the prompt is empty: at least one token is needed")
+    if length >= facts.max_model_len:
+        raise Refused(
+            f"the prompt has {length} tokens; this model takes {facts.max_model_len} tokens, prompt and output together"
+        )
+    if request.params.max_tokens < 1:
+        raise Refused(f"max_tokens is {request.params.max_tokens}: at least 1 is needed")
+    for name, tokens in (("prompt", request.prompt_token_ids), ("stop_token_ids", request.params.stop_token_ids)):
+        if tokens and (min(tokens) < 0 or max(tokens) >= facts.vocab_size):
+            raise Refused(f"{name} holds a token id outside the vocabulary of {facts.vocab_size} entries")
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """How long the queue may get. None: no limit of that kind."""
+
+    max_requests: int = 1024
+    max_tokens: int | None = None
+    max_wait_seconds: float | None = 60.0
+
+
+class Admission:
+    """Measures how fast the queue moves, and turns away what would wait too long.
+
+    The pace is requests started in the last seconds while others waited. A queue that does not move at all
+    has no pace: then the time it stands still is the best guess for one place in it.
+    """
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.limits = limits
+        self._seen: deque[tuple[float, int]] = deque()  # (time, requests started so far) while the queue was not empty
+
+    def observe(self, stats: EngineStats, now: float) -> None:
+        """Learn the pace from the numbers of one step."""
+        if stats.waiting == 0:
+            self._seen.clear()
+        self._seen.append((now, stats.started))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_SECONDS:
+            self._seen.popleft()
+
+    def predicted_wait_seconds(self, waiting: int, now: float) -> float:
+        """How long a request would wait behind `waiting` others."""
+        if waiting == 0 or not self._seen:
+            return 0.0
+        since, started = self._seen[0]
+        seconds = max(now - since, 0.0)
+        starts = max(self._seen[-1][1] - started, 1)
+        return waiting * seconds / starts
+
+    def admit(self, *, waiting: int, waiting_tokens: int, prompt_tokens: int, now: float) -> None:
+        """Let a request of `prompt_tokens` join the queue, or raise Overloaded with the time to come back."""
+        limits = self.limits
+        wait = self.predicted_wait_seconds(waiting, now)
+        if waiting >= limits.max_requests:
+            reason = f"{waiting} requests are waiting, the queue holds {limits.max_requests}"
+        elif limits.max_tokens is not None and waiting and waiting_tokens + prompt_tokens > limits.max_tokens:
+            reason = f"{waiting_tokens} prompt tokens are waiting, the queue holds {limits.max_tokens}"
+        elif limits.max_wait_seconds is not None and wait > limits.max_wait_seconds:
+            reason = f"a request would wait about {math.ceil(wait)} s, the limit is {limits.max_wait_seconds:g} s"
+        else:
+            return
+        # Half of the queue gone is soon enough to be let in, and late enough not to meet everybody at the door.
+        raise Overloaded(reason, min(max(wait / 2, 1.0), LONGEST_RETRY_SECONDS))
