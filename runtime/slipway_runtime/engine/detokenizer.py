@@ -1,0 +1,114 @@
+"""Which text a stream of tokens has become so far, and where a stop string ends it. Pure; no torch.
+
+Two rules. Text leaves only when no later token can change it: a character is never cut, so U+FFFD never stands for
+half of one. And a stop string is found wherever it lies, across tokens and steps, with not one character of it sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT: Final = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet one
+_CONTEXT: Final = 6  # tokens of the prompt that decide how the first new token is written, such as its leading space
+
+
+class Detokenizer:
+    """Tokens of one sequence in, text out as it becomes certain.
+
+    `pushed texts + flush()` equals the one-shot decoding of all tokens. Two offsets into the ids do it::
+
+        ids:     … a a a | b b b b | c
+                   prefix    read     new
+        prefix..read  was sent; it stays in the window because decoders look back (leading spaces, merges)
+        read..        not sent yet: its text ends in the middle of a character
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids = list(prompt_token_ids[-_CONTEXT:])
+        if self._decode(0).endswith(_REPLACEMENT):
+            self._ids.clear()  # a prompt cut inside a character cannot tell where its own text ends
+        self._prefix = 0
+        self._read = len(self._ids)
+        self._sent = self._decode(0)
+
+    def push(self, token_id: int) -> str:
+        """Add a token; the text that is now certain, often empty."""
+        self._ids.append(token_id)
+        text = self._decode(self._prefix)
+        # A window that shrank or ends in a replacement character waits: the next bytes may complete it.
+        if len(text) <= len(self._sent) or text.endswith(_REPLACEMENT):
+            return ""
+        return self._send(text)
+
+    def flush(self) -> str:
+        """The rest, at the end of the sequence: bytes that never became a character come out as U+FFFD."""
+        return self._send(self._decode(self._prefix))
+
+    def _send(self, text: str) -> str:
+        new = text[len(self._sent) :]
+        self._prefix, self._read = self._read, len(self._ids)
+        self._sent = self._decode(self._prefix)
+        if self._prefix > 64:  # keep the window short: a long answer must not cost its length at every token
+            del self._ids[: self._prefix]
+            self._read -= self._prefix
+            self._prefix = 0
+        return new
+
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=self._skip)
+
+
+@dataclass(frozen=True)
+class Released:
+    """Text that may be sent, and the stop string that ended it, if one did."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopStrings:
+    """Finds the stop string that completes first; the text before it is released, nothing of it or after it.
+
+    Held back is only the longest end of the text that could still become a stop string, so ordinary text is never late.
+    The result does not depend on how the text was cut into pieces. Of several that complete at once the longest wins.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string would end every answer before it begins"
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._held = ""
+
+    def push(self, text: str) -> Released:
+        """Add text; what may be sent now."""
+        if not self._stops:
+            return Released(text)
+        already = len(self._held)  # no stop string ends in here: it would have been found before
+        text = self._held + text
+        for end in range(already + 1, len(text) + 1):
+            for stop in self._stops:
+                if text.endswith(stop, 0, end):
+                    self._held = ""
+                    return Released(text[: end - len(stop)], stop)
+        keep = self._could_become_a_stop(text)
+        self._held = text[len(text) - keep :]
+        return Released(text[: len(text) - keep])
+
+    def flush(self) -> str:
+        """What was held back, once nothing more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _could_become_a_stop(self, text: str) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        longest = min(len(text), len(self._stops[0]) - 1)
+        for length in range(longest, 0, -1):
+            end = text[len(text) - length :]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,205 @@
+"""What `slipway-runtime serve` was asked to do: the command line and the environment, parsed once into frozen values.
+
+`0` and the empty string mean "not set" everywhere, so the operator may emit every flag.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Final
+
+from slipway_api import names
+
+DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
+_BINARY: Final = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_DECIMAL: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What a request gets that says nothing; `None` falls through to the model's own defaults."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def over(self, weaker: "SamplingDefaults") -> "SamplingDefaults":
+        """These defaults where they are set, the weaker ones elsewhere."""
+        chosen = {
+            f.name: mine if (mine := getattr(self, f.name)) is not None else getattr(weaker, f.name)
+            for f in fields(SamplingDefaults)
+        }
+        return SamplingDefaults(**chosen)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> "SamplingDefaults":
+        """From JSON in the manifest's spelling (`topP`) or the wire's (`top_p`); an unknown key is an error."""
+        spelled = {name: name for name in (f.name for f in fields(cls))}
+        spelled |= {_camel(name): name for name in spelled}
+        unknown = sorted(set(raw) - set(spelled))
+        if unknown:
+            raise ValueError(f"sampling defaults know no {', '.join(unknown)}; they know {', '.join(sorted(spelled))}")
+        return cls(**{spelled[key]: value for key, value in raw.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings:
+    """One replica, as asked for. `None` and `0` mean that the model or the machine decides."""
+
+    model_uri: str
+    served_name: str = ""
+    revision: str = ""
+    host: str = "0.0.0.0"
+    port: int = names.SERVING_PORT
+    admin_port: int = names.ADMIN_PORT
+    dtype: str = "auto"
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    max_output_tokens: int = 0
+    kv_cache_bytes: int = 0
+    gpu_memory_utilization: float = 0.85
+    model_digest: str = ""
+    tokenizer_uri: str = ""
+    tokenizer_sha256: str = ""
+    chat_template: str = ""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    drain_timeout: float = 120.0
+    max_body_bytes: int = 8 * 2**20
+    stall_seconds: float = 30.0  # a step loop that owes work and has not stepped for so long is not ready
+    threads: int = 0  # 0: torch decides; comes from OMP_NUM_THREADS
+    log_level: str = "INFO"
+    run_directory: Path = Path(names.RUN_DIRECTORY)
+    cache_directory: Path = Path(names.CACHE_DIRECTORY)
+    admin_token_digests: tuple[str, ...] = ()  # none: the admin port is for this machine only
+    pod: str = ""
+    namespace: str = ""
+
+    @property
+    def admin_host(self) -> str:
+        """Without a token to ask for, the admin port answers nobody but this machine."""
+        return self.host if self.admin_token_digests else "127.0.0.1"
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use; by default the last part of the model's address."""
+        if self.served_name:
+            return self.served_name
+        return self.model_uri.split("@", 1)[0].rstrip("/").rsplit("/", 1)[-1]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `slipway-runtime`."""
+    top = argparse.ArgumentParser(prog="slipway-runtime", description="Serve one model over the OpenAI API.")
+    verbs = top.add_subparsers(dest="verb", required=True)
+
+    serve = verbs.add_parser("serve", help="serve a model until SIGTERM")
+    serve.add_argument("model_uri", metavar="MODEL", help="file:///path or hf://organisation/name@revision")
+    serve.add_argument("--served-name", default="", help="the name clients use in `model`")
+    serve.add_argument("--revision", default="", help="the revision named in every response")
+    serve.add_argument("--host", default="0.0.0.0", help="address of the serving port")
+    serve.add_argument("--port", type=int, default=names.SERVING_PORT)
+    serve.add_argument("--admin-port", type=int, default=names.ADMIN_PORT)
+    serve.add_argument("--dtype", choices=DTYPES, default="auto")
+    serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")
+    serve.add_argument("--max-num-seqs", type=int, default=0, help="sequences in one batch")
+    serve.add_argument("--max-num-batched-tokens", type=int, default=0, help="tokens in one step")
+    serve.add_argument("--block-size", type=int, default=0, help="tokens in one KV block")
+    serve.add_argument("--max-output-tokens", type=int, default=0, help="hard cap of one answer")
+    serve.add_argument("--kv-cache-bytes", default="", metavar="QUANTITY", help="size of the KV pool, such as 64Mi")
+    serve.add_argument("--gpu-memory-utilization", type=float, default=0.0)
+    serve.add_argument("--model-digest", default="", help="sha256:… of the weights; a mismatch refuses to start")
+    serve.add_argument("--tokenizer-uri", default="", help="where the tokenizer is, if not beside the weights")
+    serve.add_argument("--tokenizer-sha256", default="", help="a mismatch refuses to start")
+    template = serve.add_mutually_exclusive_group()
+    template.add_argument("--chat-template-file", default="", metavar="PATH")
+    template.add_argument("--chat-template", default="", metavar="INLINE")
+    serve.add_argument("--sampling-defaults", default="", metavar="JSON")
+    serve.add_argument("--drain-timeout", type=float, default=0.0, metavar="SECONDS")
+
+    drain = verbs.add_parser("drain", help="ask the replica in this pod to finish what it has; returns when it has")
+    drain.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS")
+
+    pull = verbs.add_parser("pull", help="bring a model into the cache, and print where it is")
+    pull.add_argument("model_uri", metavar="MODEL")
+    return top
+
+
+def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> RuntimeSettings:
+    """The settings of `serve`; raises ValueError with a sentence where a value makes no sense."""
+    unset = RuntimeSettings(model_uri="")
+    given: dict[str, Any] = {
+        key: value
+        for key in (f.name for f in fields(RuntimeSettings))
+        if (value := getattr(arguments, key, None)) not in (None, "", 0, 0.0)
+    }
+    given["kv_cache_bytes"] = byte_count(arguments.kv_cache_bytes) if arguments.kv_cache_bytes else 0
+    if arguments.chat_template_file:
+        given["chat_template"] = Path(arguments.chat_template_file).read_text(encoding="utf-8")
+    if arguments.sampling_defaults:
+        given["sampling_defaults"] = SamplingDefaults.of(json.loads(arguments.sampling_defaults))
+    # Port 0 asks the kernel for a free one, which is how tests start many replicas on one machine.
+    given |= {"port": arguments.port, "admin_port": arguments.admin_port}
+    digests = environment.get(names.ENV_ADMIN_TOKEN_SHA256, "")
+    settings = RuntimeSettings(
+        **given,
+        threads=int(environment.get("OMP_NUM_THREADS") or 0),
+        log_level=environment.get("SLIPWAY_LOG_LEVEL") or unset.log_level,
+        run_directory=run_directory(environment),
+        cache_directory=cache_directory(environment),
+        admin_token_digests=tuple(d.strip() for d in digests.split(",") if d.strip()),
+        pod=environment.get("POD_NAME", ""),
+        namespace=environment.get("POD_NAMESPACE", ""),
+    )
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise ValueError(
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs"
+            f" {settings.max_num_seqs}: every running sequence needs a token in each step"
+        )
+    return settings
+
+
+def run_directory(environment: Mapping[str, str]) -> Path:
+    """Where the drain socket lies."""
+    return Path(environment.get("SLIPWAY_RUN_DIR") or names.RUN_DIRECTORY)
+
+
+def cache_directory(environment: Mapping[str, str]) -> Path:
+    """Where fetched models lie; on a laptop, in the user's own cache."""
+    if environment.get("SLIPWAY_CACHE_DIR"):
+        return Path(environment["SLIPWAY_CACHE_DIR"])
+    inside_a_pod = Path(names.CACHE_DIRECTORY)
+    if inside_a_pod.is_dir():
+        return inside_a_pod
+    return Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/tmp")) / ".cache") / "slipway"  # noqa: S108  the last resort of a user without a home
+
+
+def byte_count(quantity: str) -> int:
+    """Bytes of a Kubernetes quantity: `64Mi`, `1.5Gi`, `2G`, `1048576`."""
+    suffix = quantity.lstrip("0123456789.")
+    factor = (_BINARY | _DECIMAL).get(suffix)
+    try:
+        number = Decimal(quantity.removesuffix(suffix) if suffix else quantity)
+    except InvalidOperation:
+        factor = None
+    if factor is None:
+        raise ValueError(f"{quantity!r} is not a quantity of bytes such as 64Mi")
+    return int(number * factor)
+
+
+def _camel(name: str) -> str:
+    """`top_p` as manifests write it: `topP`."""
+    head, *rest = name.split("_")
+    return head + "".join(word.capitalize() for word in rest)
+
+
+def arguments_of(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; leaves the process with a message where it is wrong."""
+    return parser().parse_args(argv)

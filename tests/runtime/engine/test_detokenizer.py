@@ -1,0 +1,179 @@
+"""What a streaming client reads is what it would have read at once."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipway_runtime.engine.detokenizer import Detokenizer, Released, StopStrings
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+TINY = Path(__file__).parents[3] / "models" / "tiny" / "tokenizer.json"
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sampled_from(
+    [
+        "👩‍👩‍👧‍👦 family",
+        "日本語のテキスト",
+        "naïve Łódź",
+        "e\u0301",
+        "🇩🇪🇯🇵",
+        "\ufeffbom",
+        "a\ufffdb",
+        "  two  spaces\n\n",
+    ]
+)
+
+
+@cache
+def tiny() -> Tokenizer:
+    return Tokenizer.from_file(str(TINY))
+
+
+@cache
+def sentencepiece_like() -> Tokenizer:
+    """Words with ▁ for a space, and a byte token for every byte: the shape of Llama 2's tokenizer."""
+    pieces = ["<unk>", "<s>", "</s>", *[f"<0x{b:02X}>" for b in range(256)], "▁Hello", "▁world", "▁", "lo", "▁a"]
+    tokenizer = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+def stream(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [*(detokenizer.push(i) for i in ids), detokenizer.flush()]
+
+
+@pytest.mark.capability("API-5", "PF-16")
+@given(st.lists(TEXTS, min_size=1, max_size=4))
+def test_streamed_text_is_the_one_shot_text(texts: list[str]):
+    ids = [i for text in texts for i in tiny().encode(text, add_special_tokens=False).ids]
+
+    pieces = stream(tiny(), ids)
+
+    assert "".join(pieces) == tiny().decode(ids) == "".join(texts)
+    if "\ufffd" not in "".join(texts):
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.capability("API-5")
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 3071), max_size=60))
+def test_any_token_ids_at_all_stream_to_their_one_shot_text(ids: list[int]):
+    assert "".join(stream(tiny(), ids)) == tiny().decode(ids)
+
+
+@pytest.mark.capability("API-5")
+@given(st.lists(st.integers(7, 3071), min_size=200, max_size=300))
+def test_long_answers_stream_to_their_one_shot_text(ids: list[int]):
+    assert "".join(stream(tiny(), ids)) == tiny().decode(ids)
+
+
+@pytest.mark.capability("API-5")
+@given(TEXTS, TEXTS)
+def test_an_answer_goes_on_where_the_prompt_ended(prompt: str, answer: str):
+    before = tiny().encode(prompt).ids
+    ids = tiny().encode(answer, add_special_tokens=False).ids
+
+    assert "".join(stream(tiny(), ids, before)) == answer
+
+
+@pytest.mark.capability("PF-16")
+def test_a_character_of_several_tokens_comes_whole():
+    ids = tiny().encode("🙂", add_special_tokens=False).ids
+    assert len(ids) > 1, "the test wants a character that is cut"
+
+    pieces = stream(tiny(), ids)
+
+    assert pieces == [""] * (len(ids) - 1) + ["🙂", ""]
+
+
+@pytest.mark.capability("PF-16")
+def test_half_a_character_at_the_end_is_said_and_not_dropped():
+    ids = tiny().encode("a🙂", add_special_tokens=False).ids[:-1]
+
+    pieces = stream(tiny(), ids)
+
+    assert pieces[0] == "a"
+    assert pieces[-1] == "\ufffd"
+
+
+def test_special_tokens_are_not_text():
+    ids = tiny().encode("one<|end|>two", add_special_tokens=False).ids
+
+    assert "".join(stream(tiny(), ids)) == "onetwo"
+
+
+@pytest.mark.capability("API-5", "PF-16")
+@given(st.lists(st.sampled_from([259, 260, 261, 262, 263, *[3 + b for b in "é🙂日".encode()]]), max_size=30))
+def test_byte_fallback_tokenizers_keep_their_spaces_and_characters(ids: list[int]):
+    whole = sentencepiece_like().decode(ids)
+
+    streamed = "".join(stream(sentencepiece_like(), ids))
+
+    # Bytes that never become a character are written once each or once together, depending on where they are cut.
+    assert streamed.replace("\ufffd", "") == whole.replace("\ufffd", "") or "\ufffd" in whole
+
+
+def test_the_first_word_of_an_answer_keeps_its_space():
+    hello, world = 259, 260
+
+    assert stream(sentencepiece_like(), [world], [hello]) == [" world", ""]
+    assert stream(sentencepiece_like(), [hello, world]) == ["Hello", " world", ""]
+
+
+# --- stop strings
+
+
+def feed(stops: Sequence[str], pieces: Sequence[str]) -> Released:
+    matcher, text = StopStrings(stops), ""
+    for piece in pieces:
+        released = matcher.push(piece)
+        text += released.text
+        if released.stop is not None:
+            return Released(text, released.stop)
+    return Released(text + matcher.flush())
+
+
+def by_definition(stops: Sequence[str], text: str) -> Released:
+    """The earliest end of any stop string; of several there, the longest."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            stop = max(found, key=len)
+            return Released(text[: end - len(stop)], stop)
+    return Released(text)
+
+
+@pytest.mark.capability("API-4")
+@settings(max_examples=500)
+@given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4), st.lists(st.text("abc", max_size=4)))
+def test_stop_strings_are_found_however_the_text_is_cut(stops: list[str], pieces: list[str]):
+    assert feed(stops, pieces) == by_definition(stops, "".join(pieces))
+
+
+@pytest.mark.capability("API-4")
+def test_nothing_of_a_stop_string_is_ever_sent():
+    matcher = StopStrings(["\nUser:"])
+
+    assert matcher.push("Hi.") == Released("Hi.")
+    assert matcher.push("\nUs") == Released("")
+    assert matcher.push("er") == Released("")
+    assert matcher.push(": more") == Released("", "\nUser:")
+
+
+@pytest.mark.capability("API-4")
+def test_text_that_only_looked_like_a_stop_string_is_sent_as_soon_as_it_differs():
+    matcher = StopStrings(["END"])
+
+    assert matcher.push("x EN") == Released("x ")
+    assert matcher.push("TER") == Released("ENTER")
+    assert matcher.push(" E") == Released(" ")
+    assert matcher.flush() == "E"
+
+
+def test_text_without_stop_strings_passes_at_once():
+    assert StopStrings([]).push("abc") == Released("abc")
