@@ -1,0 +1,29 @@
+"""Manifests of the stories: the example with a few fields changed."""
+
+from typing import Any
+
+import yaml
+
+from e2e.slipway import EXAMPLES
+
+
+def chat(name: str = "chat", **spec: Any) -> dict[str, Any]:
+    """examples/chat.yaml under another name; each keyword replaces a top-level field of its spec, None removes it."""
+    manifest: dict[str, Any] = yaml.safe_load((EXAMPLES / "chat.yaml").read_text())
+    manifest["metadata"]["name"] = name
+    for field, value in spec.items():
+        if value is None:
+            manifest["spec"].pop(field, None)
+        else:
+            manifest["spec"][field] = value
+    return manifest
+
+
+def static(name: str, replicas: int, **spec: Any) -> dict[str, Any]:
+    """The example with a fixed number of replicas."""
+    return chat(name, replicas=replicas, autoscaling=None, **spec)
+
+
+def as_yaml(manifest: dict[str, Any]) -> str:
+    """For `kubectl apply -f -`."""
+    return str(yaml.safe_dump(manifest, sort_keys=False))

@@ -1,0 +1,229 @@
+"""Slipway on the local cluster, as its users have it: helm, kubectl, the OpenAI client, and load.
+
+The demo and the stories are written in these words; what they assert is the state of the world.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+from kubernetes import client, config
+
+from bench.load import LoadPlan, LoadReport, Progress, run_load
+from e2e.cluster import Cluster
+from slipway_api import names
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "charts" / "slipway"
+EXAMPLES = ROOT / "examples"
+RELEASE_NAMESPACE = "slipway-system"
+USER_NAMESPACE = "default"
+PLURAL = "inferenceservices"
+GATEWAY = "gateway"
+PUBLISH = {GATEWAY: (RELEASE_NAMESPACE, "slipway-gateway", names.SERVING_PORT)}
+
+Json = dict[str, Any]
+
+
+class NotInTimeError(AssertionError):
+    """Something that should have become true did not; the message has what was seen last."""
+
+
+def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every: float = 0.5) -> T:
+    """The first answer of `look` that is not None or False; raises NotInTimeError with its last exception or value."""
+    deadline = time.monotonic() + timeout
+    last: object = None
+    while time.monotonic() < deadline:
+        try:
+            answer = look()
+        except Exception as exc:  # noqa: BLE001  the world may not be there yet; the last reason is told
+            last = exc
+        else:
+            if answer:
+                return answer
+            last = answer
+        time.sleep(every)
+    raise NotInTimeError(f"not within {timeout:.0f} s: {what} (last seen: {last!r})")
+
+
+class Slipway:
+    """One installation on one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        api = config.new_client_from_config(str(cluster.kubeconfig))
+        self.core = client.CoreV1Api(api)
+        self.apps = client.AppsV1Api(api)
+        self.objects = client.CustomObjectsApi(api)
+        self.events_api = client.EventsV1Api(api)
+
+    # Installing
+
+    def install(self, *settings: str) -> None:
+        """`helm install` of the chart; returns when operator and gateway are available."""
+        sets = [part for setting in settings for part in ("--set", setting)]
+        self.cluster.helm(
+            "upgrade", "--install", "slipway", str(CHART),
+            "--namespace", RELEASE_NAMESPACE, "--create-namespace", "--wait", "--timeout", "180s", *sets,
+        )  # fmt: skip
+
+    # Services
+
+    def apply(self, manifest: Path | str) -> str:
+        """`kubectl apply`; what kubectl printed."""
+        if isinstance(manifest, Path):
+            return self.cluster.kubectl("apply", "-f", str(manifest))
+        return self.cluster.kubectl("apply", "-f", "-", input=manifest)
+
+    def service(self, name: str, namespace: str = USER_NAMESPACE) -> Json:
+        """The InferenceService as the API server has it now."""
+        found: Json = self.objects.get_namespaced_custom_object(names.GROUP, names.VERSION, namespace, PLURAL, name)
+        return found
+
+    def services(self, namespace: str = USER_NAMESPACE) -> list[str]:
+        """The names of all services."""
+        listing = self.objects.list_namespaced_custom_object(names.GROUP, names.VERSION, namespace, PLURAL)
+        return [item["metadata"]["name"] for item in listing["items"]]
+
+    def condition(self, name: str, kind: str, namespace: str = USER_NAMESPACE) -> Json | None:
+        """One condition of the service, or None where it is absent."""
+        conditions = self.service(name, namespace).get("status", {}).get("conditions", [])
+        return next((condition for condition in conditions if condition["type"] == kind), None)
+
+    def wait_ready(self, name: str, replicas: int | None = None, timeout: float = 120) -> Json:
+        """The service once it is Ready for its newest generation, with `replicas` ready when that is given."""
+
+        def look() -> Json | None:
+            service = self.service(name)
+            status = service.get("status", {})
+            conditions = {c["type"]: c for c in status.get("conditions", [])}
+            current = status.get("observedGeneration") == service["metadata"]["generation"]
+            ready = conditions.get("Ready", {}).get("status") == "True"
+            count = replicas is None or (status.get("readyReplicas"), status.get("replicas")) == (replicas, replicas)
+            return service if current and ready and count else None
+
+        try:
+            return wait_for(f"{name} Ready with {replicas or 'its'} replicas", look, timeout)
+        except NotInTimeError as exc:
+            raise NotInTimeError(f"{exc}\n{self.story(name)}") from None
+
+    def delete(self, name: str, timeout: float = 120) -> None:
+        """`kubectl delete` of the service; returns when it and its pods are gone."""
+        self.cluster.kubectl("delete", "infsvc", name, "--ignore-not-found", "--wait=false")
+        wait_for(f"{name} gone", lambda: self.is_gone(name), timeout)
+
+    def is_gone(self, name: str) -> bool:
+        """Neither the service nor a pod of it exists."""
+        try:
+            self.service(name)
+        except client.ApiException as exc:
+            return exc.status == 404 and not self.pods(name)
+        return False
+
+    def pods(self, name: str, namespace: str = USER_NAMESPACE) -> list[Any]:
+        """The service's pods, those being deleted included."""
+        selector = f"{names.LABEL_SERVICE}={name}"
+        return list(self.core.list_namespaced_pod(namespace, label_selector=selector).items)
+
+    def events(self, name: str, namespace: str = USER_NAMESPACE) -> list[Any]:
+        """Slipway's events about the service, oldest first."""
+        found = self.events_api.list_namespaced_event(namespace, field_selector=f"regarding.name={name}").items
+        return sorted(found, key=event_time)
+
+    def story(self, name: str) -> str:
+        """Status and events in a few lines, for a failure message."""
+        status = self.service(name).get("status", {})
+        lines = [f"status: {json.dumps(status, indent=1)}"]
+        lines += [f"event: {e.type} {e.reason}: {e.note}" for e in self.events(name)]
+        lines += [f"pod: {p.metadata.name} {p.status.phase} {p.metadata.labels}" for p in self.pods(name)]
+        return "\n".join(lines)
+
+    # The operator
+
+    def leader(self) -> str:
+        """The name of the operator pod that holds the Lease."""
+        lease = client.CoordinationV1Api(self.core.api_client).read_namespaced_lease(
+            "slipway-operator", RELEASE_NAMESPACE
+        )
+        return str(lease.spec.holder_identity or "").split("_")[0]
+
+    def logs(self, selector: str, namespace: str = RELEASE_NAMESPACE) -> str:
+        """The logs of all pods behind the selector, previous containers left out."""
+        pods = self.core.list_namespaced_pod(namespace, label_selector=selector).items
+        return "\n".join(self.core.read_namespaced_pod_log(p.metadata.name, namespace) for p in pods)
+
+    # Clients
+
+    @property
+    def base_url(self) -> str:
+        """Where clients outside the cluster reach the gateway."""
+        return f"http://127.0.0.1:{self.cluster.port(GATEWAY)}/v1"
+
+    def openai(self) -> openai.OpenAI:
+        """The stock client, pointed at the gateway."""
+        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=120, max_retries=4)
+
+    def load(self, model: str, *, concurrency: int, seconds: float, max_tokens: int = 64) -> "Load":
+        """Load from now on, in the background."""
+        plan = LoadPlan(
+            base_url=self.base_url,
+            model=model,
+            concurrency=concurrency,
+            duration_seconds=seconds,
+            max_tokens=max_tokens,
+        )
+        return Load(plan)
+
+
+class Load:
+    """A load run in a thread of its own; stopping it lets running streams finish."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self.progress = Progress()
+        self._report: LoadReport | None = None
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(plan,), daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def _run(self, plan: LoadPlan) -> None:
+        async def main() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            self._ready.set()
+            self._report = await run_load(plan, stop=self._stop, on_progress=self._note)
+
+        try:
+            asyncio.run(main())
+        except BaseException as exc:  # noqa: BLE001  told to whoever asks for the report
+            self._error = exc
+            self._ready.set()
+
+    def _note(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def stop(self) -> LoadReport:
+        """Send no more, wait for what runs, and tell."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        return self.report()
+
+    def report(self) -> LoadReport:
+        """Wait until the run is over, and tell."""
+        self._thread.join(timeout=600)
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None, "the load did not end within ten minutes"
+        return self._report
+
+
+def event_time(event: Any) -> datetime:
+    """When an event was last seen."""
+    return event.series.last_observed_time if event.series else event.event_time or event.metadata.creation_timestamp

@@ -1,0 +1,58 @@
+"""Bad input gets one clear sentence and changes nothing."""
+
+import subprocess
+
+import pytest
+
+from e2e.manifests import as_yaml, chat, static
+from e2e.slipway import Slipway, wait_for
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.capability("OP-1", "BS-3")
+def test_what_the_api_server_can_judge_is_refused_at_once(clean: Slipway) -> None:
+    both = chat("both", replicas=2)
+
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        clean.apply(as_yaml(both))
+
+    assert "replicas" in refused.value.stderr
+    assert "autoscaling" in refused.value.stderr
+    assert clean.services() == []
+
+
+@pytest.mark.capability("ST-2")
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"model": {"uri": "file:///opt/slipway/models/nowhere"}}, ("CrashLooping", "ModelNotFound"), "nowhere"),
+        ({"runtime": {"image": "slipway/runtime:none"}}, ("ImagePullFailed",), "slipway/runtime:none"),
+    ],
+    ids=["a model that is not there", "an image that is not there"],
+)
+def test_what_only_running_shows_becomes_a_condition_that_says_what_is_wrong(
+    clean: Slipway, change: dict[str, object], reason: tuple[str, ...], words: str
+) -> None:
+    clean.apply(as_yaml(static("wrong", 1, **change)))
+
+    stalled = wait_for("the service is stalled", lambda: clean.condition("wrong", "Stalled"), timeout=90)
+
+    assert stalled["reason"] in reason
+    assert words in stalled["message"]
+    ready = clean.condition("wrong", "Ready")
+    assert ready is not None
+    assert (ready["status"], ready["reason"]) == ("False", stalled["reason"])
+
+
+def test_a_request_that_cannot_be_scheduled_says_so_and_stays_one_pod(clean: Slipway) -> None:
+    clean.apply(as_yaml(static("huge", 1, resources={"gpu": {"count": 9}}, runtime={"tensorParallelSize": 9})))
+
+    ready = wait_for(
+        "the condition names the GPUs",
+        lambda: (c := clean.condition("huge", "Ready")) and c["reason"] == "WaitingForGPU" and c,
+        timeout=60,
+    )
+
+    assert "nvidia.com/gpu" in ready["message"]
+    assert len(clean.pods("huge")) == 1

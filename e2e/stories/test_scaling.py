@@ -1,0 +1,34 @@
+"""Load comes and goes; replicas follow, and nobody's request fails."""
+
+import re
+
+import pytest
+
+from e2e.slipway import EXAMPLES, Slipway, wait_for
+
+pytestmark = pytest.mark.cluster
+
+EVIDENCE = re.compile(r"\d+→\d+: (KVCacheUtilization|QueueDepth) [\d.]+ [<>] [\d.]+ \(\d+/\d+ pods")
+
+
+@pytest.mark.capability("AS-1", "AS-3", "AS-6", "PF-7", "OB-3", "OP-7")
+def test_replicas_follow_the_load_out_and_in_and_no_request_fails(clean: Slipway) -> None:
+    clean.apply(EXAMPLES / "chat.yaml")
+    clean.wait_ready("chat", replicas=1)
+
+    load = clean.load("chat", concurrency=24, seconds=240, max_tokens=96)
+    try:
+        clean.wait_ready("chat", replicas=3, timeout=120)
+    finally:
+        report = load.stop()
+    wait_for("back to one replica", lambda: clean.wait_ready("chat", replicas=1, timeout=5), timeout=150)
+
+    assert report.failed == 0, report.failures
+    assert report.finished == report.sent > 50
+    events = clean.events("chat")
+    scaled = [event.note for event in events if event.reason in ("ScaledUp", "ScaledDown")]
+    assert any(EVIDENCE.search(note) for note in scaled), scaled
+    assert {event.reason for event in events} >= {"ScaledUp", "ScaledDown", "ReplicaDraining", "ReplicaDrained"}
+    history = clean.service("chat")["status"]["autoscaling"]["history"]
+    assert {"time", "from", "to", "reason"} <= set(history[0])
+    assert max(entry["to"] for entry in history) <= 3
