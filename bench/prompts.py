@@ -4,10 +4,15 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-WHO = "bear bird cat child cow dog duck farmer fish fox girl hen horse king lamb lion mouse owl pig wolf".split()
-WHAT = "apple ball bell boat book box bread cake coin drum flower hat key kite lamp map nut ring stone tree".split()
-WHERE = "barn beach bridge castle cave field forest garden hill house island lake market meadow river road".split()
-HOW = "big blue brave cold gentle green happy hungry kind little lost old proud quick quiet red sad shy warm".split()
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+WHO = _words("bear bird cat child cow dog duck farmer fish fox girl hen horse king lamb lion mouse pig wolf")
+WHAT = _words("ball basket bell boat book box bread cake coin drum flower hat key kite lamp map nut ring stone tree")
+WHERE = _words("barn beach bridge castle cave field forest garden hill house island lake market meadow river road")
+HOW = _words("big blue brave cold gentle green happy hungry kind little lost proud quick quiet red sad shy warm")
 
 
 @dataclass(frozen=True)

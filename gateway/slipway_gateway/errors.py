@@ -1,0 +1,91 @@
+"""What a client is told when the gateway itself has to say no; OpenAI's error shape, the words of vLLM.
+
+Refusal
+├── bad_request            400 the body is not what the API asks for
+├── unknown_model          404 nobody serves it; other models are not named
+├── unknown_revision       404 the pinned revision does not exist
+├── unknown_path           404 not a path of this API
+├── wrong_method           405
+├── too_large              413 the body
+├── busy                   429 too many bytes of requests in flight
+├── internal               500 our own mistake
+├── bad_gateway            502 every replica we tried broke off
+└── not_ready              503 no replica can answer now
+"""
+
+from aiohttp import web
+
+ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
+
+
+class Refusal(Exception):
+    """No, with a status, a sentence, and when to come back."""
+
+    def __init__(
+        self, status: int, kind: str, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def response(self) -> web.Response:
+        """The answer on the wire."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
+        response = web.json_response({"error": error}, status=self.status)
+        if self.retry_after is not None:
+            response.headers["Retry-After"] = str(self.retry_after)
+            response.headers["retry-after-ms"] = str(self.retry_after * 1000)
+        return response
+
+
+def bad_request(message: str, param: str | None = None) -> Refusal:
+    """The body is not what the API asks for."""
+    return Refusal(400, "BadRequestError", message, param=param)
+
+
+def unknown_model(model: str) -> Refusal:
+    """Nobody serves this model; naming those that exist would tell one team about another's."""
+    return Refusal(404, "NotFoundError", f"The model `{model[:ECHO_CHARACTERS]}` does not exist.", param="model")
+
+
+def unknown_revision(model: str, revision: str) -> Refusal:
+    """The client pinned a revision that the service does not have."""
+    return Refusal(404, "NotFoundError", f"The model `{model}` has no revision `{revision[:ECHO_CHARACTERS]}`.")
+
+
+def unknown_path(path: str) -> Refusal:
+    """Not a path of this API."""
+    return Refusal(404, "NotFoundError", f"There is nothing at {path[:ECHO_CHARACTERS]}.")
+
+
+def wrong_method(method: str, path: str) -> Refusal:
+    """The path exists, but not for this method."""
+    return Refusal(405, "MethodNotAllowedError", f"{path[:ECHO_CHARACTERS]} does not take {method}.")
+
+
+def too_large(limit_bytes: int) -> Refusal:
+    """The body exceeds what one request may bring."""
+    return Refusal(413, "RequestTooLargeError", f"A request may have {limit_bytes >> 20} MiB, this one has more.")
+
+
+def busy(retry_after: int = 1) -> Refusal:
+    """So many bytes of requests wait for their first answer that one more could exhaust our memory."""
+    return Refusal(429, "RateLimitError", "The gateway holds too many large requests now.", retry_after=retry_after)
+
+
+def bad_gateway(reason: str) -> Refusal:
+    """Every replica we were allowed to try broke off before it answered."""
+    return Refusal(502, "BadGatewayError", f"The request could not be answered: {reason}.", retry_after=1)
+
+
+def not_ready(reason: str, retry_after: int = 5) -> Refusal:
+    """No replica can answer now; later one may."""
+    return Refusal(503, "ServiceUnavailableError", f"Try again later: {reason}.", retry_after=retry_after)
+
+
+def internal() -> Refusal:
+    """Our own mistake; the log has it, the client gets no details."""
+    return Refusal(500, "InternalServerError", "The gateway failed to handle this request.")
