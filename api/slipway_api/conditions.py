@@ -1,0 +1,167 @@
+"""Condition types, their reasons and the reasons of events: the vocabulary in which Slipway explains itself.
+
+A condition's message is the sentence of the last decision; numbers that move all the time live in metrics.
+"""
+
+from collections.abc import Iterable
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from slipway_api.types import Struct, Time
+
+
+class ConditionType(StrEnum):
+    """What can be said about a service. Reconciling and Stalled are present only while they are True (kstatus)."""
+
+    READY = "Ready"
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
+    WORKLOAD_AVAILABLE = "WorkloadAvailable"
+    ROUTE_READY = "RouteReady"
+    SCALING_ACTIVE = "ScalingActive"
+
+
+class ConditionStatus(StrEnum):
+    """Kubernetes' three-valued truth."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Reason(StrEnum):
+    """Why a condition has its status; grouped by the condition that uses it first."""
+
+    # Reconciling
+    NEW_GENERATION = "NewGeneration"
+    SCALING_UP = "ScalingUp"
+    ROLLING_OUT = "RollingOut"
+    # Stalled: a person has to act; reason and message are copied into Ready
+    INVALID_SPEC = "InvalidSpec"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    MODEL_NOT_FOUND = "ModelNotFound"
+    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    CRASH_LOOPING = "CrashLooping"
+    # Ready=True, and WorkloadAvailable
+    AVAILABLE = "Available"
+    DEGRADED = "Degraded"  # below desired, but serving
+    SCALED_TO_ZERO = "ScaledToZero"
+    # Ready=False
+    NO_READY_REPLICAS = "NoReadyReplicas"
+    # Ready=Unknown: a three-minute load is progress, not degradation
+    LOADING = "Loading"
+    DOWNLOADING_MODEL = "DownloadingModel"
+    WAITING_FOR_GPU = "WaitingForGPU"
+    # RouteReady
+    ROUTED = "Routed"
+    NAME_CONFLICT = "NameConflict"
+    # ScalingActive
+    METRICS_FRESH = "MetricsFresh"
+    METRICS_STALE = "MetricsStale"
+    METRICS_MISSING = "MetricsMissing"
+    EXTERNAL = "External"
+    LIMITED_BY_MAX = "LimitedByMax"
+    LIMITED_BY_CAPACITY = "LimitedByCapacity"
+
+
+class EventReason(StrEnum):
+    """Why an event is posted; `type` says whether it is a warning."""
+
+    REPLICA_CREATED = "ReplicaCreated"
+    REPLICA_READY = "ReplicaReady"
+    REPLICA_DRAINING = "ReplicaDraining"
+    REPLICA_DRAINED = "ReplicaDrained"
+    SCALED_UP = "ScaledUp"
+    SCALED_DOWN = "ScaledDown"
+    ROLLOUT_STARTED = "RolloutStarted"
+    ROLLOUT_COMPLETED = "RolloutCompleted"
+    INVALID_SPEC = "InvalidSpec"
+    METRICS_STALE = "MetricsStale"
+    SCALING_HELD = "ScalingHeld"
+    SCALING_LIMITED = "ScalingLimited"
+    WAITING_FOR_GPU = "WaitingForGPU"
+    MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
+    REPLICA_UNHEALTHY = "ReplicaUnhealthy"
+    REPLICA_REPLACED = "ReplicaReplaced"
+    DRAIN_TIMED_OUT = "DrainTimedOut"
+    NODE_DRAIN_FORCED = "NodeDrainForced"
+    NAME_CONFLICT = "NameConflict"
+    PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    ADVICE = "Advice"
+
+    @property
+    def type(self) -> str:
+        """`Normal` or `Warning`, as events.k8s.io/v1 wants it."""
+        return "Normal" if self in _NORMAL_EVENTS else "Warning"
+
+
+_NORMAL_EVENTS = frozenset(
+    {
+        EventReason.REPLICA_CREATED,
+        EventReason.REPLICA_READY,
+        EventReason.REPLICA_DRAINING,
+        EventReason.REPLICA_DRAINED,
+        EventReason.SCALED_UP,
+        EventReason.SCALED_DOWN,
+        EventReason.ROLLOUT_STARTED,
+        EventReason.ROLLOUT_COMPLETED,
+    }
+)
+
+
+class Condition(Struct):
+    """One thing that is true, false or unknown about the service, since when and why."""
+
+    type: str = Field(max_length=64)
+    """What the condition says, such as Ready."""
+    status: ConditionStatus
+    """True, False or Unknown."""
+    observed_generation: int = Field(default=0, ge=0)
+    """The generation of the spec that this was judged by."""
+    last_transition_time: Time
+    """When the status last changed."""
+    reason: str = Field(max_length=128)
+    """Why, in one CamelCase word."""
+    message: str = Field(default="", max_length=4096)
+    """Why, in one sentence: that of the last decision."""
+
+
+def find_condition(conditions: Iterable[Condition], type: str) -> Condition | None:
+    """The condition of that type, if present."""
+    return next((condition for condition in conditions if condition.type == type), None)
+
+
+def set_condition(
+    conditions: Iterable[Condition],
+    type: ConditionType,
+    status: ConditionStatus | bool,
+    reason: str,
+    message: str,
+    *,
+    generation: int,
+    now: datetime,
+) -> tuple[Condition, ...]:
+    """The conditions with this one set, in a stable order; its time moves only when its status flips."""
+    kept = tuple(conditions)
+    status = ConditionStatus(str(status))
+    before = find_condition(kept, type)
+    since = before.last_transition_time if before and before.status == status else now.replace(microsecond=0)
+    after = Condition(
+        type=type.value,
+        status=status,
+        observed_generation=generation,
+        last_transition_time=since,
+        reason=reason,
+        message=message,
+    )
+    if before is None:
+        return (*kept, after)
+    return tuple(after if condition is before else condition for condition in kept)
+
+
+def remove_condition(conditions: Iterable[Condition], type: ConditionType) -> tuple[Condition, ...]:
+    """The conditions without this one: how Reconciling and Stalled stop being True."""
+    return tuple(condition for condition in conditions if condition.type != type)

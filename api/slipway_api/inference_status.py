@@ -1,0 +1,138 @@
+"""What the operator says about a service: its status. Timestamps, never ages; numbers that always move are metrics."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from slipway_api.conditions import Condition
+from slipway_api.types import DecimalString, Struct, Time, bounded_list
+
+
+class Address(Struct):
+    """One address at which the service answers."""
+
+    name: str = Field(max_length=64)
+    """Which way in: gateway, or service for the Kubernetes Service past it."""
+    url: str = Field(max_length=1024)
+    """Base URL of the OpenAI API there."""
+
+
+class RevisionStatus(Struct):
+    """A set of user-visible inputs that has, or had, replicas."""
+
+    name: str = Field(max_length=128)
+    """Name of the revision."""
+    hash: str = Field(max_length=64)
+    """Hash of the inputs; its first five characters are in the names of the pods."""
+    image: str = Field(default="", max_length=512)
+    """The runtime image, resolved once for the life of the revision."""
+    weight: int = Field(default=0, ge=0, le=100)
+    """Share of the traffic in percent; the gateway reads it."""
+    ready: int = Field(default=0, ge=0)
+    """Ready replicas of this revision."""
+
+
+class AttemptStatus(Struct):
+    """How often the replica of one slot was started over; written before the pod is created."""
+
+    revision: str = Field(max_length=64)
+    """Hash of the revision."""
+    slot: int = Field(ge=0)
+    """Number of the replica within its revision."""
+    attempt: int = Field(default=0, ge=0)
+    """Highest attempt so far; the last part of the pod's name."""
+    failures: int = Field(default=0, ge=0)
+    """Failures in a row; they set the backoff."""
+    not_before: Time | None = None
+    """No new attempt before this moment."""
+
+
+class SignalStatus(Struct):
+    """One metric at the last decision."""
+
+    type: str = Field(max_length=64)
+    """Which metric."""
+    value: DecimalString | None = None
+    """Its value over the replicas; absent when nothing could be measured."""
+    target: DecimalString
+    """The value to hold."""
+    samples: int = Field(default=0, ge=0)
+    """Replicas that answered."""
+    sampled_time: Time | None = None
+    """When the oldest of these samples was taken."""
+
+
+class ScalingDecision(Struct):
+    """One change of the number of replicas."""
+
+    time: Time
+    """When."""
+    from_: int = Field(alias="from", ge=0)
+    """Replicas before."""
+    to: int = Field(ge=0)
+    """Replicas after."""
+    reason: str = Field(default="", max_length=1024)
+    """The evidence, in one sentence with its numbers."""
+
+
+class AutoscalingStatus(Struct):
+    """What the autoscaler last thought, and why."""
+
+    recommended_replicas: int | None = Field(default=None, ge=0)
+    """What the metrics ask for, before limits."""
+    limited_by: str = Field(default="", max_length=128)
+    """What kept the decision away from the recommendation, if anything."""
+    signals: Annotated[tuple[SignalStatus, ...], bounded_list(at_most=8, key="type")] = ()
+    """The metrics behind the last decision."""
+    history: Annotated[tuple[ScalingDecision, ...], bounded_list(at_most=5)] = ()
+    """The last decisions, newest first."""
+
+
+class CapacityStatus(Struct):
+    """What one replica can hold."""
+
+    max_sequences: int | None = Field(default=None, ge=0)
+    """Requests that run at once."""
+    kv_blocks: int | None = Field(default=None, ge=0)
+    """Blocks of the KV cache."""
+    bytes_per_token: int | None = Field(default=None, ge=0)
+    """Bytes of KV cache behind one token."""
+
+
+class InferenceServiceStatus(Struct):
+    """The state of the service as the operator last saw it."""
+
+    observed_generation: int | None = Field(default=None, ge=0)
+    """The generation of the spec that this status answers to."""
+    conditions: Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type")] = ()
+    """What is true of the service; Ready sums it up, Reconciling and Stalled are present only when True."""
+    url: str = Field(default="", max_length=1024)
+    """Base URL of the OpenAI API that answers for this service."""
+    addresses: Annotated[tuple[Address, ...], bounded_list(at_most=8, key="name")] = ()
+    """Every address at which the service answers."""
+    replicas: int | None = Field(default=None, ge=0)
+    """All replicas that exist, whatever their state."""
+    ready_replicas: int | None = Field(default=None, ge=0)
+    """Replicas that take requests."""
+    updated_replicas: int | None = Field(default=None, ge=0)
+    """Replicas of the newest revision."""
+    draining_replicas: int | None = Field(default=None, ge=0)
+    """Replicas that finish their requests and then go."""
+    desired_replicas: int | None = Field(default=None, ge=0)
+    """How many replicas there should be; also the autoscaler's memory across restarts of the operator."""
+    selector: str = Field(default="", max_length=512)
+    """Label selector of the pods, for kubectl scale, HPA and KEDA."""
+    served_name: str = Field(default="", max_length=253)
+    """What clients send as model."""
+    current_revision: str = Field(default="", max_length=128)
+    """The revision that last served completely."""
+    update_revision: str = Field(default="", max_length=128)
+    """The revision that the spec asks for; differs from currentRevision while rolling out."""
+    revisions: Annotated[tuple[RevisionStatus, ...], bounded_list(at_most=6, key="name")] = ()
+    """Revisions with replicas or within revisionHistoryLimit, newest first."""
+    attempts: Annotated[tuple[AttemptStatus, ...], bounded_list(at_most=2048, key=("revision", "slot"))] = ()
+    """Slots whose replica was started more than once."""
+    autoscaling: AutoscalingStatus | None = None
+    """What the autoscaler last thought, and why."""
+    capacity: CapacityStatus | None = None
+    """What one replica can hold."""
