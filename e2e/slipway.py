@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
-from kubernetes import client, config
+from kubernetes import client
 
 from bench.load import LoadPlan, LoadReport, Progress, run_load
-from e2e.cluster import Cluster
+from e2e.cluster.access import Access
 from slipway_api import names
 
 T = TypeVar("T")
@@ -28,7 +28,6 @@ RELEASE_NAMESPACE = "slipway-system"
 USER_NAMESPACE = "default"
 PLURAL = "inferenceservices"
 GATEWAY = "gateway"
-PUBLISH = {GATEWAY: (RELEASE_NAMESPACE, "slipway-gateway", names.SERVING_PORT)}
 
 Json = dict[str, Any]
 
@@ -57,9 +56,9 @@ def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every
 class Slipway:
     """One installation on one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        api = config.new_client_from_config(str(cluster.kubeconfig))
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        api = access.client()
         self.core = client.CoreV1Api(api)
         self.apps = client.AppsV1Api(api)
         self.objects = client.CustomObjectsApi(api)
@@ -70,7 +69,7 @@ class Slipway:
     def install(self, *settings: str) -> None:
         """`helm install` of the chart; returns when operator and gateway are available."""
         sets = [part for setting in settings for part in ("--set", setting)]
-        self.cluster.helm(
+        self.access.helm(
             "upgrade", "--install", "slipway", str(CHART),
             "--namespace", RELEASE_NAMESPACE, "--create-namespace", "--wait", "--timeout", "180s", *sets,
         )  # fmt: skip
@@ -80,8 +79,8 @@ class Slipway:
     def apply(self, manifest: Path | str) -> str:
         """`kubectl apply`; what kubectl printed."""
         if isinstance(manifest, Path):
-            return self.cluster.kubectl("apply", "-f", str(manifest))
-        return self.cluster.kubectl("apply", "-f", "-", input=manifest)
+            return self.access.kubectl("apply", "-f", str(manifest))
+        return self.access.kubectl("apply", "-f", "-", stdin=manifest)
 
     def service(self, name: str, namespace: str = USER_NAMESPACE) -> Json:
         """The InferenceService as the API server has it now."""
@@ -117,7 +116,7 @@ class Slipway:
 
     def delete(self, name: str, timeout: float = 120) -> None:
         """`kubectl delete` of the service; returns when it and its pods are gone."""
-        self.cluster.kubectl("delete", "infsvc", name, "--ignore-not-found", "--wait=false")
+        self.access.kubectl("delete", "infsvc", name, "--ignore-not-found", "--wait=false")
         wait_for(f"{name} gone", lambda: self.is_gone(name), timeout)
 
     def is_gone(self, name: str) -> bool:
@@ -165,7 +164,7 @@ class Slipway:
     @property
     def base_url(self) -> str:
         """Where clients outside the cluster reach the gateway."""
-        return f"http://127.0.0.1:{self.cluster.port(GATEWAY)}/v1"
+        return f"http://127.0.0.1:{self.access.port(GATEWAY)}/v1"
 
     def openai(self) -> openai.OpenAI:
         """The stock client, pointed at the gateway."""

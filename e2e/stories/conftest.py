@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.cluster import Cluster
+from e2e.cluster.launch import Cluster
 from e2e.slipway import Slipway
 
 

@@ -3,6 +3,7 @@
 import pytest
 from kubernetes import client
 
+from e2e.cluster.launch import Cluster
 from e2e.manifests import as_yaml, static
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 
@@ -36,13 +37,13 @@ def test_a_replica_deleted_under_load_finishes_its_streams_and_is_replaced(clean
 
 
 @pytest.mark.capability("OP-7", "OB-3")
-def test_a_leader_killed_while_scaling_out_leaves_no_double_and_no_orphan(clean: Slipway) -> None:
+def test_a_leader_killed_while_scaling_out_leaves_no_double_and_no_orphan(clean: Slipway, cluster: Cluster) -> None:
     clean.apply(as_yaml(static("grow", 1)))
     clean.wait_ready("grow", replicas=1)
     leader = clean.leader()
 
     clean.apply(as_yaml(static("grow", 3)))
-    clean.cluster.kill_container(RELEASE_NAMESPACE, leader)
+    cluster.kill_container(RELEASE_NAMESPACE, leader)
     clean.wait_ready("grow", replicas=3, timeout=120)
 
     slots = slots_in_use(clean, "grow")
@@ -52,7 +53,7 @@ def test_a_leader_killed_while_scaling_out_leaves_no_double_and_no_orphan(clean:
 
 
 @pytest.mark.capability("OP-7", "AS-6", "RD-1")
-def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(clean: Slipway) -> None:
+def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(clean: Slipway, cluster: Cluster) -> None:
     clean.apply(as_yaml(static("shrink", 2)))
     clean.wait_ready("shrink", replicas=2)
     load = clean.load("shrink", concurrency=8, seconds=120, max_tokens=96)
@@ -64,7 +65,7 @@ def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(clean: Slip
         lambda: any(p.metadata.labels["slipway.dev/state"] == "draining" for p in clean.pods("shrink")),
         every=0.1,
     )
-    clean.cluster.kill_container(RELEASE_NAMESPACE, clean.leader())
+    cluster.kill_container(RELEASE_NAMESPACE, clean.leader())
     clean.wait_ready("shrink", replicas=1, timeout=120)
     report = load.stop()
 
@@ -73,17 +74,17 @@ def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(clean: Slip
 
 
 @pytest.mark.capability("OP-7", "RG-2")
-def test_clients_are_served_while_the_api_server_is_away(clean: Slipway) -> None:
+def test_clients_are_served_while_the_api_server_is_away(clean: Slipway, cluster: Cluster) -> None:
     clean.apply(as_yaml(static("steady", 1)))
     clean.wait_ready("steady", replicas=1)
 
-    clean.cluster.stop_apiserver()
+    cluster.stop_apiserver()
     try:
         answer = clean.openai().chat.completions.create(
             model="steady", messages=[{"role": "user", "content": "Hello"}], max_tokens=8
         )
     finally:
-        clean.cluster.start_apiserver()
+        cluster.start_apiserver()
     wait_for("the API server is back", lambda: clean.core.list_node().items)
 
     assert answer.choices[0].message.content
@@ -104,7 +105,7 @@ def test_a_deleted_service_drains_before_it_goes(clean: Slipway) -> None:
     )
     first = next(iter(stream))
 
-    clean.cluster.kubectl("delete", "infsvc", "leaving", "--wait=false")
+    clean.access.kubectl("delete", "infsvc", "leaving", "--wait=false")
     chunks = [first, *stream]
     wait_for("the service is gone", lambda: clean.is_gone("leaving"), timeout=90)
 

@@ -80,7 +80,7 @@ def test_the_operator_never_writes_what_belongs_to_the_user(clean: Slipway) -> N
 
 @pytest.mark.capability("SE-3")
 def test_a_replica_runs_restricted_without_an_account(clean: Slipway) -> None:
-    clean.cluster.kubectl(
+    clean.access.kubectl(
         "label", "namespace", "default", "pod-security.kubernetes.io/enforce=restricted", "--overwrite"
     )
     try:
@@ -88,7 +88,7 @@ def test_a_replica_runs_restricted_without_an_account(clean: Slipway) -> None:
         clean.wait_ready("strict", replicas=1)
         (pod,) = clean.pods("strict")
     finally:
-        clean.cluster.kubectl("label", "namespace", "default", "pod-security.kubernetes.io/enforce-")
+        clean.access.kubectl("label", "namespace", "default", "pod-security.kubernetes.io/enforce-")
 
     assert pod.spec.automount_service_account_token is False
     assert pod.spec.containers[0].security_context.read_only_root_filesystem is True

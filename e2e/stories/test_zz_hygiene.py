@@ -1,7 +1,5 @@
 """After all stories: what the operator did with its rights, and what is in the logs. Runs last by its name."""
 
-import json
-
 import pytest
 
 from e2e.manifests import as_yaml, static
@@ -17,7 +15,7 @@ def test_least_privilege_is_enough(slipway: Slipway) -> None:
     account = f"system:serviceaccount:{RELEASE_NAMESPACE}:"
     refused = [
         f"{entry['user']['username']} {entry['verb']} {entry['requestURI']}"
-        for entry in map(json.loads, slipway.cluster.audit_log.read_text().splitlines())
+        for entry in slipway.access.audit()
         if entry["user"]["username"].startswith(account) and entry.get("responseStatus", {}).get("code") == 403
     ]
 
