@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from slipway_api.autoscaling import Autoscaling, ScalingMode
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import EnvVar, ResourceMap, Template, resource_rules
@@ -203,126 +204,6 @@ class Resources(Struct):
     """CPU, memory and ephemeral storage that the scheduler sets aside, such as cpu: 500m."""
     limits: ResourceMap = Field(default_factory=dict)
     """CPU, memory and ephemeral storage that a replica may use at most; limits.cpu is also its number of threads."""
-
-
-class ScalingMode(StrEnum):
-    """Who decides the number of replicas."""
-
-    ACTIVE = "Active"
-    EXTERNAL = "External"
-
-
-class MetricType(StrEnum):
-    """What load is measured by; never CPU, GPU or memory utilization."""
-
-    KV_CACHE_UTILIZATION = "KVCacheUtilization"
-    QUEUE_DEPTH = "QueueDepth"
-
-
-class Metric(Struct):
-    """A value to hold by changing the number of replicas."""
-
-    model_config = cel_rules(
-        Rule("double(self.target) > 0.0", "target must be above 0", ".target"),
-        Rule(
-            "self.type != 'KVCacheUtilization' || double(self.target) <= 1.0",
-            'the target of KVCacheUtilization is a share of the cache, such as "0.80": at most 1',
-            ".target",
-        ),
-    )
-
-    type: MetricType
-    """KVCacheUtilization: live share of the KV cache, mean over replicas. QueueDepth: waiting requests per replica."""
-    target: DecimalString
-    """The value to hold, such as "0.80"."""
-
-
-class ScalingRules(Struct):
-    """How fast the number of replicas may move in one direction."""
-
-    stabilization_window_seconds: int = Field(ge=0, le=3600)
-    """How far back recommendations count: the most cautious one of the window wins."""
-    max_pods: int = Field(ge=1, le=1000)
-    """Most replicas added or removed within periodSeconds."""
-    period_seconds: int = Field(ge=1, le=1800)
-    """The period that maxPods counts in."""
-    tolerance: DecimalString = decimal("0.10")
-    """A value this close to its target, as a share of it, changes nothing."""
-
-
-class ScaleUpRules(ScalingRules):
-    """Upwards: at once, two replicas in 30 s."""
-
-    stabilization_window_seconds: int = Field(default=0, ge=0, le=3600)
-    """How far back recommendations count: the lowest one of the window wins."""
-    max_pods: int = Field(default=2, ge=1, le=1000)
-    """Most replicas added within periodSeconds."""
-    period_seconds: int = Field(default=30, ge=1, le=1800)
-    """The period that maxPods counts in."""
-
-
-class ScaleDownRules(ScalingRules):
-    """Downwards: after five quiet minutes, one replica in 60 s."""
-
-    stabilization_window_seconds: int = Field(default=300, ge=0, le=3600)
-    """How far back recommendations count: the highest one of the window wins."""
-    max_pods: int = Field(default=1, ge=1, le=1000)
-    """Most replicas removed within periodSeconds."""
-    period_seconds: int = Field(default=60, ge=1, le=1800)
-    """The period that maxPods counts in."""
-
-
-class ScalingBehavior(Struct):
-    """How fast the number of replicas may move, with the words of autoscaling/v2."""
-
-    scale_up: ScaleUpRules = ScaleUpRules()
-    """Upwards: at once, two replicas in 30 s."""
-    scale_down: ScaleDownRules = ScaleDownRules()
-    """Downwards: after five quiet minutes, one replica in 60 s."""
-
-
-class MissingMetricsPolicy(StrEnum):
-    """What a ready replica counts as when it does not answer."""
-
-    CONSERVATIVE = "Conservative"
-
-
-class MissingMetrics(Struct):
-    """What happens when replicas do not say how loaded they are."""
-
-    stale_after_seconds: int = Field(default=30, ge=4, le=3600)
-    """A sample older than this is missing."""
-    policy: MissingMetricsPolicy = MissingMetricsPolicy.CONSERVATIVE
-    """Conservative: a silent replica counts as at target when scaling down and as idle when scaling up."""
-    max_hold_seconds: int = Field(default=600, ge=0, le=86_400)
-    """With all replicas silent the number is held; after this long fallbackReplicas counts."""
-    fallback_replicas: int | None = Field(default=None, ge=1, le=1000)
-    """Replicas to have after maxHoldSeconds without any sample, only if that is more."""
-
-
-class Autoscaling(Struct):
-    """Between which limits, and by which metrics, the number of replicas moves."""
-
-    model_config = cel_rules(
-        Rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas", ".minReplicas"),
-        Rule("self.mode != 'Active' || size(self.metrics) > 0", "mode Active needs at least one metric", ".metrics"),
-    )
-
-    mode: ScalingMode = ScalingMode.ACTIVE
-    """Active: Slipway decides. External: spec.replicas decides, written by kubectl scale, an HPA or KEDA."""
-    min_replicas: int = Field(default=1, ge=1, le=1000)
-    """Never fewer."""
-    max_replicas: int = Field(ge=1, le=1000)
-    """Never more."""
-    metrics: Annotated[tuple[Metric, ...], bounded_list(at_most=8, key="type")] = (
-        Metric(type=MetricType.KV_CACHE_UTILIZATION, target=decimal("0.80")),
-        Metric(type=MetricType.QUEUE_DEPTH, target=decimal("2")),
-    )
-    """What to hold; the metric that asks for the most replicas wins."""
-    behavior: ScalingBehavior = ScalingBehavior()
-    """How fast the number of replicas may move, with the words of autoscaling/v2."""
-    missing_metrics: MissingMetrics = MissingMetrics()
-    """What happens when replicas do not say how loaded they are."""
 
 
 class RollingUpdate(Struct):

@@ -1,0 +1,81 @@
+"""The reference page of a kind, from its CustomResourceDefinition: every field, its type, default and meaning."""
+
+from collections.abc import Iterator
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def reference_page(crd: Schema) -> str:
+    """A Markdown page with one table for spec and one for status."""
+    names = crd["spec"]["names"]
+    version = crd["spec"]["versions"][0]
+    schema = version["schema"]["openAPIV3Schema"]
+    api_version = f"{crd['spec']['group']}/{version['name']}"
+    lines = [
+        f"# {names['kind']} (`{api_version}`)",
+        "",
+        schema["description"],
+        "",
+        f"`kubectl get {names['shortNames'][0]}`; where another API group has the same names, "
+        f"`kubectl get {crd['metadata']['name']}`. In a terminal: `kubectl explain {names['shortNames'][0]}.spec`.",
+        "",
+    ]
+    for part in ("spec", "status"):
+        lines += [f"## {part}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(*field) for field in _fields(part, schema["properties"][part])]
+        lines += [""]
+    lines += ["## Rules that the API server checks", ""]
+    lines += [f"- `{path}`: {message}" for path, message in _rules("spec", schema["properties"]["spec"])]
+    return "\n".join([*lines, ""])
+
+
+def _fields(path: str, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
+    """Every field below, in the order of the kind; what is declared only to be refused is left out."""
+    required = schema.get("required", ())
+    for name, child in schema.get("properties", {}).items():
+        if child.get("description") == "Refused.":
+            continue
+        here = f"{path}.{name}"
+        yield here, child, name in required
+        if child.get("type") == "array":
+            yield from _fields(f"{here}[]", child["items"])
+        else:
+            yield from _fields(here, child)
+
+
+def _rules(path: str, schema: Schema) -> Iterator[tuple[str, str]]:
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield path + rule.get("fieldPath", ""), rule["message"]
+    for name, child in schema.get("properties", {}).items():
+        if child.get("type") == "array":
+            yield from _rules(f"{path}.{name}[]", child["items"])
+        else:
+            yield from _rules(f"{path}.{name}", child)
+
+
+def _row(path: str, schema: Schema, is_required: bool) -> str:
+    default = "required" if is_required else _literal(schema.get("default"))
+    meaning = schema.get("description", "").replace("|", "\\|").replace("\n", " ")
+    return f"| `{path}` | {_type(schema)} | {default} | {meaning} |"
+
+
+def _literal(value: Any) -> str:
+    if value is None or value == {}:
+        return ""
+    if isinstance(value, list):
+        return "; ".join(", ".join(f"{key} {inner}" for key, inner in entry.items()) for entry in value)
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _type(schema: Schema) -> str:
+    if "enum" in schema:
+        return " \\| ".join(str(value) for value in schema["enum"])
+    if schema.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}"
+    if "additionalProperties" in schema:
+        return f"map of {_type(schema['additionalProperties'])}"
+    bounds = [f"{schema[bound]}" if bound in schema else "" for bound in ("minimum", "maximum")]
+    return f"{schema.get('type', '')} {'…'.join(bounds) if any(bounds) else ''}".strip()

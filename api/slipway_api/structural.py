@@ -1,0 +1,98 @@
+"""pydantic's JSON schema rewritten as the *structural* schema that Kubernetes wants.
+
+References are inlined, `X | None` becomes an optional X, titles go, `const` becomes `enum`, integers say int64. A
+struct that may be left out gets the default `{}` where something inside it has a default, because the API server fills
+in a nested default only where its parent exists. Empty defaults (`""`, `[]`, `{}` of a map) are not written: absent
+means the same, and stays absent in the stored object.
+"""
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+_DROPPED = ("title", "$defs", "additionalProperties")
+_IMPOSSIBLE = ("anyOf", "oneOf", "allOf", "exclusiveMinimum", "exclusiveMaximum", "prefixItems", "patternProperties")
+_ORDER = ("description", "type", "format", "default", "enum", "required", "properties", "items")
+
+
+def structural(schema: Schema, definitions: Schema | None = None) -> Schema:
+    """The schema as Kubernetes takes it; raises ValueError for what a structural schema cannot say."""
+    definitions = schema.get("$defs", {}) if definitions is None else definitions
+    schema = _inlined(_without_null(schema), definitions)
+    unsayable = [key for key in _IMPOSSIBLE if key in schema]
+    if unsayable:
+        raise ValueError(f"a structural schema cannot say {', '.join(unsayable)}: {schema}")
+    result = {key: value for key, value in schema.items() if key not in _DROPPED}
+    if "const" in result:
+        result["enum"] = [result.pop("const")]
+    if result.get("type") == "integer":
+        result.setdefault("format", "int64")
+    values = schema.get("additionalProperties")
+    if "properties" in result:
+        result["properties"] = {
+            name: _property(child, definitions, required=name in result.get("required", ()))
+            for name, child in result["properties"].items()
+        }
+    elif isinstance(values, dict):
+        result["additionalProperties"] = structural(values, definitions)
+    elif values is True:
+        result["x-kubernetes-preserve-unknown-fields"] = True
+    if "items" in result:
+        result["items"] = structural(result["items"], definitions)
+    return {key: result[key] for key in sorted(result, key=_place)}
+
+
+def without_defaults(schema: Schema) -> Schema:
+    """The schema without any default: a status says what its writer said."""
+    result = {key: value for key, value in schema.items() if key != "default"}
+    if "properties" in result:
+        result["properties"] = {name: without_defaults(child) for name, child in result["properties"].items()}
+    if "items" in result:
+        result["items"] = without_defaults(result["items"])
+    return result
+
+
+def _property(schema: Schema, definitions: Schema, *, required: bool) -> Schema:
+    """One field of a struct, with the default that the API server should fill in."""
+    result = structural(schema, definitions)
+    default = result.pop("default", None)
+    if required or _may_be_null(schema):
+        return result
+    if "properties" in result:
+        default = {} if _has_defaults(result) else None
+    elif default in ("", [], {}):
+        default = None
+    if default is not None:
+        result["default"] = default
+    return {key: result[key] for key in sorted(result, key=_place)}
+
+
+def _has_defaults(struct: Schema) -> bool:
+    return any("default" in child for child in struct["properties"].values())
+
+
+def _inlined(schema: Schema, definitions: Schema) -> Schema:
+    """The schema with its reference replaced; what stands beside the reference wins."""
+    if "$ref" not in schema:
+        return schema
+    target: Schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
+    return _inlined(target, definitions) | {key: value for key, value in schema.items() if key != "$ref"}
+
+
+def _may_be_null(schema: Schema) -> bool:
+    return {"type": "null"} in schema.get("anyOf", ())
+
+
+def _without_null(schema: Schema) -> Schema:
+    """`X | None` as X: in Kubernetes, absent is how nothing is said."""
+    if not _may_be_null(schema):
+        return schema
+    options: list[Schema] = [option for option in schema["anyOf"] if option != {"type": "null"}]
+    if len(options) != 1:
+        raise ValueError(f"a field is one thing or absent: {schema}")
+    return {**options[0]} | {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
+
+
+def _place(key: str) -> tuple[int, str]:
+    """Descriptions first, then what a reader looks for, then the small print."""
+    return (_ORDER.index(key), "") if key in _ORDER else (len(_ORDER), key)
