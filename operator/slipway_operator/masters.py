@@ -9,7 +9,7 @@ from pathlib import Path
 from slipway_api.admin_token import admin_token, token_digest
 
 
-class MissingMaster(RuntimeError):
+class MissingMaster(RuntimeError):  # noqa: N818  reads as a fact where it is raised
     """There is no current master: no pod could ever be asked for its signals."""
 
 
@@ -33,7 +33,7 @@ class Masters:
         return self._masters
 
     def tokens(self, namespace: str, pod: str) -> list[str]:
-        """What may open the pod's admin port, the likeliest first: a pod made before a rotation knows the old master."""
+        """What may open the pod's admin port, the likeliest first: an older pod knows only the old master."""
         return [admin_token(master, namespace, pod) for master in self.read()]
 
     def digests(self, namespace: str, pod: str) -> tuple[str, ...]:

@@ -5,15 +5,18 @@ timeouts spread over time, never a thousand sockets at once.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import aiohttp
 from pydantic import ValidationError
+from yarl import URL
 
 from slipway_api import names
 from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
+from slipway_kube.client import Client
+from slipway_kube.errors import KubeError
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -27,11 +30,11 @@ class ReplicaError(Exception):
     """
 
 
-class ReplicaUnreachable(ReplicaError):
+class ReplicaUnreachable(ReplicaError):  # noqa: N818  reads as a fact where it is raised
     """No answer in time."""
 
 
-class ReplicaRefused(ReplicaError):
+class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is raised
     """The replica answered with something else than asked for; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -55,36 +58,55 @@ class Tokens(Protocol):
         """Tokens to try, the likeliest first."""
 
 
-def direct(address: Address) -> str:
-    """The base URL of a replica's admin port inside the cluster: the pod's own address."""
-    host = f"[{address.ip}]" if ":" in address.ip else address.ip
-    return f"http://{host}:{names.ADMIN_PORT}"
+class Dial(Protocol):
+    """How to reach an admin port: directly, or through the API server. May raise anything that means silence."""
+
+    async def __call__(
+        self, method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        """The HTTP status and the body of the replica's answer."""
 
 
-def through_api_server(server: str) -> Callable[[Address], str]:
-    """The base URLs for an operator outside the cluster, whose session must carry the API server's credentials."""
+def direct(session: aiohttp.ClientSession, *, port: int = names.ADMIN_PORT) -> Dial:
+    """Dial the pod's own address: inside the cluster. The caller owns the session."""
 
-    def url(address: Address) -> str:
-        return f"{server}/api/v1/namespaces/{address.namespace}/pods/http:{address.pod}:{names.ADMIN_PORT}/proxy"
+    async def dial(
+        method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        url = URL.build(scheme="http", host=replica.ip, port=port, path=path)
+        async with session.request(method, url, headers=headers, data=body, allow_redirects=False) as response:
+            return response.status, await response.read()
 
-    return url
+    return dial
+
+
+def through_api_server(client: Client) -> Dial:
+    """Dial through `pods/proxy`: for an operator outside the cluster. It strips Authorization, not our header."""
+
+    async def dial(
+        method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        reply = await client.proxy_to_pod(
+            replica.namespace, replica.pod, names.ADMIN_PORT, path, method=method, headers=headers, body=body
+        )
+        return reply.status, reply.body
+
+    return dial
 
 
 class ReplicaClient:
-    """Calls to the admin ports of all replicas, over one session that the caller owns."""
+    """Calls to the admin ports of all replicas."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        dial: Dial,
         tokens: Tokens,
         *,
-        base_url: Callable[[Address], str] = direct,
         timeout_seconds: float = 2.0,
         max_concurrent: int = 64,
     ) -> None:
-        self._session = session
+        self._dial = dial
         self._tokens = tokens
-        self._base_url = base_url
         self._timeout = timeout_seconds
         self._slots = asyncio.Semaphore(max_concurrent)
 
@@ -111,29 +133,26 @@ class ReplicaClient:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout):
-                    raw = await self._open(method, self._base_url(replica) + path, replica, body)
+                    raw = await self._open(method, replica, path, body)
             except TimeoutError as exc:
                 raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
-            except (aiohttp.ClientError, OSError) as exc:
+            except (aiohttp.ClientError, KubeError, OSError) as exc:
                 raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
         try:
             return answer.model_validate_json(raw)
         except ValidationError as exc:
-            raise ReplicaRefused(200, f"{replica.pod}{path}: not a {answer.__name__}: {exc.error_count()} errors") from exc
+            raise ReplicaRefused(
+                200, f"{replica.pod}{path}: not a {answer.__name__}: {exc.error_count()} errors"
+            ) from exc
 
-    async def _open(self, method: str, url: str, replica: Address, body: Body | None) -> bytes:
+    async def _open(self, method: str, replica: Address, path: str, body: Body | None) -> bytes:
         """The bytes of a 200. A 401 is tried again with the next token: the pod may be older than the rotation."""
-        tokens = self._tokens.tokens(replica.namespace, replica.pod)
-        for tries_left, token in zip(range(len(tokens) - 1, -1, -1), tokens, strict=True):
-            headers = {names.HEADER_ADMIN_TOKEN: token}
-            if body is not None:
-                headers["Content-Type"] = "application/json"
-            data = body.wire() if body is not None else None
-            async with self._session.request(method, url, headers=headers, data=data) as response:
-                raw = await response.read()
-                if response.status == 200:
-                    return raw
-                if response.status != 401 or tries_left == 0:
-                    text = raw[:200].decode(errors="replace")
-                    raise ReplicaRefused(response.status, f"{replica.pod}: {method} {url}: {response.status} {text}")
-        raise ReplicaRefused(401, f"{replica.pod}: there is no token to try")
+        status, raw = 401, b"there is no token to try"
+        for token in self._tokens.tokens(replica.namespace, replica.pod):
+            headers = {names.HEADER_ADMIN_TOKEN: token, "Content-Type": "application/json"}
+            status, raw = await self._dial(method, replica, path, headers, body.wire() if body is not None else None)
+            if status == 200:
+                return raw
+            if status != 401:
+                break
+        raise ReplicaRefused(status, f"{replica.pod}: {method} {path}: {status} {raw[:200].decode(errors='replace')}")

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Generic, TypeVar
 
 import structlog
@@ -101,10 +102,13 @@ class Scraper(Generic[AddressT, KeyT]):
             if due <= time and target.uid not in self._in_flight:
                 task = asyncio.create_task(self._visit(target))
                 self._in_flight[target.uid] = task
-                task.add_done_callback(lambda _task, uid=target.uid: self._in_flight.pop(uid, None))
+                task.add_done_callback(partial(self._landed, target.uid))
         for uid in self._due.keys() - present:
             del self._due[uid]
             self._samples.pop(uid, None)
+
+    def _landed(self, uid: str, _task: asyncio.Task[None]) -> None:
+        self._in_flight.pop(uid, None)
 
     async def _visit(self, target: Target[AddressT, KeyT]) -> None:
         time = asyncio.get_running_loop().time

@@ -7,26 +7,17 @@ race: what is newer wins by resourceVersion, and a uid that was deleted never co
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from slipway_api.inference_service import InferenceService
+from slipway_api.types import ServiceKey
 
 REMEMBERED_DELETIONS = 10_000
 
 
-class ServiceKey(NamedTuple):
-    """Names one InferenceService; what the work queue carries."""
-
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> "ServiceKey":
-        """The key of an object from the wire."""
-        return cls(body["metadata"]["namespace"], body["metadata"]["name"])
+def key_of(body: Mapping[str, Any]) -> ServiceKey:
+    """The key of an object from the wire."""
+    return ServiceKey(body["metadata"]["namespace"], body["metadata"]["name"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,7 @@ class ServiceStore:
 
     def put(self, body: Mapping[str, Any]) -> bool:
         """Take in an object seen alive; False when something as new was known already."""
-        key, uid, version = ServiceKey.of(body), body["metadata"]["uid"], _version(body)
+        key, uid, version = key_of(body), body["metadata"]["uid"], _version(body)
         if uid in self._deleted:
             return False
         known = self._services.get(key)
@@ -88,7 +79,7 @@ class ServiceStore:
         behind = set()
         listed = {}
         for body in listing:
-            key, uid = ServiceKey.of(body), body["metadata"]["uid"]
+            key, uid = key_of(body), body["metadata"]["uid"]
             listed[key] = uid
             known = self._services.get(key)
             if uid not in self._deleted and (known is None or known.version < _version(body)):
@@ -100,7 +91,7 @@ class ServiceStore:
         """Make this store at least as new as a list made at `version`; returns the keys that changed."""
         bodies = list(listing)
         changed = self.drifted(bodies, version)
-        listed = {ServiceKey.of(body): body["metadata"]["uid"] for body in bodies}
+        listed = {key_of(body): body["metadata"]["uid"] for body in bodies}
         for key, known in list(self._services.items()):
             if _is_ghost(key, known, listed, version):
                 self.remove(key, known.uid)

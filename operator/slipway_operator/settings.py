@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, cast, get_args
 
 ReplicaAccess = Literal["direct", "proxy"]
 
 
-class InvalidSettings(ValueError):
+class InvalidSettings(ValueError):  # noqa: N818  reads as a fact where it is raised
     """An environment variable holds what it cannot mean; the message names it and what it may hold."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OperatorSettings:
     """Everything that differs from one installation to the next."""
 
@@ -41,7 +41,7 @@ class OperatorSettings:
             return environment.get(variable, "").strip() or default
 
         access = text("SLIPWAY_REPLICA_ACCESS", cls.replica_access)
-        if access != "direct" and access != "proxy":
+        if access not in get_args(ReplicaAccess):
             raise InvalidSettings(f"SLIPWAY_REPLICA_ACCESS is {access!r}: it may be direct or proxy")
         port = text("SLIPWAY_ADMIN_PORT", str(cls.admin_port))
         if not port.isdecimal() or not 0 <= int(port) <= 65535:
@@ -58,7 +58,7 @@ class OperatorSettings:
             watch_namespaces=tuple(
                 name for part in environment.get("SLIPWAY_WATCH_NAMESPACES", "").split(",") if (name := part.strip())
             ),
-            replica_access=access,
+            replica_access=cast(ReplicaAccess, access),
             admin_port=int(port),
             log_level=level,
         )

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-class QueueClosed(Exception):
+class QueueClosed(Exception):  # noqa: N818  not an error: the end of the work
     """The queue is shutting down and has nothing more to give."""
 
 

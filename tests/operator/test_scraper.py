@@ -1,0 +1,179 @@
+"""Asking replicas for their signals: how often, and when an answer deserves a new look at the service."""
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from slipway_api.runtime_api import Signals
+from slipway_operator.core.observed import Sample
+from slipway_operator.scraper import Scraper, Target, matters
+from tests.operator.virtual_time import run_in_virtual_time
+
+T0 = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Fleet:
+    """Replicas whose load the test sets, and who remember when they were asked."""
+
+    def __init__(self) -> None:
+        self.load: dict[str, int] = {}
+        self.broken: set[str] = set()
+        self.hanging: set[str] = set()
+        self.draining: set[str] = set()
+        self.asked: list[tuple[float, str]] = []
+        self.news: Counter[str] = Counter()
+        self.errors: list[Exception] = []
+        self.scraper: Scraper[str, str] = Scraper(
+            self.targets,
+            self.ask,
+            on_news=lambda key: self.news.update([key]),
+            on_error=self.errors.append,
+            now=lambda: T0 + timedelta(seconds=asyncio.get_running_loop().time()),
+        )
+
+    def targets(self) -> list[Target[str, str]]:
+        return [Target(uid, uid, "chat", is_draining=uid in self.draining) for uid in self.load]
+
+    async def ask(self, uid: str) -> Signals:
+        self.asked.append((asyncio.get_running_loop().time(), uid))
+        if uid in self.hanging:
+            await asyncio.sleep(3600)
+        if uid in self.broken:
+            raise ConnectionError("no route to host")
+        return Signals(boot_id="boot", kv_usage=0.5, running=self.load[uid], waiting=0, draining=uid in self.draining)
+
+    def calls_of(self, uid: str) -> int:
+        return sum(1 for _, who in self.asked if who == uid)
+
+    async def watch_for(self, seconds: float) -> None:
+        task = asyncio.create_task(self.scraper.run())
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_busy_replicas_are_asked_every_two_seconds_and_idle_ones_every_fifteen():
+    fleet = Fleet()
+    fleet.load = {"busy": 3, "idle": 0}
+
+    run_in_virtual_time(fleet.watch_for(60))
+
+    assert 26 <= fleet.calls_of("busy") <= 30
+    assert 4 <= fleet.calls_of("idle") <= 5
+
+
+@pytest.mark.capability("AS-4")
+def test_a_broken_and_a_hanging_replica_block_no_other():
+    fleet = Fleet()
+    fleet.load = {"busy": 3, "broken": 1, "hanging": 1}
+    fleet.broken, fleet.hanging = {"broken"}, {"hanging"}
+
+    run_in_virtual_time(fleet.watch_for(60))
+
+    assert fleet.calls_of("busy") >= 26
+    assert fleet.calls_of("hanging") == 1
+    assert fleet.errors
+
+
+@pytest.mark.capability("AS-4")
+def test_silence_is_recorded_as_nothing_so_the_last_sample_grows_old():
+    fleet = Fleet()
+    fleet.load = {"chat-0": 3}
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.scraper.run())
+        await asyncio.sleep(10)
+        fleet.broken = {"chat-0"}
+        last = fleet.scraper.sample("chat-0")
+        await asyncio.sleep(60)
+
+        assert last is not None
+        assert fleet.scraper.sample("chat-0") == last
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+
+def test_a_replica_that_never_answered_has_no_sample():
+    fleet = Fleet()
+    fleet.load = {"chat-0": 3}
+    fleet.broken = {"chat-0"}
+
+    run_in_virtual_time(fleet.watch_for(30))
+
+    assert fleet.scraper.sample("chat-0") is None
+
+
+def test_an_idle_replica_that_begins_to_drain_is_asked_within_two_seconds():
+    fleet = Fleet()
+    fleet.load = {"idle": 0}
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.scraper.run())
+        await asyncio.sleep(20)
+        asked = fleet.calls_of("idle")
+        fleet.draining = {"idle"}
+        await asyncio.sleep(2.5)
+
+        assert fleet.calls_of("idle") > asked
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+
+def test_an_idle_fleet_wakes_nobody_after_its_first_answers():
+    fleet = Fleet()
+    fleet.load = {f"chat-{number}": 0 for number in range(20)}
+
+    run_in_virtual_time(fleet.watch_for(120))
+
+    assert fleet.news == {"chat": 20}
+
+
+def test_the_calls_of_a_large_fleet_are_spread_over_the_interval():
+    fleet = Fleet()
+    fleet.load = {f"chat-{number}": 1 for number in range(400)}
+
+    run_in_virtual_time(fleet.watch_for(10))
+
+    per_tick = Counter(at for at, _ in fleet.asked)
+    assert max(per_tick.values()) < 120  # 400 replicas over 8 ticks of an interval: 50 a tick on average
+
+
+def test_samples_of_replicas_that_are_gone_are_forgotten():
+    fleet = Fleet()
+    fleet.load = {"chat-0": 1}
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.scraper.run())
+        await asyncio.sleep(5)
+        fleet.load = {}
+        await asyncio.sleep(1)
+
+        assert fleet.scraper.sample("chat-0") is None
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_news"),
+    [
+        (None, {"running": 0}, True),
+        ({"running": 0}, {"running": 0}, False),
+        ({"running": 0}, {"running": 1}, True),
+        ({"running": 2}, {"running": 0}, True),
+        ({"running": 2}, {"running": 2}, True),
+        ({"running": 0}, {"running": 0, "draining": True}, True),
+        ({"running": 0, "draining": True}, {"running": 0, "draining": True}, True),
+        ({"running": 0}, {"running": 0, "boot_id": "boot-2"}, True),
+        ({"running": 0}, {"running": 0, "seconds": 100}, True),
+    ],
+)
+def test_a_sample_matters_when_a_decision_could_change(before, after, is_news):
+    def sample(seconds: float = 15, **facts) -> Sample:
+        return Sample(at=T0 + timedelta(seconds=seconds), **{"boot_id": "boot", "kv_usage": 0.1, "waiting": 0, **facts})
+
+    assert matters(None if before is None else sample(0, **before), sample(**after)) is is_news
