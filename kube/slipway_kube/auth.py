@@ -112,13 +112,15 @@ def load(kubeconfig: str | None = None, context: str | None = None) -> Connectio
 
 def _from_cluster() -> Configuration:
     configuration = Configuration()
-    config.load_incluster_config(client_configuration=configuration)
+    config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     return configuration
 
 
 def _from_kubeconfig(path: str | None, context: str | None) -> Configuration:
     configuration = Configuration()
-    config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
+    config.load_kube_config(  # type: ignore[no-untyped-call]
+        config_file=path, context=context, client_configuration=configuration
+    )
     return configuration
 
 
@@ -138,9 +140,8 @@ def _headers(configuration: Configuration) -> Mapping[str, str]:
     if bearer:
         # In-cluster the loader says "bearer <token>", with the file's trailing newline where it has one.
         return {"Authorization": bearer.strip()}
-    if configuration.username and configuration.password:
-        return {"Authorization": configuration.get_basic_auth_token()}
-    return {}
+    basic = configuration.get_basic_auth_token() if configuration.username else None
+    return {"Authorization": basic} if basic else {}
 
 
 def _tls(configuration: Configuration) -> ssl.SSLContext:

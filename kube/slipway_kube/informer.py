@@ -1,30 +1,28 @@
-"""What exists, kept current: list, then watch, and list again whenever in doubt, for ever.
+"""What exists, kept current: one cache over one kind of object, fed by a reflector per namespace.
 
 The cache converges to the server whatever the network does: a relist is compared with what is cached, so an object
 that vanished while nobody watched is reported as deleted.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
+import structlog
+
+from slipway_kube.cache import Cache, Change, OnChange
 from slipway_kube.client import Client
 from slipway_kube.objects import Key, Object
+from slipway_kube.reflector import Pace, Reflector, Source
 from slipway_kube.resources import Resource
 
+__all__ = ["Change", "Informer", "OnChange", "Pace"]
+
+CATCH_UP_SECONDS: Final = 2.0
+
 T = TypeVar("T", bound=Object)
-
-
-class Change(StrEnum):
-    """What happened to an object, as far as the cache can tell."""
-
-    ADDED = "Added"
-    MODIFIED = "Modified"
-    DELETED = "Deleted"
-
-
-OnChange = Callable[[Change, T | None, T | None], None]
+log = structlog.get_logger()
 
 
 class Informer(Generic[T]):
@@ -43,40 +41,86 @@ class Informer(Generic[T]):
         namespaces: Sequence[str] = (),
         label_selector: str = "",
         field_selector: str = "",
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.synced = asyncio.Event()
         """Set once every namespace has been listed for the first time; never cleared."""
-        self.relists = 0
-        self.undecodable = 0
+        self._callbacks: list[OnChange[T]] = []
+        self._cache = Cache[T](self._tell)
+        self._reflectors = [
+            Reflector(
+                client,
+                Source(resource, namespace, label_selector, field_selector),
+                projection,
+                self._cache,
+                pace=pace or Pace(),
+                clock=clock,
+                on_listed=self._listed,
+            )
+            for namespace in (namespaces or [""])
+        ]
 
     @property
     def cache(self) -> Mapping[Key, T]:
         """Everything known, as a live read-only view."""
-        raise NotImplementedError
+        return self._cache.view
+
+    @property
+    def relists(self) -> int:
+        """Lists after the first one: each says that continuity was lost, or that someone asked."""
+        return sum(max(0, reflector.lists - 1) for reflector in self._reflectors)
+
+    @property
+    def undecodable(self) -> int:
+        """How often an object did not fit the projection and was left as last seen."""
+        return sum(reflector.undecodable for reflector in self._reflectors)
 
     def get(self, namespace: str, name: str) -> T | None:
         """One object, or None."""
-        raise NotImplementedError
+        return self._cache.view.get((namespace, name))
 
-    def on_change(self, callback: "OnChange[T]") -> None:
+    def on_change(self, callback: OnChange[T]) -> None:
         """Call back on every change from now on."""
-        raise NotImplementedError
+        self._callbacks.append(callback)
 
     def age(self) -> float:
         """Seconds since the server last gave a sign of life (event, bookmark or list), by the worst namespace.
 
         A healthy stream gets a bookmark about every minute; infinity before the first list.
         """
-        raise NotImplementedError
+        return max(reflector.age() for reflector in self._reflectors)
 
     async def run(self) -> None:
         """List and watch until cancelled. No failure of the server or of a callback ends it."""
-        raise NotImplementedError
+        async with asyncio.TaskGroup() as group:
+            for reflector in self._reflectors:
+                group.create_task(reflector.follow())
 
     async def refresh(self) -> None:
         """Return after a fresh consistent list, begun after this call: what a new leader wants before it writes."""
-        raise NotImplementedError
+        await asyncio.gather(*(reflector.refresh() for reflector in self._reflectors))
 
     async def drift(self) -> int:
-        """How many objects differ between the cache and a fresh list and have not come right by themselves."""
-        raise NotImplementedError
+        """How many objects the cache has wrong, by a fresh list; what the watch corrects by itself is no drift.
+
+        Anything but 0 means that this informer is broken: better to exit than to go on acting on it.
+        """
+        wrong: dict[Key, T | None] = {}
+        for reflector in self._reflectors:
+            wrong |= await reflector.differences()
+        if wrong:
+            await asyncio.sleep(CATCH_UP_SECONDS)
+        return sum(1 for key, cached in wrong.items() if self._cache.view.get(key) is cached)
+
+    def _tell(self, change: Change, old: T | None, new: T | None) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(change, old, new)
+            except Exception:
+                # One listener's bug must not blind the others.
+                log.exception("a listener failed", change=change)
+
+    def _listed(self) -> None:
+        if all(reflector.lists for reflector in self._reflectors):
+            self.synced.set()

@@ -5,8 +5,11 @@ The structs are frozen and shared: caches hand them out without copying.
 """
 
 from datetime import datetime
+from typing import Generic, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 Key = tuple[str, str]  # (namespace, name); the namespace of a cluster-scoped object is ""
 
@@ -15,7 +18,7 @@ class Slim(msgspec.Struct, rename="camel", frozen=True, gc=False):
     """Base of all projections; unknown fields are ignored, so newer servers do no harm."""
 
 
-class OwnerReference(Slim):
+class OwnerReference(Slim, frozen=True):
     """Who an object belongs to."""
 
     kind: str
@@ -25,7 +28,7 @@ class OwnerReference(Slim):
     controller: bool = False
 
 
-class Metadata(Slim):
+class Metadata(Slim, frozen=True):
     """What every object carries."""
 
     name: str = ""
@@ -46,10 +49,13 @@ class Metadata(Slim):
         return self.namespace, self.name
 
 
-class Object(Slim):
-    """Any object, metadata only. Projections for an informer derive from it and add what they read."""
+class Object(Slim, frozen=True):
+    """Any object, metadata only.
 
-    metadata: Metadata
+    Projections for an informer derive from it, say `frozen=True` and add what they read, each with a default.
+    """
+
+    metadata: Metadata = Metadata()
 
     @property
     def key(self) -> Key:
@@ -82,7 +88,7 @@ class Object(Slim):
         return self.metadata.deletion_timestamp is not None
 
 
-class Condition(Slim):
+class Condition(Slim, frozen=True):
     """One condition, of whatever object."""
 
     type: str
@@ -92,20 +98,20 @@ class Condition(Slim):
     last_transition_time: datetime | None = None
 
 
-class Waiting(Slim):
+class Waiting(Slim, frozen=True):
     """A container that does not run yet, and why (ImagePullBackOff, CrashLoopBackOff, …)."""
 
     reason: str = ""
     message: str = ""
 
 
-class Running(Slim):
+class Running(Slim, frozen=True):
     """A container that runs."""
 
     started_at: datetime | None = None
 
 
-class Terminated(Slim):
+class Terminated(Slim, frozen=True):
     """A container that ended, and how."""
 
     exit_code: int = 0
@@ -115,7 +121,7 @@ class Terminated(Slim):
     finished_at: datetime | None = None
 
 
-class ContainerState(Slim):
+class ContainerState(Slim, frozen=True):
     """At most one of the three is set."""
 
     waiting: Waiting | None = None
@@ -123,23 +129,24 @@ class ContainerState(Slim):
     terminated: Terminated | None = None
 
 
-class ContainerStatus(Slim):
+class ContainerStatus(Slim, frozen=True):
     """What the kubelet says of one container."""
 
     name: str
     ready: bool = False
+    started: bool | None = None  # its startup probe has succeeded
     restart_count: int = 0
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
 
 
-class PodSpec(Slim):
+class PodSpec(Slim, frozen=True):
     """Where a pod was placed."""
 
     node_name: str = ""
 
 
-class PodStatus(Slim):
+class PodStatus(Slim, frozen=True):
     """What became of a pod."""
 
     phase: str = ""
@@ -152,7 +159,7 @@ class PodStatus(Slim):
     container_statuses: tuple[ContainerStatus, ...] = ()
 
 
-class Pod(Object):
+class Pod(Object, frozen=True):
     """A pod, slim."""
 
     spec: PodSpec = PodSpec()
@@ -173,7 +180,7 @@ class Pod(Object):
         return next((status for status in self.status.container_statuses if status.name == name), None)
 
 
-class Taint(Slim):
+class Taint(Slim, frozen=True):
     """What keeps pods off a node."""
 
     key: str
@@ -181,20 +188,20 @@ class Taint(Slim):
     value: str = ""
 
 
-class NodeSpec(Slim):
+class NodeSpec(Slim, frozen=True):
     """What an administrator says of a node."""
 
     unschedulable: bool = False
     taints: tuple[Taint, ...] = ()
 
 
-class NodeStatus(Slim):
+class NodeStatus(Slim, frozen=True):
     """What the kubelet says of a node."""
 
     conditions: tuple[Condition, ...] = ()
 
 
-class Node(Object):
+class Node(Object, frozen=True):
     """A node, slim."""
 
     spec: NodeSpec = NodeSpec()
@@ -206,7 +213,7 @@ class Node(Object):
         return any(condition.type == "Ready" and condition.status == "True" for condition in self.status.conditions)
 
 
-class EndpointConditions(Slim):
+class EndpointConditions(Slim, frozen=True):
     """Null means true for `ready` and `serving`, and false for `terminating`."""
 
     ready: bool | None = None
@@ -214,7 +221,7 @@ class EndpointConditions(Slim):
     terminating: bool | None = None
 
 
-class ObjectReference(Slim):
+class ObjectReference(Slim, frozen=True):
     """A pointer to another object."""
 
     kind: str = ""
@@ -223,7 +230,7 @@ class ObjectReference(Slim):
     uid: str = ""
 
 
-class Endpoint(Slim):
+class Endpoint(Slim, frozen=True):
     """One backend behind a Kubernetes Service."""
 
     addresses: tuple[str, ...] = ()
@@ -231,27 +238,27 @@ class Endpoint(Slim):
     target_ref: ObjectReference | None = None
 
 
-class EndpointSlice(Object):
+class EndpointSlice(Object, frozen=True):
     """Some of the backends behind a Kubernetes Service."""
 
     endpoints: tuple[Endpoint, ...] | None = None  # the server writes null, not [], when there are none
 
 
-class WatchEvent(Slim):
-    """One line of a watch. The object is decoded by its type: a Status hides in ERROR, almost nothing in BOOKMARK."""
+class WatchEvent(msgspec.Struct, Generic[T], frozen=True, gc=False):
+    """One line of a watch. Only bookmarks and errors carry something else than the watched kind."""
 
     type: str
-    object: msgspec.Raw
+    object: T
 
 
-class ListMetadata(Slim):
+class ListMetadata(Slim, frozen=True):
     """Where a list stands in history, and how to go on."""
 
     resource_version: str = ""
     continue_: str = msgspec.field(name="continue", default="")
 
 
-class Page(Slim):
+class Page(Slim, frozen=True):
     """One page of a list, its items still undecoded."""
 
     metadata: ListMetadata

@@ -1,0 +1,70 @@
+"""What exists, as far as the server has told us. Pure: no network, no clock.
+
+The rules that keep it free of ghosts and of doubles:
+
+in hand            comes                       result
+nothing            object                      Added
+version 7          same uid, version 7         nothing (a duplicate)
+version 7          same uid, version 9         Modified
+uid A              uid B under the same name   Deleted A, then Added B
+uid A              deletion of A               Deleted
+uid A              deletion of B               nothing (late news of a predecessor)
+uid A              a full list without it      Deleted
+"""
+
+from collections.abc import Callable, Mapping, Set
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from slipway_kube.objects import Key, Object
+
+T = TypeVar("T", bound=Object)
+
+
+class Change(StrEnum):
+    """What happened to an object, as far as the cache can tell."""
+
+    ADDED = "Added"
+    MODIFIED = "Modified"
+    DELETED = "Deleted"
+
+
+OnChange = Callable[[Change, T | None, T | None], None]
+
+
+class Cache(Generic[T]):
+    """Objects by key; every change is told to `notify(change, old, new)` after it was made."""
+
+    def __init__(self, notify: OnChange[T]) -> None:
+        self._objects: dict[Key, T] = {}
+        self._notify = notify
+        self.view: Mapping[Key, T] = MappingProxyType(self._objects)
+
+    def put(self, new: T) -> None:
+        """This object exists, in this version."""
+        old = self._objects.get(new.key)
+        if old is not None and old.uid != new.uid:
+            self.remove(old)
+            old = None
+        if old is not None and old.metadata.resource_version == new.metadata.resource_version:
+            return
+        self._objects[new.key] = new
+        self._notify(Change.ADDED if old is None else Change.MODIFIED, old, new)
+
+    def remove(self, gone: Object) -> None:
+        """This very object exists no more. Listeners get it as it was last seen alive."""
+        old = self._objects.get(gone.key)
+        if old is not None and old.uid == gone.uid:
+            del self._objects[gone.key]
+            self._notify(Change.DELETED, old, None)
+
+    def keep_only(self, keys: Set[Key], *, namespace: str) -> None:
+        """A full list of that namespace ("" for all) held these keys and no others."""
+        gone = [
+            cached
+            for key, cached in self._objects.items()
+            if key not in keys and (not namespace or key[0] == namespace)
+        ]
+        for cached in gone:
+            self.remove(cached)
