@@ -6,7 +6,9 @@ a pass, never a pod.
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
+
+from slipway_api.conditions import EventReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +80,28 @@ Action = AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | App
 class Event:
     """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
 
-    type: Literal["Normal", "Warning"]
-    reason: str  # one of the fixed reasons: ReplicaCreated, ScaledUp, DrainTimedOut ...
+    reason: EventReason  # its `type` says Normal or Warning
     action: str  # what was done, in one CamelCase verb: Create, Drain, Delete, Scale, Rollout
     message: str
     pod: str = ""  # `related`, where the event is about one pod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What one part of a decision contributes to the plan."""
+
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    again_at: datetime | None = None  # when time alone changes the answer
+
+    def __add__(self, other: "Steps") -> "Steps":
+        return Steps(
+            actions=self.actions + other.actions,
+            events=self.events + other.events,
+            again_at=earliest(self.again_at, other.again_at),
+        )
+
+
+def earliest(*moments: datetime | None) -> datetime | None:
+    """The first of the moments that are set."""
+    return min((moment for moment in moments if moment is not None), default=None)

@@ -68,7 +68,7 @@ class Replica:
     node: str = ""  # spec.nodeName; "" while unscheduled
     unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
     ready: bool = False  # condition Ready
-    started: bool = False  # containerStatuses[server].started: its startup probe, which is /ready, has succeeded
+    ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
     restarts: int = 0

@@ -1,0 +1,105 @@
+"""The drain protocol: how a replica goes without cutting a stream.
+
+    serving ── DrainPod ──> label state=draining: routers drop it; POST /drain: /ready answers 503
+            ── at least the propagation wait, and until the runtime says running + waiting == 0
+            ── or until the timeout ──> DELETE with an explicit grace
+
+The clock of a drain is an annotation on the pod, so the protocol goes on where it stood when the operator restarts.
+A replica that holds no request and is not ready was never routed to, or no longer is: it is deleted at once. Its grace
+is still the whole drain, because the pod itself drains on SIGTERM, should it have become ready a moment ago.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from slipway_api.conditions import EventReason
+from slipway_api.names import STATE_DRAINING
+from slipway_operator.core.actions import DeletePod, DrainPod, Event, Steps
+from slipway_operator.core.observed import Replica
+
+GRACE_AFTER_DRAIN_SECONDS: Final = 30  # nothing runs any more, or its time is over: long enough to exit cleanly
+ASK_AGAIN: Final = timedelta(seconds=2)  # how often an idle-looking drain is looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRules:
+    """spec.drain."""
+
+    timeout: timedelta
+    propagation: timedelta
+
+    @property
+    def whole_grace_seconds(self) -> int:
+        """The grace of a pod that has not drained yet: `terminationGracePeriodSeconds` of every pod."""
+        return int(self.timeout.total_seconds()) + GRACE_AFTER_DRAIN_SECONDS
+
+
+def let_go(replica: Replica, rules: DrainRules, now: datetime, *, reason: str) -> Steps:
+    """The next step towards the end of this replica; `reason` says why it should go."""
+    if replica.deleted_at is not None:
+        return Steps()  # the kubelet has it
+    if replica.phase in ("Failed", "Succeeded"):
+        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason),))
+    if replica.state != STATE_DRAINING:
+        return _begin(replica, rules, now, reason)
+    return _go_on(replica, rules, now)
+
+
+def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> Steps:
+    if not replica.ready and not (replica.sample and replica.sample.requests):
+        return Steps(actions=(_delete(replica, rules.whole_grace_seconds, f"{reason}; it was not serving"),))
+    action = DrainPod(
+        name=replica.name,
+        uid=replica.uid,
+        started=now,
+        timeout_seconds=int(rules.timeout.total_seconds()),
+        reason=reason,
+    )
+    event = Event(
+        reason=EventReason.REPLICA_DRAINING,
+        action="Drain",
+        message=f"{replica.name} leaves the route and finishes its requests: {reason}",
+        pod=replica.name,
+    )
+    return Steps(actions=(action,), events=(event,), again_at=now + rules.propagation)
+
+
+def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
+    # A draining label without its clock was set by hand; its creation is the one moment that does not move.
+    started = replica.drain_started or replica.created_at
+    deadline = started + rules.timeout
+    sample = replica.sample if replica.sample and replica.sample.at >= started else None
+
+    if now >= deadline:
+        left = f"{sample.requests} requests unfinished" if sample else "the replica does not answer"
+        seconds = int(rules.timeout.total_seconds())
+        reason = f"the drain of {replica.name} timed out after {seconds}s: {left}"
+        event = Event(reason=EventReason.DRAIN_TIMED_OUT, action="Delete", message=reason, pod=replica.name)
+        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason),), events=(event,))
+
+    if now < started + rules.propagation:
+        return Steps(again_at=started + rules.propagation)
+
+    if sample and sample.draining and sample.requests == 0:
+        reason = f"{replica.name} has drained: {replica.drain_reason or 'draining was asked for'}"
+        event = Event(reason=EventReason.REPLICA_DRAINED, action="Delete", message=reason, pod=replica.name)
+        return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason),), events=(event,))
+
+    again_at = min(now + ASK_AGAIN, deadline)
+    if sample and sample.draining:
+        return Steps(again_at=again_at)
+    # The request was lost, or the runtime restarted since: ask again. The label stands; only the POST is repeated.
+    ask = DrainPod(
+        name=replica.name,
+        uid=replica.uid,
+        started=started,
+        timeout_seconds=max(1, int((deadline - now).total_seconds())),
+        reason=replica.drain_reason,
+        marked=True,
+    )
+    return Steps(actions=(ask,), again_at=again_at)
+
+
+def _delete(replica: Replica, grace_seconds: int, reason: str) -> DeletePod:
+    return DeletePod(name=replica.name, uid=replica.uid, grace_seconds=grace_seconds, reason=reason)

@@ -1,0 +1,106 @@
+"""In which stage of its life a replica is, judged from the facts of its pod and its node.
+
+| stage         | when (the first that holds)                          | holds its slot | counts as                  |
+|---------------|------------------------------------------------------|----------------|----------------------------|
+| TERMINATING   | somebody deleted the pod                             | no             | nothing                    |
+| DEAD          | phase Failed or Succeeded: evicted, node shut down … | no             | nothing; it is removed     |
+| DRAINING      | label state=draining                                 | no             | nothing                    |
+| LOST          | its node has not been ready for NODE_LOST            | no             | nothing; it may come back  |
+| READY         | condition Ready                                      | yes            | capacity                   |
+| OVERDUE       | older than its startup may take                      | yes            | nothing: it blocks nobody  |
+| IMAGE_ERROR   | the kubelet cannot pull the image                    | yes            | nothing                    |
+| CRASHING      | CrashLoopBackOff                                     | yes            | nothing                    |
+| UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
+| LOADING       | otherwise                                            | yes            | coming capacity            |
+"""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from enum import Enum
+from typing import Final
+
+from slipway_api.names import STATE_DRAINING
+from slipway_operator.core.observed import Node, Replica
+
+# Shorter than Kubernetes' own 300 s before it evicts, because a GPU replica takes minutes to replace; longer than a
+# kubelet's restart. Losing a replica costs nothing by itself: the old one leaves only when the new one is ready.
+NODE_LOST: Final = timedelta(seconds=30)
+
+IMAGE_ERRORS: Final = frozenset(
+    {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
+)
+
+
+class Stage(Enum):
+    """Where a replica stands between its creation and its end."""
+
+    TERMINATING = "is being deleted"
+    DEAD = "has ended"
+    DRAINING = "is draining"
+    LOST = "is on a node that does not answer"
+    READY = "is ready"
+    OVERDUE = "did not become ready in time"
+    IMAGE_ERROR = "cannot pull its image"
+    CRASHING = "keeps crashing"
+    UNSCHEDULABLE = "waits for a node"
+    LOADING = "is loading"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it holds its slot: it serves, or may serve one day without anybody's doing."""
+        return self not in _GONE
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody should wait for it."""
+        return self in _BROKEN
+
+
+_GONE = frozenset({Stage.TERMINATING, Stage.DEAD, Stage.DRAINING, Stage.LOST})
+_BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CRASHING})
+
+
+def stage(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timedelta, now: datetime) -> Stage:
+    """The table above."""
+    if replica.deleted_at is not None:
+        return Stage.TERMINATING
+    if replica.phase in ("Failed", "Succeeded"):
+        return Stage.DEAD
+    if replica.state == STATE_DRAINING:
+        return Stage.DRAINING
+    if is_lost(replica, nodes, now):
+        return Stage.LOST
+    if replica.ready:
+        return Stage.READY
+    if now >= replica.created_at + startup_timeout:
+        return Stage.OVERDUE
+    if replica.waiting_reason in IMAGE_ERRORS:
+        return Stage.IMAGE_ERROR
+    if replica.waiting_reason == "CrashLoopBackOff":
+        return Stage.CRASHING
+    if replica.unschedulable:
+        return Stage.UNSCHEDULABLE
+    return Stage.LOADING
+
+
+def is_lost(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> bool:
+    """Whether the replica's node has been silent for so long that nobody should wait for it."""
+    node = nodes.get(replica.node)
+    return node is not None and not node.ready and now >= (node.not_ready_since or now) + NODE_LOST
+
+
+def is_cordoned(replica: Replica, nodes: Mapping[str, Node]) -> bool:
+    """Whether somebody wants the replica's node empty."""
+    node = nodes.get(replica.node)
+    return node is not None and node.cordoned
+
+
+def next_change(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timedelta) -> datetime | None:
+    """When time alone may move this replica to another stage; a moment in the past means that it has."""
+    moments = []
+    node = nodes.get(replica.node)
+    if node is not None and not node.ready and node.not_ready_since is not None:
+        moments.append(node.not_ready_since + NODE_LOST)
+    if not replica.ready:
+        moments.append(replica.created_at + startup_timeout)
+    return min(moments, default=None)

@@ -1,0 +1,234 @@
+"""The final Pod of a replica. What this function returns is what the API server gets; nobody edits it afterwards.
+
+The user's overlay is merged here, by name where it has names. It was checked against its allow-list by the API server
+(CEL), so it is taken as it is; what Slipway itself needs still wins: its labels, its environment, its mounts.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from slipway_api import names
+from slipway_api.inference_service import InferenceService, SamplingDefaults
+from slipway_api.overlay import ContainerOverlay, PodOverlay
+from slipway_operator.core.drain import GRACE_AFTER_DRAIN_SECONDS
+from slipway_operator.core.revision import Revision
+
+USER: Final = 65532  # the "nonroot" of distroless images
+GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
+OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
+
+
+def pod_name(service: str, revision: Revision, slot: int, attempt: int) -> str:
+    """`<service>-<revision5>-<slot>-<attempt>`."""
+    return f"{service}-{revision.short}-{slot}-{attempt}"
+
+
+def owner_reference(service: InferenceService) -> dict[str, Any]:
+    """What makes a child ours: the garbage collector's safety net, and how we know our pods from others'."""
+    return {
+        "apiVersion": service.api_version,
+        "kind": service.kind,
+        "name": service.metadata.name,
+        "uid": service.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def build_pod(
+    service: InferenceService, revision: Revision, *, slot: int, attempt: int, token_digests: Iterable[str]
+) -> dict[str, Any]:
+    """The Pod that serves as this slot's replica."""
+    spec, overlay = service.spec, service.spec.template
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(service.metadata.name, revision, slot, attempt),
+            "namespace": service.metadata.namespace,
+            "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
+            "ownerReferences": [owner_reference(service)],
+        }
+        | _if_any(annotations=dict(overlay.metadata.annotations)),
+        "spec": {
+            "containers": [_server(service, revision, token_digests)],
+            "volumes": _merged("name", [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS], overlay.spec.volumes),
+            "restartPolicy": "Always",
+            "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": _pod_security(overlay.spec),
+            "topologySpreadConstraints": [_spread_over_nodes(service), *overlay.spec.topology_spread_constraints],
+        }
+        | _placement(service),
+    }
+
+
+def _labels(service: InferenceService, revision: Revision, slot: int, attempt: int) -> dict[str, str]:
+    return {
+        names.LABEL_MANAGED_BY: names.MANAGED_BY,
+        "app.kubernetes.io/name": service.metadata.name,
+        names.LABEL_SERVICE: service.metadata.name,
+        names.LABEL_REVISION: revision.hash,
+        names.LABEL_SLOT: str(slot),
+        names.LABEL_ATTEMPT: str(attempt),
+        names.LABEL_STATE: names.STATE_SERVING,
+    }
+
+
+def _server(service: InferenceService, revision: Revision, token_digests: Iterable[str]) -> dict[str, Any]:
+    overlay = _server_overlay(service.spec.template.spec)
+    own_mounts = [{"name": name, "mountPath": path} for name, path in OWN_MOUNTS.items()]
+    return {
+        "name": names.SERVER_CONTAINER,
+        "image": revision.image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": arguments(service, revision),
+        "env": _environment(service, overlay, token_digests),
+        "ports": [
+            {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
+            {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
+        ],
+        "volumeMounts": _merged("mountPath", overlay.volume_mounts, own_mounts),
+        "lifecycle": {"preStop": {"exec": {"command": ["slipway-runtime", "drain"]}}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+        },
+    } | _if_any(resources=_resources(service, overlay), **_probes(service.spec.runtime.startup_timeout_seconds))
+
+
+def arguments(service: InferenceService, revision: Revision) -> list[str]:
+    """The command line of `slipway-runtime`; what the spec leaves empty is left out, and the user's come last."""
+    model, runtime, drain = service.spec.model, service.spec.runtime, service.spec.drain
+    flags: dict[str, object] = {
+        "--served-name": service.served_name,
+        "--revision": revision.hash,
+        "--port": names.SERVING_PORT,
+        "--admin-port": names.ADMIN_PORT,
+        "--dtype": runtime.dtype.value,
+        "--max-model-len": runtime.max_model_len,
+        "--max-num-seqs": runtime.max_num_seqs,
+        "--max-num-batched-tokens": runtime.max_num_batched_tokens,
+        "--block-size": runtime.block_size,
+        "--max-output-tokens": runtime.max_output_tokens,
+        "--kv-cache-bytes": runtime.kv_cache.bytes,
+        "--gpu-memory-utilization": runtime.kv_cache.gpu_memory_utilization,
+        "--model-digest": model.digest,
+        "--tokenizer-uri": model.tokenizer.uri,
+        "--tokenizer-sha256": model.tokenizer.sha256,
+        "--chat-template": model.chat_template,
+        "--sampling-defaults": sampling_defaults(model.sampling_defaults),
+        "--drain-timeout": drain.timeout_seconds,
+    }
+    written = [part for flag, value in flags.items() if value not in (0, "") for part in (flag, str(value))]
+    return ["serve", model.uri, *written, *runtime.args]
+
+
+def sampling_defaults(defaults: SamplingDefaults) -> str:
+    """JSON with the names of the OpenAI API, which are those of the runtime."""
+    values = {
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "top_k": defaults.top_k,
+        "min_p": defaults.min_p,
+        "repetition_penalty": defaults.repetition_penalty,
+        "max_tokens": defaults.max_tokens,
+    }
+    present = {
+        name: value if isinstance(value, int) else float(value) for name, value in values.items() if value is not None
+    }
+    return json.dumps(present, separators=(",", ":"))
+
+
+def _environment(
+    service: InferenceService, overlay: ContainerOverlay, token_digests: Iterable[str]
+) -> list[dict[str, Any]]:
+    # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
+    threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
+    defaults = [{"name": "OMP_NUM_THREADS", "valueFrom": threads}]
+    own = [
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+        {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(token_digests)},
+    ]
+    return _merged("name", defaults, service.spec.runtime.env, overlay.env, own)
+
+
+def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str, dict[str, str | int]]:
+    gpu = service.spec.resources.gpu
+    # An extended resource needs no request beside its limit; both are written so that nobody has to know that.
+    gpus: dict[str, str | int] = {gpu.resource_name: str(gpu.count)} if gpu.count else {}
+    requests = service.spec.resources.requests | overlay.resources.requests | gpus
+    limits = service.spec.resources.limits | overlay.resources.limits | gpus
+    return _if_any(requests=requests, limits=limits)
+
+
+def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
+    """Three questions: has it started (loading takes minutes), may it get requests, is it worth keeping."""
+    ready = {"httpGet": {"path": names.PATH_READY, "port": "admin"}}
+    health = {"httpGet": {"path": names.PATH_HEALTH, "port": "admin"}}
+    return {
+        "startupProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": startup_timeout_seconds},
+        "readinessProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 3},
+        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
+    }
+
+
+def _pod_security(overlay: PodOverlay) -> dict[str, Any]:
+    context = {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,  # or nobody may write to the emptyDirs
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    stricter = overlay.security_context.to_json() if overlay.security_context else {}
+    return context | {field: value for field, value in stricter.items() if value not in ([], {})}
+
+
+def _spread_over_nodes(service: InferenceService) -> dict[str, Any]:
+    """Replicas are independent fault domains, so they prefer different nodes; a full cluster may still stack them."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {names.LABEL_SERVICE: service.metadata.name}},
+    }
+
+
+def _placement(service: InferenceService) -> dict[str, Any]:
+    overlay, gpu = service.spec.template.spec, service.spec.resources.gpu
+    product = {GPU_PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
+    return _if_any(
+        nodeSelector=overlay.node_selector | product,
+        affinity=overlay.affinity,
+        tolerations=list(overlay.tolerations),
+        priorityClassName=overlay.priority_class_name,
+        runtimeClassName=overlay.runtime_class_name,
+        schedulerName=overlay.scheduler_name,
+        imagePullSecrets=[{"name": secret.name} for secret in overlay.image_pull_secrets],
+        serviceAccountName=overlay.service_account_name,
+    )
+
+
+def _server_overlay(overlay: PodOverlay) -> ContainerOverlay:
+    empty = ContainerOverlay(name=names.SERVER_CONTAINER)
+    return next((one for one in overlay.containers if one.name == names.SERVER_CONTAINER), empty)
+
+
+def _merged(key: str, *layers: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One list of entries by `key`; a later layer replaces an entry of an earlier one, in its place."""
+    entries: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for entry in layer:
+            entries[entry[key]] = dict(entry)
+    return list(entries.values())
+
+
+def _if_any(**fields: Any) -> dict[str, Any]:
+    """The fields that are not empty: an empty one would be a needless difference to what the API server stores."""
+    return {name: value for name, value in fields.items() if value}
