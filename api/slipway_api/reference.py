@@ -61,7 +61,7 @@ def _row(path: str, schema: Schema, is_required: bool) -> str:
 
 
 def _literal(value: Any) -> str:
-    if value is None or value == {}:
+    if value is None or isinstance(value, dict):
         return ""
     if isinstance(value, list):
         return "; ".join(", ".join(f"{key} {inner}" for key, inner in entry.items()) for entry in value)

@@ -1,9 +1,9 @@
 """pydantic's JSON schema rewritten as the *structural* schema that Kubernetes wants.
 
 References are inlined, `X | None` becomes an optional X, titles go, `const` becomes `enum`, integers say int64. A
-struct that may be left out gets the default `{}` where something inside it has a default, because the API server fills
-in a nested default only where its parent exists. Empty defaults (`""`, `[]`, `{}` of a map) are not written: absent
-means the same, and stays absent in the stored object.
+struct that may be left out defaults to the defaults inside it, because the API server fills in a nested default only
+where its parent exists; `{}` would not do, because CEL rules judge the default of a struct before it is filled in.
+Empty defaults (`""`, `[]`, `{}` of a map) are not written: absent means the same, and stays absent in the object.
 """
 
 from typing import Any
@@ -59,16 +59,12 @@ def _property(schema: Schema, definitions: Schema, *, required: bool) -> Schema:
     if required or _may_be_null(schema):
         return result
     if "properties" in result:
-        default = {} if _has_defaults(result) else None
+        default = {name: child["default"] for name, child in result["properties"].items() if "default" in child} or None
     elif default in ("", [], {}):
         default = None
     if default is not None:
         result["default"] = default
     return {key: result[key] for key in sorted(result, key=_place)}
-
-
-def _has_defaults(struct: Schema) -> bool:
-    return any("default" in child for child in struct["properties"].values())
 
 
 def _inlined(schema: Schema, definitions: Schema) -> Schema:
