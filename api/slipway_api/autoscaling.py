@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slipway_api.types import DecimalString, Rule, Struct, bounded_list, cel_rules, decimal
+from slipway_api.types import DecimalString, Rule, Struct, bounded_list, cel_rules, decimal, decimal_rule
 
 
 class ScalingMode(StrEnum):
@@ -26,11 +26,11 @@ class Metric(Struct):
     """A value to hold by changing the number of replicas."""
 
     model_config = cel_rules(
-        Rule("double(self.target) > 0.0", "target must be above 0", ".target"),
-        Rule(
-            "self.type != 'KVCacheUtilization' || double(self.target) <= 1.0",
+        decimal_rule("target", "value > 0.0", "target must be above 0"),
+        decimal_rule(
+            "target",
+            "self.type != 'KVCacheUtilization' || value <= 1.0",
             'the target of KVCacheUtilization is a share of the cache, such as "0.80": at most 1',
-            ".target",
         ),
     )
 

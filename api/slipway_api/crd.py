@@ -53,7 +53,7 @@ def inference_service_crd() -> dict[str, Any]:
     schema["properties"] |= {
         "apiVersion": {"type": "string"},
         "kind": {"type": "string"},
-        "metadata": {"type": "object"},
+        "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
         "status": without_defaults(schema["properties"]["status"]),
     }
     schema["required"] = ["spec"]

@@ -14,6 +14,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import EnvVar, ResourceMap, Template, resource_rules
 from slipway_api.types import (
+    BYTES_PATTERN,
     ByteQuantity,
     DecimalString,
     ObjectMeta,
@@ -23,6 +24,7 @@ from slipway_api.types import (
     bounded_list,
     cel_rules,
     decimal,
+    decimal_rule,
     parse_quantity,
 )
 
@@ -44,12 +46,15 @@ class TokenizerSource(Struct):
             f"!has(self.uri) || self.uri == '' || ({_is_model_uri('self.uri')})",
             f"uri {_URI_HELP}",
             ".uri",
-        )
+        ),
+        Rule(
+            "!has(self.sha256) || self.sha256.matches('^([0-9a-f]{64})?$')", "sha256 must be 64 hex digits", ".sha256"
+        ),
     )
 
     uri: str = Field(default="", max_length=512)
     """Where it lives; empty: with the model."""
-    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$", max_length=64)
+    sha256: str = Field(default="", max_length=64)
     """SHA-256 of tokenizer.json; a replica with another one refuses to start. Empty: not checked."""
 
 
@@ -57,18 +62,10 @@ class SamplingDefaults(Struct):
     """What holds for requests that do not say otherwise; part of the revision."""
 
     model_config = cel_rules(
-        Rule("!has(self.temperature) || double(self.temperature) <= 2.0", "temperature must be 0 to 2", ".temperature"),
-        Rule(
-            "!has(self.topP) || (double(self.topP) > 0.0 && double(self.topP) <= 1.0)",
-            "topP must be above 0 and at most 1",
-            ".topP",
-        ),
-        Rule("!has(self.minP) || double(self.minP) <= 1.0", "minP must be 0 to 1", ".minP"),
-        Rule(
-            "!has(self.repetitionPenalty) || double(self.repetitionPenalty) > 0.0",
-            "repetitionPenalty must be above 0",
-            ".repetitionPenalty",
-        ),
+        decimal_rule("temperature", "value <= 2.0", "temperature must be 0 to 2"),
+        decimal_rule("topP", "value > 0.0 && value <= 1.0", "topP must be above 0 and at most 1"),
+        decimal_rule("minP", "value <= 1.0", "minP must be 0 to 1"),
+        decimal_rule("repetitionPenalty", "value > 0.0", "repetitionPenalty must be above 0"),
     )
 
     temperature: DecimalString | None = None
@@ -88,13 +85,25 @@ class SamplingDefaults(Struct):
 class Model(Struct):
     """Which model, and under which name."""
 
-    model_config = cel_rules(Rule(_is_model_uri("self.uri"), f"uri {_URI_HELP}", ".uri"))
+    model_config = cel_rules(
+        Rule(_is_model_uri("self.uri"), f"uri {_URI_HELP}", ".uri"),
+        Rule(
+            "!has(self.servedName) || self.servedName.matches('^([A-Za-z0-9][A-Za-z0-9._:/-]*)?$')",
+            "servedName must be letters, digits and . _ : / -, starting with a letter or digit",
+            ".servedName",
+        ),
+        Rule(
+            "!has(self.digest) || self.digest.matches('^(sha256:[0-9a-f]{64})?$')",
+            "digest must be sha256: and 64 hex digits",
+            ".digest",
+        ),
+    )
 
     uri: str = Field(min_length=1, max_length=512)
     """Where the checkpoint lives: hf://organisation/model@revision, or file:///path of the image or of a volume."""
-    served_name: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._:/-]*)?$", max_length=128)
+    served_name: str = Field(default="", max_length=128)
     """What clients send as model; empty: metadata.name."""
-    digest: str = Field(default="", pattern=r"^(sha256:[0-9a-f]{64})?$", max_length=71)
+    digest: str = Field(default="", max_length=71)
     """Digest of the checkpoint, sha256:...; a replica that finds another one refuses to start. Empty: not checked."""
     tokenizer: TokenizerSource = TokenizerSource()
     """A tokenizer other than the model's own."""
@@ -108,11 +117,14 @@ class KVCache(Struct):
     """How much memory the KV cache of a replica takes."""
 
     model_config = cel_rules(
+        decimal_rule(
+            "gpuMemoryUtilization", "value > 0.0 && value <= 1.0", "gpuMemoryUtilization must be above 0 and at most 1"
+        ),
         Rule(
-            "double(self.gpuMemoryUtilization) > 0.0 && double(self.gpuMemoryUtilization) <= 1.0",
-            "gpuMemoryUtilization must be above 0 and at most 1",
-            ".gpuMemoryUtilization",
-        )
+            f"!has(self.bytes) || self.bytes.matches('{BYTES_PATTERN}')",
+            "bytes must be a whole number of bytes such as 64Mi or 2Gi",
+            ".bytes",
+        ),
     )
 
     gpu_memory_utilization: DecimalString = decimal("0.85")
@@ -301,10 +313,12 @@ class InferenceService(Struct):
         Rule(
             "size(self.metadata.name) <= 40",
             "metadata.name may have at most 40 characters, so that the names of its pods fit",
+            ".metadata.name",
         ),
         Rule(
             "self.metadata.name.matches('^[a-z]([a-z0-9-]*[a-z0-9])?$')",
             "metadata.name must be lower-case letters, digits and '-', starting with a letter: it also names a Service",
+            ".metadata.name",
         ),
     )
 

@@ -139,6 +139,7 @@ StringMap = Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(m
 NO_EXTENDED_RESOURCES = "cpu, memory, ephemeral-storage and hugepages only: GPUs are asked for in spec.resources.gpu"
 _REQUESTS_WITHIN_LIMITS = (
     "!has(self.requests) || !has(self.limits) || self.requests.all(kind, !(kind in self.limits) || "
+    "!isQuantity(string(self.requests[kind])) || !isQuantity(string(self.limits[kind])) || "
     "quantity(string(self.requests[kind])).compareTo(quantity(string(self.limits[kind]))) <= 0)"
 )
 

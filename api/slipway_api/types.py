@@ -68,7 +68,7 @@ def bounded_list(*, at_most: int, key: str | tuple[str, ...] = ()) -> FieldInfo:
 
 # --- decimals -------------------------------------------------------------------------------------------------------
 
-DECIMAL_PATTERN = r"^[0-9]{1,9}(\.[0-9]{1,6})?$"
+DECIMAL_PATTERN = "^[0-9]{1,9}([.][0-9]{1,6})?$"
 
 # In YAML a string such as "0.80", in Python a Decimal that prints as the user typed it.
 DecimalString = Annotated[
@@ -76,6 +76,16 @@ DecimalString = Annotated[
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "pattern": DECIMAL_PATTERN, "maxLength": 16}),
 ]
+
+
+def decimal_rule(field: str, bounds: str, message: str) -> Rule:
+    """A rule over a decimal that may be absent; `bounds` says `value` for it, and text that is no number passes.
+
+    Such text is refused by the pattern already: a second message about type conversion would only confuse.
+    """
+    name = f"self.{field}"
+    in_bounds = bounds.replace("value", f"double({name})")
+    return Rule(f"!has({name}) || !{name}.matches('{DECIMAL_PATTERN}') || ({in_bounds})", message, f".{field}")
 
 
 def decimal(text: str) -> Decimal:
@@ -94,7 +104,7 @@ Quantity = Annotated[
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": QUANTITY_PATTERN, "maxLength": 32}),
 ]
 # A number of bytes such as "64Mi"; empty where nothing is asked for.
-ByteQuantity = Annotated[str, Field(pattern=BYTES_PATTERN, max_length=32)]
+ByteQuantity = Annotated[str, Field(max_length=32)]
 
 _SUFFIXES = {
     "": Decimal(1),
