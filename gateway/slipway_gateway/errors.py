@@ -18,7 +18,7 @@ from aiohttp import web
 ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
     """No, with a status, a sentence, and when to come back."""
 
     def __init__(

@@ -9,33 +9,33 @@ from collections.abc import Sequence
 from datetime import UTC
 
 import structlog
+
 from slipway_api import names
+from slipway_gateway.fleet import Fleet, View
+from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Object, Pod, Slim
 from slipway_kube.resources import INFERENCE_SERVICES, PODS
 
-from slipway_gateway.fleet import Fleet, View
-from slipway_gateway.picker.endpoints import Endpoint, Service
-
 log = structlog.get_logger()
 
 
-class RevisionStatus(Slim):
+class RevisionStatus(Slim, frozen=True, gc=False):
     """One revision's share of the traffic."""
 
     hash: str = ""
     weight: int = 0
 
 
-class ServiceStatus(Slim):
+class ServiceStatus(Slim, frozen=True, gc=False):
     """What the operator says of a service."""
 
     served_name: str = ""
     revisions: tuple[RevisionStatus, ...] = ()
 
 
-class InferenceService(Object):
+class InferenceService(Object, frozen=True, gc=False):
     """The few fields of an InferenceService that routing needs."""
 
     status: ServiceStatus = ServiceStatus()

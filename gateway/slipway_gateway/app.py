@@ -1,0 +1,153 @@
+"""The gateway's two doors: the OpenAI API for clients, and the admin port for probes, metrics and a look inside."""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from aiohttp import web
+
+from slipway_api.admin_token import token_digest, token_matches
+from slipway_api.names import HEADER_ADMIN_TOKEN, PATH_HEALTH, PATH_METRICS, PATH_READY
+from slipway_gateway.errors import unknown_model, unknown_path, wrong_method
+from slipway_gateway.fleet import Fleet
+from slipway_gateway.metrics import Metrics
+from slipway_gateway.picker.endpoints import Service
+from slipway_gateway.requests import Requests
+
+# An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
+SERVING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+MODELS_PATH: Final = "/v1/models"
+PATH_ROUTES: Final = "/debug/routes"
+
+OPEN_WARNING: Final = "No API keys are configured: anyone who can reach this gateway may call every model."
+
+
+def client_app(fleet: Fleet, requests: Requests) -> web.Application:
+    """What clients talk to."""
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        served = [_model(name, service) for name, service in fleet.table.served_models()]
+        return web.json_response({"object": "list", "data": served})
+
+    async def model(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["model"]
+        route = fleet.table.resolve(name)
+        if route is None:
+            return unknown_model(name).response()
+        return web.json_response(_model(name, route.service))
+
+    async def nothing_here(request: web.Request) -> web.StreamResponse:
+        if request.path in (*SERVING_PATHS, MODELS_PATH):
+            return wrong_method(request.method, request.path).response()
+        return unknown_path(request.path).response()
+
+    app = web.Application()
+    for path in SERVING_PATHS:
+        app.router.add_post(path, requests.handle)
+    app.router.add_get(MODELS_PATH, models)
+    app.router.add_get(MODELS_PATH + "/{model:.+}", model)
+    app.router.add_route("*", "/{path:.*}", nothing_here)
+    return app
+
+
+class Admin:
+    """The admin port. `/debug/routes` names every service, so it wants one of the pod's tokens."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: Requests,
+        metrics: Metrics,
+        *,
+        tokens: Callable[[], Sequence[str]] | None,
+        open_to_anyone: bool,
+    ) -> None:
+        """`tokens` are read anew for every request, because they rotate; None: whoever reaches this port may look."""
+        self._fleet = fleet
+        self._requests = requests
+        self._metrics = metrics
+        self._tokens = tokens
+        self._open_to_anyone = open_to_anyone
+        self._leaving = False
+
+    def leave(self) -> None:
+        """From now on `/ready` says no, so that nobody new is sent here."""
+        self._leaving = True
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application()
+        app.router.add_get(PATH_READY, self._ready)
+        app.router.add_get(PATH_HEALTH, self._health)
+        app.router.add_get(PATH_METRICS, self._exposition)
+        app.router.add_get(PATH_ROUTES, self._routes)
+        return app
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """Ready once everything was listed; an API server that goes away later does not take us with it."""
+        view = self._fleet.view()
+        if self._leaving:
+            reason, message = "ShuttingDown", f"{self._requests.open} requests are finishing"
+        elif not view.synced:
+            reason, message = "Syncing", "Pods and InferenceServices have not been listed yet"
+        else:
+            reason, message = "Ready", f"{len(self._fleet.table.routes)} services are routed"
+        body = {
+            "ready": reason == "Ready",
+            "reason": reason,
+            "message": message,
+            "openToAnyone": self._open_to_anyone,
+            "warning": OPEN_WARNING if self._open_to_anyone else "",
+        }
+        return web.json_response(body, status=200 if reason == "Ready" else 503)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"healthy": True})
+
+    async def _exposition(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _routes(self, request: web.Request) -> web.Response:
+        if self._tokens is not None:
+            digests = [token_digest(token) for token in self._tokens()]
+            if not token_matches(request.headers.get(HEADER_ADMIN_TOKEN, ""), digests):
+                return web.json_response(
+                    {"error": f"the gateway pod's token in {HEADER_ADMIN_TOKEN} opens this"}, status=401
+                )
+        return web.json_response({"viewAgeSeconds": self._fleet.view().age_seconds, "services": self._services()})
+
+    def _services(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "service": service.key,
+                "model": name,
+                "weights": dict(service.weights),
+                "endpoints": [
+                    {
+                        "pod": endpoint.name,
+                        "revision": endpoint.revision,
+                        "url": endpoint.url,
+                        "outstandingTokens": self._fleet.load(endpoint).tokens,
+                        "openRequests": self._fleet.load(endpoint).requests,
+                        "ejected": self._fleet.is_ejected(endpoint),
+                    }
+                    for endpoint in self._fleet.table.routes[service.key].endpoints
+                ],
+            }
+            for name, service in self._fleet.table.served_models()
+        ]
+
+
+def _model(name: str, service: Service) -> dict[str, Any]:
+    """One entry of `/v1/models`. A model stays listed while it has no replica: it exists, it is only not ready."""
+    created = int(datetime.fromisoformat(service.created).timestamp()) if service.created else 0
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "slipway",
+        "root": service.served_name,
+        "parent": None,
+    }

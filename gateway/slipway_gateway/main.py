@@ -1,0 +1,57 @@
+"""`slipway-gateway`: start the two doors and the watch, serve until SIGTERM, then leave without cutting a stream.
+
+On SIGTERM: `/ready` says no; the doors stay open while that news travels; then nothing new is accepted, running
+answers finish within a limit, and the process exits with 0. A second signal skips the waiting.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+
+import structlog
+import uvloop
+
+from slipway_api.logs import configure
+from slipway_gateway.gateway import Gateway
+from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
+from slipway_kube.errors import KubeError
+
+log = structlog.get_logger()
+
+
+async def serve(settings: GatewaySettings) -> int:
+    """Run until a signal; the exit status."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    async with Gateway(settings) as gateway:
+        told = asyncio.create_task(signals.get())
+        watching = {gateway.watching} if gateway.watching else set()
+        await asyncio.wait({told, *watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not told.done():
+            assert gateway.watching is not None
+            log.error("the watch ended", exc_info=gateway.watching.exception())
+            return 1
+        hurry = asyncio.Event()
+        second = asyncio.create_task(signals.get())
+        second.add_done_callback(lambda _: hurry.set())
+        await gateway.leave(hurry)
+        second.cancel()
+    return 0
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        settings = read_settings(sys.argv[1:], os.environ)
+        configure("gateway", settings.log_level)
+        status = uvloop.run(serve(settings))
+    except (SettingsError, KubeError, OSError) as error:
+        sys.exit(f"slipway-gateway: {error}")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
