@@ -105,6 +105,7 @@ def service_of(pod: Pod) -> ServiceKey | None:
 def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     """The facts of one pod."""
     owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
+    ready = pod.condition("Ready")
     scheduled = pod.condition("PodScheduled")
     is_unschedulable = scheduled is not None and scheduled.status == "False" and scheduled.reason == "Unschedulable"
     server = pod.container(names.SERVER_CONTAINER)
@@ -128,7 +129,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         node=pod.spec.node_name,
         unschedulable=scheduled.message if scheduled is not None and is_unschedulable else "",
         ready=pod.is_ready,
-        started=bool(server is not None and server.started),
+        ready_since=ready.last_transition_time if ready is not None and pod.is_ready else None,
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
         restarts=server.restart_count if server is not None else 0,

@@ -184,7 +184,7 @@ class Reconciler:
                 event.reason,
                 event.message,
                 action=event.action,
-                warning=event.type == "Warning",
+                warning=event.reason.type == "Warning",
                 related=reference("v1", "Pod", key.namespace, event.pod, uids.get(event.pod, ""))
                 if event.pod
                 else None,

@@ -1,0 +1,44 @@
+"""What the kubelet and Prometheus may ask the operator: /livez, /readyz and /metrics on its admin port.
+
+Alive means that the data is fresh, not that a port answers: a process whose watch has silently died must be
+restarted, one whose API server is down must not, because a restart would not help and would lose the caches.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from slipway_operator.metrics import OperatorMetrics
+
+Verdict = tuple[bool, str]
+"""Yes or no, and the sentence that says why."""
+
+
+@asynccontextmanager
+async def serve_probes(
+    port: int, *, alive: Callable[[], Verdict], ready: Callable[[], Verdict], metrics: OperatorMetrics
+) -> AsyncIterator[int]:
+    """Answer for as long as the block lasts; gives the port, which differs from the one asked for only if that is 0."""
+
+    def answer(verdict: Callable[[], Verdict]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handler(_request: web.Request) -> web.StreamResponse:
+            is_well, sentence = verdict()
+            return web.Response(text=sentence + "\n", status=200 if is_well else 503)
+
+        return handler
+
+    async def exposition(_request: web.Request) -> web.Response:
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": metrics.content_type})
+
+    app = web.Application()
+    app.router.add_get("/livez", answer(alive))
+    app.router.add_get("/readyz", answer(ready))
+    app.router.add_get("/metrics", exposition)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, port=port).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
