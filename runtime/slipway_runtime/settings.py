@@ -7,15 +7,13 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import names
+from slipway_api.types import parse_quantity
 
 DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
-_BINARY: Final = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_DECIMAL: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,10 @@ class SamplingDefaults:
         unknown = sorted(set(raw) - set(spelled))
         if unknown:
             raise ValueError(f"sampling defaults know no {', '.join(unknown)}; they know {', '.join(sorted(spelled))}")
-        return cls(**{spelled[key]: value for key, value in raw.items() if value is not None})
+        # Ratios travel as strings in manifests: Kubernetes has no floats.
+        whole = {"top_k", "max_tokens"}
+        given: dict[str, Any] = {spelled[key]: value for key, value in raw.items() if value is not None}
+        return cls(**{name: int(value) if name in whole else float(value) for name, value in given.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
         for key in (f.name for f in fields(RuntimeSettings))
         if (value := getattr(arguments, key, None)) not in (None, "", 0, 0.0)
     }
-    given["kv_cache_bytes"] = byte_count(arguments.kv_cache_bytes) if arguments.kv_cache_bytes else 0
+    given["kv_cache_bytes"] = int(parse_quantity(arguments.kv_cache_bytes)) if arguments.kv_cache_bytes else 0
     if arguments.chat_template_file:
         given["chat_template"] = Path(arguments.chat_template_file).read_text(encoding="utf-8")
     if arguments.sampling_defaults:
@@ -179,19 +180,6 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
     if inside_a_pod.is_dir():
         return inside_a_pod
     return Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/tmp")) / ".cache") / "slipway"  # noqa: S108  the last resort of a user without a home
-
-
-def byte_count(quantity: str) -> int:
-    """Bytes of a Kubernetes quantity: `64Mi`, `1.5Gi`, `2G`, `1048576`."""
-    suffix = quantity.lstrip("0123456789.")
-    factor = (_BINARY | _DECIMAL).get(suffix)
-    try:
-        number = Decimal(quantity.removesuffix(suffix) if suffix else quantity)
-    except InvalidOperation:
-        factor = None
-    if factor is None:
-        raise ValueError(f"{quantity!r} is not a quantity of bytes such as 64Mi")
-    return int(number * factor)
 
 
 def _camel(name: str) -> str:

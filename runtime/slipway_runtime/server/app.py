@@ -1,0 +1,84 @@
+"""The two applications of a replica, and how they run: clients on one port, the operator on the other, in one loop.
+
+Signals are not uvicorn's business here: what a SIGTERM means is decided in `main`, and a drain comes before the end.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+import slipway_api
+from slipway_runtime.server import about, admin, chat, completions, errors
+from slipway_runtime.server.middleware import Door
+from slipway_runtime.server.replica import Replica
+
+MAX_OPEN_REQUESTS = 4096  # each waits in the engine's queue, is being read, or is being answered
+
+
+def serving_app(
+    replica: Replica, *, max_body_bytes: int = 8 * 2**20, max_open_requests: int = MAX_OPEN_REQUESTS
+) -> ASGIApp:
+    """What clients talk to."""
+    app = FastAPI(title="Slipway runtime", version=slipway_api.__version__, docs_url=None, redoc_url=None)
+    app.state.replica = replica
+    errors.install(app)
+    for router in (chat.router, completions.router, about.router, about.probes):
+        app.include_router(router)
+    return Door(app, replica=replica, max_body_bytes=max_body_bytes, max_open_requests=max_open_requests)
+
+
+def admin_app(replica: Replica, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
+    """What the operator, the gateway and the kubelet talk to."""
+    app = FastAPI(title="Slipway runtime, admin port", version=slipway_api.__version__, docs_url=None, redoc_url=None)
+    app.state.replica = replica
+    app.state.admin_token_digests = token_digests
+    errors.install(app)
+    for router in (admin.open_routes, admin.routes, about.probes):
+        app.include_router(router)
+    return app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the process."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
+    """Serve an application; yields its port once it answers. Leaving waits for open responses, but not for long."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((host, port))
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            backlog=2048,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[bound]), name=f"http {port}")
+    try:
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"the server on port {port} ended before it began")
+            await asyncio.sleep(0.005)
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        bound.close()

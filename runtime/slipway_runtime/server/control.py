@@ -1,0 +1,67 @@
+"""The drain socket: how a preStop hook in the same pod asks for a drain, and waits for its end, without a token.
+
+Whoever can open the socket's file is inside the pod already. One JSON line asks, one JSON line answers when it is done.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from slipway_runtime.server.replica import Replica
+
+log = structlog.get_logger()
+
+
+async def serve_control(replica: Replica, directory: Path) -> asyncio.Server | None:
+    """Listen on `drain.sock`; None where the directory cannot be written, as on most laptops."""
+    path = directory / "drain.sock"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            raw = await reader.readline()
+            asked: dict[str, Any] = json.loads(raw) if raw.strip() else {}
+            seconds = asked.get("timeoutSeconds")
+            replica.drain(float(seconds) if seconds is not None else None, "asked from inside the pod")
+            await replica.drained()
+            writer.write(replica.drain_status().wire() + b"\n")
+            await writer.drain()
+        except (ValueError, ConnectionError) as error:
+            log.warning("drain socket", error=type(error).__name__)
+        finally:
+            writer.close()
+
+    return await _listen(path, answer)
+
+
+async def _listen(
+    path: Path, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+) -> asyncio.Server | None:
+    try:
+        _make_room(path)
+        server = await asyncio.start_unix_server(answer, path)
+    except OSError as error:
+        log.info("no drain socket", path=str(path), error=error.strerror)
+        return None
+    return server
+
+
+def _make_room(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # left by a predecessor that was killed
+
+
+async def ask_for_drain(path: Path, timeout_seconds: float | None) -> dict[str, Any]:
+    """Ask the replica of this pod to drain; returns when it has."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        body = {} if timeout_seconds is None else {"timeoutSeconds": timeout_seconds}
+        writer.write(json.dumps(body).encode() + b"\n")
+        await writer.drain()
+        answer: dict[str, Any] = json.loads(await reader.readline() or b"{}")
+        return answer
+    finally:
+        writer.close()

@@ -1,0 +1,153 @@
+"""What a client is told when it does not get tokens: one shape everywhere, OpenAI's, and never a word of a prompt.
+
+    {"error": {"message": …, "type": …, "param": … | null, "code": <status>}}
+
+| what                                | status | type                    | headers                        |
+|-------------------------------------|--------|-------------------------|--------------------------------|
+| a request that can never be served  | 400    | BadRequestError         |                                |
+| an unknown model or path            | 404    | NotFoundError           |                                |
+| the wrong method                    | 405    | MethodNotAllowedError   | Allow                          |
+| a body beyond the limit             | 413    | RequestTooLargeError    |                                |
+| the queue is full                   | 429    | RateLimitError          | Retry-After, retry-after-ms    |
+| the engine failed                   | 500    | InternalServerError     |                                |
+| loading, draining, engine dead      | 503    | ServiceUnavailableError | Retry-After, unless it is dead |
+| the deadline passed                 | 504    | GatewayTimeoutError     |                                |
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
+from slipway_runtime.server.openai_types import Misused, Unsupported
+
+log = structlog.get_logger()
+
+_TYPES: Final = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+_LONGEST_MESSAGE: Final = 500
+
+
+class ApiError(Exception):
+    """An answer without tokens: its status, its sentence, and the field that it is about."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message[:_LONGEST_MESSAGE]
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the error, for a response or for an event in a stream."""
+        kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> Response:
+        """The error as a response of its own."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def unavailable(message: str, retry_after_seconds: float | None = 1.0) -> ApiError:
+    """503: not here or not now; another replica may."""
+    return ApiError(503, message, headers=_come_back(retry_after_seconds))
+
+
+def unknown_model(name: str) -> ApiError:
+    """404, with the words that OpenAI uses."""
+    return ApiError(404, f"The model `{name[:100]}` does not exist.", param="model")
+
+
+def prompt_too_long(max_model_len: int, prompt_tokens: int, *, at_least: bool = False, param: str) -> ApiError:
+    """400, with the words that client libraries recognise as their context-window error."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has"
+        f" {'at least ' if at_least else ''}{prompt_tokens} tokens. Please reduce its length.",
+        param=param,
+    )
+
+
+def of_engine(error: Exception) -> ApiError:
+    """What the engine's refusals mean for a client."""
+    match error:
+        case Draining():
+            return unavailable(error.reason, error.retry_after_seconds)
+        case Overloaded():
+            return ApiError(429, error.reason, headers=_come_back(error.retry_after_seconds))
+        case Refused():
+            return ApiError(400, str(error))
+        case EngineDead():
+            return unavailable("the engine of this replica has stopped", retry_after_seconds=None)
+        case _:
+            raise error
+
+
+def _come_back(seconds: float | None) -> dict[str, str]:
+    """Retry-After is whole seconds and at least one; `retry-after-ms` is exact for clients that know it."""
+    if seconds is None:
+        return {}
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
+
+
+def of_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong with a body, without repeating what was sent."""
+    first = errors[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Unsupported | Misused):
+        return ApiError(400, str(cause), param=cause.field)
+    path = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"Unrecognized request argument supplied: {path[:100]}", param=path[:100])
+    if first["type"] == "missing" and not path:
+        return ApiError(400, "a JSON body with content type application/json is needed")
+    message = str(cause) if isinstance(cause, ValueError) else first["msg"]
+    return ApiError(400, f"{path}: {message}" if path else message, param=path or None)
+
+
+def install(app: FastAPI) -> None:
+    """Make every way out of the application speak the one shape."""
+
+    async def api_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def validation(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error.errors()).response()
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        sentence = {
+            404: f"There is nothing at {request.url.path[:100]}",
+            405: f"{request.url.path[:100]} does not take {request.method[:20]}",
+        }.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, sentence, headers=error.headers).response()
+
+    async def unexpected(_request: Request, error: Exception) -> Response:
+        log.error("request failed", exc_info=error)
+        return ApiError(500, "the server failed; its log says why").response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,96 @@
+"""What happens to every request at the door: an id, a limit on its body, a limit on how many are open, who answered.
+
+Plain ASGI: nothing stands between a stream and its socket, and a disconnect passes through unchanged.
+"""
+
+import re
+import uuid
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipway_api import names
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.replica import Replica
+
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id such as `chatcmpl-…`; clients cannot choose it, so it cannot collide in the engine."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+class Door:
+    """The outermost layer of the serving port."""
+
+    def __init__(self, app: ASGIApp, *, replica: Replica, max_body_bytes: int, max_open_requests: int) -> None:
+        self._app = app
+        self._replica = replica
+        self._max_body_bytes = max_body_bytes
+        self._max_open_requests = max_open_requests
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it here."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        given = headers.get(names.HEADER_REQUEST_ID, "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        send = self._signing(send, request_id)
+        if (refusal := self._refusal(scope, headers)) is not None:
+            return await refusal.response()(scope, receive, send)
+        self._open += 1
+        try:
+            await self._app(scope, self._counting(receive), send)
+        finally:
+            self._open -= 1
+
+    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            # Closing the connection spares reading what nobody wants.
+            return ApiError(413, self._too_large, headers={"Connection": "close"})
+        if scope["method"] == "POST" and self._open >= self._max_open_requests:
+            reason = f"{self._open} requests are open, the limit is {self._max_open_requests}"
+            return ApiError(429, reason, headers={"Retry-After": "1", "retry-after-ms": "1000"})
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_body_bytes} bytes"
+
+    def _counting(self, receive: Receive) -> Receive:
+        """Receive, but no more than the limit: a chunked body does not say its length beforehand."""
+        received = 0
+
+        async def counting() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._max_body_bytes:
+                    raise HTTPException(413, self._too_large, {"Connection": "close"})
+            return message
+
+        return counting
+
+    def _signing(self, send: Send, request_id: str) -> Send:
+        """Name the model, its revision and its tokenizer in every response."""
+
+        async def signing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[names.HEADER_REQUEST_ID] = request_id
+                headers[names.HEADER_MODEL] = self._replica.identity.model
+                if self._replica.identity.revision:
+                    headers[names.HEADER_REVISION] = self._replica.identity.revision
+                if self._replica.loaded is not None:
+                    headers[names.HEADER_TOKENIZER] = self._replica.loaded.tokenizer_sha256
+            await send(message)
+
+        return signing

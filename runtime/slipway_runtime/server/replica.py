@@ -1,0 +1,314 @@
+"""The life of one replica: loading, warming up, ready, draining, and the two ways to be broken.
+
+| engine        | draining | work waits and no step for long | ready | reason          | health |
+|---------------|----------|---------------------------------|-------|-----------------|--------|
+| not there yet | any      | –                               | no    | Loading         | yes    |
+| warming up    | any      | –                               | no    | WarmingUp       | yes    |
+| there         | no       | no                              | yes   | Ready           | yes    |
+| there         | yes      | no                              | no    | Draining        | yes    |
+| there         | any      | yes                             | no    | StepLoopStalled | yes    |
+| died          | any      | any                             | no    | EngineDead      | no     |
+
+A drain refuses what is new and finishes what is in. At its deadline what still runs ends with an error that says so.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from slipway_api.runtime_api import (
+    BlockCounts,
+    DrainStatus,
+    Health,
+    QueueCounts,
+    Ready,
+    ReadyReason,
+    Signals,
+    StartupTimes,
+    State,
+)
+from slipway_runtime.engine.client import OutputStream
+from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Request
+from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
+from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.prompt import PromptEncoder
+from slipway_runtime.settings import SamplingDefaults
+
+log = structlog.get_logger()
+
+DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
+
+
+class Engine(Protocol):
+    """What the server needs of the engine's client."""
+
+    facts: EngineFacts
+    error: str
+
+    @property
+    def alive(self) -> bool: ...  # noqa: D102  see EngineClient
+    @property
+    def draining(self) -> bool: ...  # noqa: D102
+    def generate(self, request: Request) -> OutputStream: ...  # noqa: D102
+    def abort(self, request_id: str, reason: FinishReason) -> None: ...  # noqa: D102
+    def stats(self) -> EngineStats: ...  # noqa: D102
+    def drain(self) -> None: ...  # noqa: D102
+    def undrain(self) -> None: ...  # noqa: D102
+    async def wait_drained(self) -> None: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who answers: the same words in headers, bodies and metrics."""
+
+    model: str
+    revision: str = ""
+    namespace: str = ""
+    uri: str = ""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a request for `name` is for this model; no name means the one that is here."""
+        return name in {"", self.model, f"{self.namespace}/{self.model}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """Everything that answers requests, once it is there."""
+
+    engine: Engine
+    prompts: PromptEncoder
+    metrics: Metrics
+    defaults: SamplingDefaults
+    max_output_tokens: int = 0
+    created: int = 0
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """What wrote the prompts."""
+        return self.prompts.files.sha256
+
+
+class Replica:
+    """One process that serves one model. All of it runs on the event loop."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        drain_timeout: float = 120.0,
+        stall_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.identity = identity
+        self.boot_id = secrets.token_hex(6)
+        self.clock = clock
+        self.loaded: LoadedModel | None = None
+        self.startup = StartupTimes()
+        self._phase = ReadyReason.LOADING
+        self._draining = False
+        self._drain_timeout = drain_timeout
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall_seconds = stall_seconds
+        self._started = clock()
+        self._open: set[str] = set()  # requests that are being generated
+        self._busy_since = 0.0
+        self._drained_out: set[str] = set()
+
+    # --- becoming ready
+
+    def warming_up(self) -> None:
+        """The weights are there; the first steps are being computed."""
+        self._phase = ReadyReason.WARMING_UP
+
+    def ready_with(self, loaded: LoadedModel, startup: StartupTimes) -> None:
+        """From now on requests are answered, unless a drain came first."""
+        self.loaded = loaded
+        self.startup = startup
+        self._phase = ReadyReason.READY
+        if self._draining:
+            loaded.engine.drain()
+
+    # --- what others see
+
+    @property
+    def fingerprint(self) -> str:
+        """The `system_fingerprint` of answers: model, revision and tokenizer in one word."""
+        tokenizer = self.loaded.tokenizer_sha256[:12] if self.loaded else ""
+        return "/".join(part for part in (self.identity.model, self.identity.revision, tokenizer) if part)
+
+    def ready(self) -> Ready:
+        """Whether new requests are welcome, and if not, why."""
+        if self.loaded is None:
+            words = {ReadyReason.LOADING: "the model is loading", ReadyReason.WARMING_UP: "the first steps are running"}
+            return Ready(ready=False, reason=self._phase, message=words[self._phase])
+        if not self.loaded.engine.alive:
+            return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message="the engine has stopped")
+        stats = self.loaded.engine.stats()
+        silent = self.clock() - max(stats.last_step_at, self._busy_since)
+        if stats.running + stats.waiting and silent > self._stall_seconds:
+            return Ready(
+                ready=False,
+                reason=ReadyReason.STEP_LOOP_STALLED,
+                message=f"{stats.running + stats.waiting} requests and no step for {silent:.0f} s",
+            )
+        if self._draining:
+            left = stats.running + stats.waiting
+            return Ready(ready=False, reason=ReadyReason.DRAINING, message=f"{left} requests are left")
+        return Ready(ready=True, reason=ReadyReason.READY)
+
+    def health(self) -> Health:
+        """Whether the process is worth keeping."""
+        if self.loaded is None or self.loaded.engine.alive:
+            return Health(healthy=True)
+        return Health(healthy=False, message="the engine has stopped")
+
+    def signals(self) -> Signals:
+        """The load, for the autoscaler."""
+        stats = self._stats()
+        return Signals(
+            boot_id=self.boot_id,
+            kv_usage=stats.blocks_live / stats.blocks_total if stats.blocks_total else 0.0,
+            running=stats.running,
+            waiting=stats.waiting,
+            waiting_tokens=stats.waiting_tokens,
+            draining=self._draining,
+            admitted=stats.admitted,
+            finished=stats.finished,
+            aborted=stats.aborted,
+            handed_over=stats.handed_over,
+            generated_tokens=stats.generated_tokens,
+            prompt_tokens=stats.prompt_tokens,
+        )
+
+    def state(self) -> State:
+        """All there is to know."""
+        stats = self._stats()
+        facts = self.loaded.engine.facts if self.loaded else None
+        return State(
+            boot_id=self.boot_id,
+            model_name=self.identity.model,
+            revision=self.identity.revision,
+            tokenizer_sha256=self.loaded.tokenizer_sha256 if self.loaded else "",
+            uptime_seconds=self.clock() - self._started,
+            block_size=facts.block_size if facts else 0,
+            bytes_per_token=facts.bytes_per_token if facts else 0,
+            max_model_len=facts.max_model_len if facts else 0,
+            max_num_seqs=facts.max_num_seqs if facts else 0,
+            blocks=BlockCounts(
+                total=stats.blocks_total,
+                live=stats.blocks_live,
+                cached=stats.blocks_cached,
+                free=stats.blocks_total - stats.blocks_live - stats.blocks_cached,
+            ),
+            queue=QueueCounts(running=stats.running, waiting=stats.waiting, waiting_tokens=stats.waiting_tokens),
+            draining=self._draining,
+            startup=self.startup,
+        )
+
+    # --- requests
+
+    def model_for(self, name: str) -> LoadedModel:
+        """What answers a request for `name`; raises ApiError where nothing does."""
+        if not self.identity.answers_to(name):
+            raise unknown_model(name)
+        if self.loaded is None:
+            raise unavailable(self.ready().message)
+        if self._draining:
+            raise unavailable("this replica is draining")
+        return self.loaded
+
+    def opened(self, request_id: str) -> None:
+        """A request has entered the engine."""
+        if not self._open:
+            self._busy_since = self.clock()
+        self._open.add(request_id)
+
+    def closed(self, request_id: str) -> None:
+        """A request has left, however it ended."""
+        self._open.discard(request_id)
+        self._drained_out.discard(request_id)
+
+    def why_it_failed(self, request_id: str, error: str) -> ApiError:
+        """What to tell the client of a request that ended without its own fault."""
+        if request_id in self._drained_out:
+            return unavailable(DRAINED_OUT)
+        if self.loaded is not None and not self.loaded.engine.alive:
+            return unavailable("the engine of this replica has stopped", retry_after_seconds=None)
+        return ApiError(500, error or "the request was ended by the engine")
+
+    # --- drain
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    def drain(self, timeout_seconds: float | None = None, reason: str = "") -> DrainStatus:
+        """Refuse new requests and finish the others. Asking again is harmless; the shorter deadline holds."""
+        if not self._draining:
+            log.info("draining", reason=reason, open=len(self._open))
+        seconds = self._drain_timeout if timeout_seconds is None else timeout_seconds
+        loop = asyncio.get_running_loop()
+        if self._deadline is None or loop.time() + seconds < self._deadline.when():
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._deadline = loop.call_at(loop.time() + seconds, self._end_what_is_left)
+        self._draining = True
+        if self.loaded is not None:
+            self.loaded.engine.drain()
+        return self.drain_status()
+
+    def undrain(self) -> DrainStatus:
+        """Take requests again."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        self._draining = False
+        if self.loaded is not None:
+            self.loaded.engine.undrain()
+        return self.drain_status()
+
+    def drain_status(self) -> DrainStatus:
+        """How far a drain has come; a request counts until its last byte is handed to the socket."""
+        stats = self._stats()
+        running = max(stats.running, len(self._open) - stats.waiting)
+        return DrainStatus(draining=self._draining, running=running, waiting=stats.waiting)
+
+    async def drained(self) -> None:
+        """Return when a drain has nothing left to wait for."""
+        while not self.drain_status().is_drained:  # noqa: ASYNC110  two counters of two owners have to agree
+            await asyncio.sleep(0.05)  # the engine's numbers come with its steps, not as an event
+
+    def _end_what_is_left(self) -> None:
+        assert self.loaded is not None or not self._open
+        for request_id in sorted(self._open):
+            self._drained_out.add(request_id)
+            assert self.loaded is not None
+            self.loaded.engine.abort(request_id, FinishReason.ERROR)
+
+    def _stats(self) -> EngineStats:
+        return self.loaded.engine.stats() if self.loaded is not None else _NOTHING
+
+
+_NOTHING: Final = EngineStats(
+    running=0,
+    waiting=0,
+    waiting_tokens=0,
+    blocks_total=0,
+    blocks_live=0,
+    blocks_cached=0,
+    steps=0,
+    preemptions=0,
+    prefix_queries=0,
+    prefix_hits=0,
+    admitted=0,
+    finished=0,
+    aborted=0,
+    handed_over=0,
+    last_step_at=0.0,
+)

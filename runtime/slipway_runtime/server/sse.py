@@ -1,0 +1,92 @@
+"""How a stream travels: server-sent events, one write for each step, and a watch for the client going away.
+
+Nothing between server and client may buffer (`X-Accel-Buffering`, `Cache-Control`), and the first event goes out
+with the first token. Once a 200 is sent, whatever goes wrong is an event of the stream.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+_T = TypeVar("_T")
+
+DONE: Final = b"data: [DONE]\n\n"
+HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
+    "x-accel-buffering": "no",
+}
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class ClientGone(Exception):  # noqa: N818  not an error of anybody here
+    """Nobody reads the answer any more."""
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """One event with a JSON body."""
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come; closes their source the moment the client disconnects."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._events = events
+        self.init_headers({**HEADERS, **(headers or {})})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the head, then event after event."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await _while_connected(self._send_all(send), receive)
+        except ClientGone:
+            return  # the generation has ended itself and written its record
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:  # a disconnect in `send` must reach the source too
+            async for chunk in events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await the work, but cancel it and raise ClientGone when the client disconnects first."""
+    return await _while_connected(work, request.receive)
+
+
+async def _while_connected(work: Coroutine[Any, Any, _T], receive: Callable[[], Awaitable[Any]]) -> _T:
+    """Race the work against the disconnect message.
+
+    The work runs in the task of the request and the watch beside it, so that cancelling the request ends the work too.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientGone from None
+    finally:
+        watcher.cancel()
