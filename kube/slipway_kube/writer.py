@@ -1,20 +1,27 @@
 """The one door for writes: fence, rate limit, expectations, dry run, and where tests inject faults.
 
 Every write is, in this order: skipped when nothing would change, paced, fenced, announced to the expectations, sent.
+The fence comes last before sending, because waiting for one's turn takes time in which leadership may be lost.
 """
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from slipway_kube.client import Client
-from slipway_kube.expectations import Pending
+from slipway_kube.client import DEFAULT_TIMEOUT, Client
+from slipway_kube.errors import AlreadyExists, Conflict, KubeError, NotFound, NotLeader, StatusError, TooManyRequests
+from slipway_kube.expectations import Expectations, Pending
 from slipway_kube.lease import Fence
 from slipway_kube.objects import Key
 from slipway_kube.resources import Resource
+from slipway_kube.token_bucket import TokenBucket
 
 WRITES_PER_SECOND: Final = 50.0
 BURST: Final = 100
+LONGEST_BREAK: Final = 10.0  # however long a 429 asks for
+SHORTEST_TIMEOUT: Final = 1.0  # the lease leaves three seconds between our fence and the next leader
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +34,21 @@ class Write:
     name: str
     subresource: str = ""
 
+    @property
+    def path(self) -> str:
+        """Of the object, also where the verb goes to its collection."""
+        return self.resource.path(self.namespace, self.name, self.subresource)
+
 
 Send = Callable[[], Awaitable[bytes]]
 Transport = Callable[[Write, Send], Awaitable[bytes]]
 """Stands between the writer and the server: may fail before sending, after it, or lose the reply."""
 OnWrite = Callable[[Write, str], None]
-"""Told of each write and its outcome: ok, skipped, fenced, or the error's class name."""
+"""Told of each write and its outcome: ok, skipped, or the error's class name (NotLeader when fenced)."""
+
+
+async def _send_it(_: Write, send: Send) -> bytes:
+    return await send()
 
 
 class Writer:
@@ -47,16 +63,48 @@ class Writer:
         burst: int = BURST,
         dry_run: bool = False,
         on_write: OnWrite | None = None,
-        transport: Transport | None = None,
-    ) -> None: ...
+        transport: Transport = _send_it,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.expectations = Expectations()
+        """Feed it: `pods.on_change(writer.expectations.saw)`."""
+        self._client = client
+        self._fence = fence
+        self._bucket = TokenBucket(rate=rate, burst=burst)
+        self._dry_run = dry_run
+        self._on_write = on_write
+        self._transport = transport
+        self._clock = clock
+        self._sleep = sleep
 
     def pending(self, owner: Key) -> Pending:
         """What the caches do not show yet of the owner's creates and deletes; falsy when nothing is outstanding."""
-        raise NotImplementedError
+        return self.expectations.pending(owner, now=self._clock())
 
-    async def create(self, resource: Resource, namespace: str, body: Any, *, owner: Key | None = None) -> bytes:
-        """POST. `AlreadyExists` means that an earlier try, or another leader, got there first."""
-        raise NotImplementedError
+    async def create(
+        self, resource: Resource, namespace: str, body: dict[str, Any], *, owner: Key | None = None
+    ) -> bytes:
+        """POST. `AlreadyExists` means that an earlier try, or another leader, got there first.
+
+        With `owner`, the object is pending until an informer shows it.
+        """
+        write = Write("create", resource, namespace, body["metadata"]["name"])
+        expected = None if self._dry_run else owner
+
+        async def send() -> bytes:
+            if expected is not None:
+                self.expectations.expect_create(expected, write.name, now=self._clock())
+            return await self._client.create(
+                resource.path(namespace), body, dry_run=self._dry_run, timeout=self._timeout()
+            )
+
+        try:
+            return await self._write(write, send)
+        except KubeError as error:
+            if expected is not None:
+                self._unexpect_create(expected, write.name, error)
+            raise
 
     async def delete(
         self,
@@ -68,38 +116,146 @@ class Writer:
         grace_seconds: int | None = None,
         owner: Key | None = None,
     ) -> bool:
-        """Delete that very object. False when it is gone already: the goal is reached either way."""
-        raise NotImplementedError
+        """Delete that very object. False when it is gone already: the goal is reached either way.
+
+        With `owner` and `uid`, the object is pending until an informer shows it as terminating or gone.
+        """
+        write = Write("delete", resource, namespace, name)
+        expected = owner if uid and not self._dry_run else None
+
+        async def send() -> bytes:
+            if expected is not None:
+                self.expectations.expect_delete(expected, uid, now=self._clock())
+            return await self._client.delete(
+                write.path, uid=uid, grace_seconds=grace_seconds, dry_run=self._dry_run, timeout=self._timeout()
+            )
+
+        try:
+            await self._write(write, send)
+        except NotFound:
+            self.expectations.retract_delete(uid)
+            return False
+        except Conflict:
+            if not uid:
+                raise
+            self.expectations.retract_delete(uid)  # the name belongs to another object by now
+            return False
+        except StatusError:
+            self.expectations.retract_delete(uid)
+            raise
+        except KubeError:
+            if expected is not None:
+                self.expectations.expect_delete(expected, uid, now=self._clock(), unsure=True)
+            raise
+        return True
 
     async def apply(
         self,
         resource: Resource,
         namespace: str,
         name: str,
-        body: Any,
+        body: dict[str, Any],
         *,
         field_manager: str,
-        last: Any = None,
+        last: dict[str, Any] | None = None,
         force: bool = True,
         subresource: str = "",
     ) -> bytes | None:
-        """Server-side apply. Skipped (None) when `body == last`: pass what was applied before, or its hash's twin."""
-        raise NotImplementedError
+        """Server-side apply. Skipped (None) when `body == last`, what this manager is known to have applied."""
+        write = Write("apply", resource, namespace, name, subresource)
+        if body == last:
+            self._tell(write, "skipped")
+            return None
+        identified = body | {
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": {"name": name} | body.get("metadata", {}),
+        }
+        return await self._write(
+            write,
+            lambda: self._client.apply(
+                write.path,
+                identified,
+                field_manager=field_manager,
+                force=force,
+                dry_run=self._dry_run,
+                timeout=self._timeout(),
+            ),
+        )
 
     async def apply_status(
-        self, resource: Resource, namespace: str, name: str, body: Any, *, field_manager: str, last: Any = None
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        status: dict[str, Any],
+        *,
+        field_manager: str,
+        last: dict[str, Any] | None = None,
     ) -> bytes | None:
-        """Server-side apply to `/status`; skipped when `body == last`."""
-        raise NotImplementedError
+        """Server-side apply of a whole status; skipped (None) when `status == last`."""
+        return await self.apply(
+            resource,
+            namespace,
+            name,
+            {"status": status},
+            field_manager=field_manager,
+            last=None if last is None else {"status": last},
+            subresource="status",
+        )
 
     async def json_patch(
         self, resource: Resource, namespace: str, name: str, operations: list[dict[str, Any]], *, subresource: str = ""
     ) -> bytes:
         """RFC 6902. A failed `test` is `Invalid`."""
-        raise NotImplementedError
+        write = Write("json_patch", resource, namespace, name, subresource)
+        return await self._write(
+            write,
+            lambda: self._client.json_patch(write.path, operations, dry_run=self._dry_run, timeout=self._timeout()),
+        )
 
     async def merge_patch(
-        self, resource: Resource, namespace: str, name: str, body: Any, *, subresource: str = ""
+        self, resource: Resource, namespace: str, name: str, body: dict[str, Any], *, subresource: str = ""
     ) -> bytes:
         """RFC 7386."""
-        raise NotImplementedError
+        write = Write("merge_patch", resource, namespace, name, subresource)
+        return await self._write(
+            write,
+            lambda: self._client.merge_patch(write.path, body, dry_run=self._dry_run, timeout=self._timeout()),
+        )
+
+    async def _write(self, write: Write, send: Send) -> bytes:
+        try:
+            wait = self._bucket.reserve(self._clock())
+            if wait > 0.0:
+                await self._sleep(wait)
+            if not self._fence.is_leader():
+                raise NotLeader(f"{write.verb} {write.path}: not the leader")
+            reply = await self._transport(write, send)
+        except TooManyRequests as error:
+            # All writers slow down, not only the one that was told so; a disruption budget's 429 names no time.
+            if error.retry_after is not None:
+                self._bucket.close_for(min(error.retry_after, LONGEST_BREAK), self._clock())
+            self._tell(write, type(error).__name__)
+            raise
+        except KubeError as error:
+            self._tell(write, type(error).__name__)
+            raise
+        self._tell(write, "ok")
+        return reply
+
+    def _timeout(self) -> float:
+        """No longer than our own time: a write should not land in the next leader's."""
+        return max(SHORTEST_TIMEOUT, min(DEFAULT_TIMEOUT, self._fence.seconds_left()))
+
+    def _unexpect_create(self, owner: Key, name: str, error: KubeError) -> None:
+        if isinstance(error, StatusError) and not isinstance(error, AlreadyExists):
+            self.expectations.retract_create(owner, name)
+        elif not isinstance(error, NotLeader):
+            # It exists but we have not seen it, or it may exist. The event that would show it may have come before
+            # we began to expect it, so do not insist.
+            self.expectations.expect_create(owner, name, now=self._clock(), unsure=True)
+
+    def _tell(self, write: Write, outcome: str) -> None:
+        if self._on_write is not None:
+            self._on_write(write, outcome)
