@@ -1,23 +1,22 @@
-"""Start and stop a real Kubernetes cluster of local processes.
+"""Start, stop, break and mend a real Kubernetes cluster of local processes.
 
-    python launch.py [--port N] [--folder F]    run a cluster until Ctrl-C
+    with Cluster(publish=GATEWAY) as cluster:
+        cluster.wait_for_nodes()
+        cluster.kubectl("get", "nodes")
 
-As a library: `with Cluster(...) as cluster:` and then `cluster.kubeconfig`. The caller
-must be root, to write the id maps of a user namespace; nothing of the cluster runs as
-host root. When the caller ends, however it ends, the whole cluster ends with it.
+The caller must be root, to write the id maps of a user namespace; nothing of the cluster
+runs as host root. When the caller ends, however it ends, the whole cluster ends with it.
 
-    host                        services.py's listening socket, 127.0.0.1:<port>
+    host                        127.0.0.1:<port>, listening sockets handed to services.py
     └─ cluster (user, net, mount, pid namespace)
        etcd, kube-apiserver, controller manager, scheduler, services.py
-       ├─ node-a (net, mount, pid namespace): kubelet, cri.py, stream, device_plugin.py
+       ├─ node-a (net, mount, pid namespace): kubelet, node.py with the runtime and the device plugin
        │  └─ pods (net namespace each) └─ containers (mount, pid, UTS, IPC namespace each)
        └─ node-b ...
 """
 
-import argparse
-import fcntl
+import json
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -25,38 +24,53 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
 
-import components
-import pki
-import stubs
-from components import API_IP, API_PORT, IN_CLUSTER_URL, SERVICE_RANGE, Node
-from namespaces import FIRST_ID, Program, Space, closed_ancestors
+from e2e.cluster import build, components, pki, preflight, stubs
+from e2e.cluster.access import STATE, Access
+from e2e.cluster.claim import Claim
+from e2e.cluster.components import API_IP, API_PORT, IN_CLUSTER_URL, SERVICE_RANGE, Node, Service
+from e2e.cluster.namespaces import Program, Space, closed_ancestors
+from e2e.cluster.places import CHECKOUT, SYSTEM_PATH, cache_folder, cluster_folder
+from e2e.cluster.space_init import FIRST_ID
 
-HERE = Path(__file__).resolve().parent
 COVERS = {"/tmp": 0o1777, "/run": 0o755, "/var/lib": 0o755, "/var/log": 0o755}
+NODES = {"node-a": 8, "node-b": 8}  # name -> GPUs
+GATEWAY = {"gateway": Service("slipway-system", "slipway-gateway", 8000)}
 
 
-def cache_folder() -> Path:
-    """Where builds and running clusters live; the same rule as in build.sh."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipway"
-    return Path(os.environ.get("SLIPWAY_CACHE", default)).resolve()
+class Cluster(Access):
+    """One cluster, from `start` to `stop`; better used as a context manager.
 
+    `nodes` maps a node's name to the number of its GPUs. `publish` maps a name to a
+    Service's (namespace, name, port), which then is at 127.0.0.1:`port(name)` on the host;
+    it need not exist yet. `ports` fixes such host ports, and that of "api"; others are any
+    that are free. `light` leaves out everything but etcd and the API server.
+    `emulated_version`, such as "1.34", makes the control plane behave like that release.
+    """
 
-class Cluster:
-    """One cluster; `nodes` maps a node's name to the number of its GPUs."""
-
-    def __init__(self, nodes: dict[str, int] | None = None, folder: Path | None = None, port: int = 0) -> None:
-        nodes = nodes or {"node-a": 8, "node-b": 8}
-        self.nodes = {name: Node(name, index, gpus) for index, (name, gpus) in enumerate(nodes.items(), start=1)}
-        self.folder = (folder or cache_folder() / "cluster").resolve()
-        self.kubeconfig = self.folder / "admin.kubeconfig"  # for clients on the host
+    def __init__(
+        self,
+        *,
+        nodes: Mapping[str, int] | None = None,
+        folder: Path | None = None,
+        publish: Mapping[str, tuple[str, str, int]] | None = None,
+        ports: Mapping[str, int] | None = None,
+        light: bool = False,
+        emulated_version: str | None = None,
+    ) -> None:
+        super().__init__(folder or cluster_folder("default"))
+        wanted = {} if light else NODES if nodes is None else nodes
+        self.nodes = {name: Node(name, index, gpus) for index, (name, gpus) in enumerate(wanted.items(), start=1)}
         self.programs: dict[str, Program] = {}
-        self._port = port
-        self._lock: TextIO | None = None
+        self._publish = {name: Service(*service) for name, service in (publish or {}).items()}
+        self._wanted_ports = dict(ports or {})
+        self._light, self._emulated_version = light, emulated_version
+        self._claim: Claim | None = None
         self._spaces: dict[str, Space] = {}  # "cluster", and each running node
+        self._links: dict[str, str] = {}  # node -> its interface on the cluster's bridge
+        self._listeners: dict[str, socket.socket] = {}
 
     def __enter__(self) -> "Cluster":
         try:
@@ -69,42 +83,87 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    # Life and death.
+
     def start(self) -> None:
         """Return when the API server is ready; the nodes register on their own."""
-        if os.geteuid():
-            raise SystemExit("run as root: mapping a range of user ids needs it, once, at the start")
-        build = Path(subprocess.run([HERE / "build.sh"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
-        self._binary, self._stubs = build / "controlplane", stubs.generate(build)
-        self._claim_folder()
+        preflight.require()
+        self._build = build.ensure()
+        self._stubs = stubs.generate(self._build)
+        self._claim = Claim(self.folder)
+        self._pki, self._config = self.folder / "pki", self.folder / "config"
+        for folder in (self._config, self.logs, self.folder / "home"):
+            folder.mkdir()
+        self._open_ports()
         self._write_identities()
         self._start_cluster_space()
         self._start("cluster", "etcd", components.etcd(self._binary, self._pki))
-        self._start("cluster", "kube-apiserver", components.apiserver(self._binary, self._pki, self._config))
+        self.start_apiserver(wait=False)
         self._start_services()
         for name in self.nodes:
             self._start_node_space(name)
         self._wait_for(self._api_ready, "the API server", limit=120)
-        manager = components.controller_manager(self._binary, self._pki, self._config)
-        self._start("cluster", "kube-controller-manager", manager)
-        self._start("cluster", "kube-scheduler", components.scheduler(self._binary, self._config))
+        if not self._light:
+            self.start_controllers()
+            scheduler = components.scheduler(self._binary, self._config, emulated_version=self._emulated_version)
+            self._start("cluster", "kube-scheduler", scheduler)
         for name in self.nodes:
             self.start_kubelet(name)
+        self._write_state()
 
     def stop(self) -> None:
-        """End every process; namespaces, mounts and interfaces go with them."""
+        """End every process; namespaces, mounts and interfaces go with them. The folder with the logs stays."""
+        (self.folder / STATE).unlink(missing_ok=True) if self._claim else None
         if cluster := self._spaces.pop("cluster", None):
             cluster.close()
         for space in self._spaces.values():
             space.close()
+        for listener in self._listeners.values():
+            listener.close()
         self._spaces.clear()
+        self._listeners.clear()
         self.programs.clear()
-        if self._lock:
-            self._lock.close()
+        if self._claim:
+            self._claim.release()
+            self._claim = None
+
+    @property
+    def ended(self) -> list[str]:
+        """Programs that ended though nobody asked them to."""
+        return [name for name, program in self.programs.items() if not program.alive]
+
+    def wait_for_nodes(self, limit: float = 60) -> None:
+        """Return when every node is Ready and has its GPUs."""
+        self._wait_for(self._nodes_ready, "every node", limit)
+
+    # Breaking and mending.
+
+    def stop_apiserver(self, how: int = signal.SIGKILL) -> None:
+        """The API server is away; everything else runs on."""
+        self.programs.pop("kube-apiserver").stop(how)
+
+    def start_apiserver(self, *, wait: bool = True) -> None:
+        """The API server is back; return when it is ready."""
+        argv = components.apiserver(
+            self._binary, self._pki, self._config,
+            controllers=not self._light, emulated_version=self._emulated_version,
+        )  # fmt: skip
+        self._start("cluster", "kube-apiserver", argv)
+        if wait:
+            self._wait_for(self._api_ready, "the API server", limit=60)
+
+    def start_controllers(self) -> None:
+        """Start the controller manager; only a light cluster runs without."""
+        if "kube-controller-manager" not in self.programs:
+            manager = components.controller_manager(
+                self._binary, self._pki, self._config, emulated_version=self._emulated_version
+            )
+            self._start("cluster", "kube-controller-manager", manager)
 
     def start_kubelet(self, node: str) -> None:
         """Start a node's kubelet; to restart one, first `stop_kubelet`."""
         runtime = self._spaces[node].path("/run/cri.sock")  # the kubelet gives up at once without it
-        self._wait_for(runtime.exists, f"the runtime of {node}", limit=30)
+        self._wait_for(runtime.exists, f"the runtime of {node}", limit=60)
         argv = components.kubelet(self._binary, self._pki, self._config, self.nodes[node])
         self._start(node, f"kubelet/{node}", argv)
 
@@ -122,30 +181,58 @@ class Cluster:
         self._start_node_space(node)
         self.start_kubelet(node)
 
-    def cut_node(self, node: str, cut: bool = True) -> None:
+    def cut_node(self, node: str, *, cut: bool = True) -> None:
         """Take the node off the network, or put it back; its pods run on."""
         self._spaces["cluster"].run(f"ip link set {self._links[node]} {'down' if cut else 'up'}")
+
+    def kill_container(
+        self, namespace: str, pod: str, container: str | None = None, *, how: int = signal.SIGKILL, only: str = ""
+    ) -> int:
+        """Signal the processes of a container (the first one of the pod, unless named); return how many there were.
+
+        `only` picks those whose command line contains it. Nobody is told: it is the kernel's OOM killer, or a crash.
+        """
+        processes = [pid for pid in self.processes_of(namespace, pod, container) if only in _command_line(pid)]
+        for pid in processes:
+            os.kill(pid, how)
+        return len(processes)
+
+    def processes_of(self, namespace: str, pod: str, container: str | None = None) -> list[int]:
+        """The processes of a running container, as pids on the host; its pid 1 comes first."""
+        found = self.api("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        statuses = found["status"]["containerStatuses"] + found["status"].get("initContainerStatuses", [])
+        name = container or found["spec"]["containers"][0]["name"]
+        (identity,) = (status["containerID"].partition("://")[2] for status in statuses if status["name"] == name)
+        space = self._spaces[found["spec"]["nodeName"]]
+        return space.processes_beside(int(space.path(f"/run/containers/{identity}/pid").read_text()))
 
     def enter(self, space: str = "cluster") -> list[str]:
         """Command prefix that runs a program in the cluster's namespaces, or a node's."""
         return self._spaces[space].enter
 
-    def _claim_folder(self) -> None:
-        """Empty the folder of the last cluster, and make sure nobody else runs one here."""
-        mine = self.folder / ".cluster"
-        if self.folder.exists() and any(self.folder.iterdir()) and not mine.exists():
-            raise SystemExit(f"{self.folder} has other things in it; give the cluster a folder of its own")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder.parent / f"{self.folder.name}.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SystemExit(f"a cluster is running in {self.folder} already") from None
-        shutil.rmtree(self.folder)
-        self._pki, self._config, self._logs = (self.folder / name for name in ("pki", "config", "logs"))
-        for folder in (self._config, self._logs):
-            folder.mkdir(parents=True)
-        mine.touch()
+    def run(self, *argv: str | Path, timeout: float = 60) -> str:
+        """Run a command in the cluster's network and return its output; raise when it fails."""
+        command = [*self.enter(), *map(str, argv)]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout).stdout
+
+    # How it is put together.
+
+    @property
+    def _binary(self) -> Path:
+        return self._build / "controlplane"
+
+    @property
+    def tools(self) -> Path:
+        return self._build / "bin"
+
+    def port(self, published: str) -> int:
+        return int(self._ports[published])
+
+    def _open_ports(self) -> None:
+        """Listen on the host; the sockets stay the host's wherever they are handed to."""
+        for name in ("api", *self._publish):
+            self._listeners[name] = socket.create_server(("127.0.0.1", self._wanted_ports.get(name, 0)), backlog=512)
+        self._ports = {name: listener.getsockname()[1] for name, listener in self._listeners.items()}
 
     def _write_identities(self) -> None:
         pki.create(
@@ -155,17 +242,16 @@ class Cluster:
         )
         for user in ("kube-controller-manager", "kube-scheduler", *self.nodes):
             (self._config / f"{user}.kubeconfig").write_text(pki.kubeconfig(self._pki, user, IN_CLUSTER_URL))
-        self._listener = socket.create_server(("127.0.0.1", self._port))
-        self._host_url = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.kubeconfig.write_text(pki.kubeconfig(self._pki, "admin", self._host_url))
-        self.kubeconfig.chmod(0o600)
+        self.kubeconfig.touch(mode=0o600)
+        self.kubeconfig.write_text(pki.kubeconfig(self._pki, "admin", self.url))
         for path in (self.folder, *self.folder.rglob("*")):
             os.chown(path, FIRST_ID, FIRST_ID)
 
     def _start_cluster_space(self) -> None:
-        self._keeps = _outermost(str(path) for path in (HERE, cache_folder(), self.folder, sys.prefix, sys.base_prefix))
+        seen = (CHECKOUT, cache_folder(), self.folder, sys.prefix, sys.base_prefix)
+        self._keeps = _outermost(str(path) for path in seen)
         covers = dict.fromkeys(closed_ancestors(self._keeps), 0o755) | COVERS
-        self._spaces["cluster"] = Space(
+        space = self._spaces["cluster"] = Space(
             None,
             covers,
             self._keeps,
@@ -178,13 +264,19 @@ class Cluster:
             echo 1 > /proc/sys/net/ipv4/ip_forward
             """,
         )
-        self._links: dict[str, str] = {}
+        assert self._claim is not None
+        self._claim.holds(space.pid)
 
     def _start_services(self) -> None:
-        fd = self._listener.fileno()
-        argv = [sys.executable, str(HERE / "services.py"), f"--api={IN_CLUSTER_URL}", f"--pki={self._pki}"]
-        self._start("cluster", "services", [*argv, f"--publish={fd}={API_IP}:{API_PORT}"], pass_fds=[fd])
-        self._listener.close()  # services.py has it now
+        published: dict[int, components.Published] = {
+            self._listeners[name].fileno(): service for name, service in self._publish.items()
+        }
+        published[self._listeners["api"].fileno()] = (API_IP, API_PORT)
+        argv = components.services(sys.executable, self._pki, published, api_only=self._light)
+        self._start("cluster", "services", argv, pass_fds=list(published))
+        for listener in self._listeners.values():
+            listener.close()  # services.py has them now
+        self._listeners.clear()
 
     def _start_node_space(self, name: str) -> None:
         node, cluster = self.nodes[name], self._spaces["cluster"]
@@ -209,59 +301,59 @@ class Cluster:
             echo 1 > /proc/sys/net/ipv4/ip_forward
             """
         )
-        runtime = [sys.executable, str(HERE / "cri.py"), f"--node-index={node.index}"]
-        self._start(name, f"cri/{name}", [*runtime, f"--images={HERE}/images.yaml", "--root=/run/containers"])
-        self._start(name, f"stream/{name}", [str(self._binary), "stream", "--socket=/run/stream.sock"])
-        gpus = [sys.executable, str(HERE / "device_plugin.py"), str(node.gpus)]
-        self._start(name, f"device-plugin/{name}", gpus)
+        self._start(name, f"node/{name}", components.node(sys.executable, self._binary, CHECKOUT, node))
 
-    def _start(self, space: str, name: str, argv: list[str], **popen: object) -> None:
+    def _write_state(self) -> None:
+        state = {"pid": os.getpid(), "tools": str(self.tools), "ports": self._ports, "nodes": list(self.nodes)}
+        new = self.folder / f"{STATE}.new"
+        new.write_text(json.dumps(state))
+        new.rename(self.folder / STATE)
+
+    def _start(self, space: str, name: str, argv: list[str], pass_fds: Iterable[int] = ()) -> None:
         environment = {
-            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": SYSTEM_PATH,
             "HOME": "/tmp",
-            "PYTHONPATH": str(self._stubs),
+            "PYTHONPATH": f"{CHECKOUT}:{self._stubs}",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        with (self._logs / f"{name.replace('/', '-')}.log").open("ab") as log:
-            program = self._spaces[space].start(argv, env=environment, stdout=log, stderr=log, cwd="/", **popen)
-        self.programs[name] = program
+        with (self.logs / f"{name.replace('/', '-')}.log").open("ab") as log:
+            self.programs[name] = self._spaces[space].start(argv, environment, log, pass_fds=pass_fds)
 
     def _wait_for(self, condition: Callable[[], bool], what: str, limit: float) -> None:
         deadline = time.monotonic() + limit
         while not condition():
-            ended = [name for name, program in self.programs.items() if not program.alive]
-            if ended or time.monotonic() > deadline:
-                reason = f"{', '.join(ended)} ended" if ended else f"not within {limit:.0f} s"
-                raise RuntimeError(f"{what} is not ready: {reason}; see {self._logs}")
-            time.sleep(0.02)
+            if self.ended or time.monotonic() > deadline:
+                reason = f"{', '.join(self.ended)} ended" if self.ended else f"not within {limit:.0f} s"
+                raise RuntimeError(f"{what} is not ready: {reason}; see {self.logs}")
+            time.sleep(0.05)
 
     def _api_ready(self) -> bool:
-        trust = ssl.create_default_context(cafile=self._pki / "ca.crt")
+        trust = ssl.create_default_context(cafile=str(self._pki / "ca.crt"))
         try:
-            return urllib.request.urlopen(f"{self._host_url}/readyz", context=trust, timeout=5).status == 200
+            with urllib.request.urlopen(f"{self.url}/readyz", context=trust, timeout=5) as answer:
+                return bool(answer.status == 200)
         except OSError:
             return False
 
+    def _nodes_ready(self) -> bool:
+        found = {node["metadata"]["name"]: node["status"] for node in self.api("GET", "/api/v1/nodes")["items"]}
+        return all(name in found and _has_gpus(found[name], node.gpus) for name, node in self.nodes.items())
 
-def _outermost(paths) -> list[str]:
+
+def _has_gpus(status: Mapping[str, list[dict[str, str]]], count: int) -> bool:
+    ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in status["conditions"])
+    allocatable: Mapping[str, str] = status.get("allocatable", {})  # type: ignore[assignment]
+    return ready and allocatable.get("nvidia.com/gpu", "0") == str(count)
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
     """The paths that are not below another one of them."""
-    paths = {str(Path(path).resolve()) for path in paths}
-    return sorted(p for p in paths if not any(p.startswith(other + "/") for other in paths))
+    resolved = {str(Path(path).resolve()) for path in paths}
+    return sorted(p for p in resolved if not any(p.startswith(other + "/") for other in resolved))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=0, help="port of the API server on the host (default: any)")
-    parser.add_argument("--folder", type=Path, help="state and logs; give a second cluster its own")
-    options = parser.parse_args()
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda *_: sys.exit(0))
-    began = time.monotonic()
-    with Cluster(folder=options.folder, port=options.port) as cluster:
-        print(f"ready after {time.monotonic() - began:.1f} s; stop with Ctrl-C", flush=True)
-        print(f"export KUBECONFIG={cluster.kubeconfig}", flush=True)
-        signal.pause()
-
-
-if __name__ == "__main__":
-    main()
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

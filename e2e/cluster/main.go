@@ -1,6 +1,6 @@
 // Command controlplane is every Kubernetes component of the local cluster in one
 // binary: etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kubelet,
-// kubectl, and the streaming half of the process runtime (stream.go).
+// kubectl, helm, and the streaming half of the process runtime (stream.go).
 //
 // The component is the first argument, or the name of the symlink it is called by.
 // Run one process per component: each one's constructor installs signal handlers
@@ -56,7 +56,7 @@ func main() {
 	}
 	run, ok := plainCommands[name]
 	if !ok {
-		fmt.Fprintln(os.Stderr, "usage: controlplane {etcd|kube-apiserver|kube-controller-manager|kube-scheduler|kubelet|kubectl|stream} [flags]")
+		fmt.Fprintln(os.Stderr, "usage: controlplane {etcd|kube-apiserver|kube-controller-manager|kube-scheduler|kubelet|kubectl|helm|stream} [flags]")
 		os.Exit(2)
 	}
 	if err := run(args); err != nil {

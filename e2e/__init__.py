@@ -1,0 +1,1 @@
+"""The local cluster, and the stories told on it."""

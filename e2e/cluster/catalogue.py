@@ -1,0 +1,83 @@
+"""Which images exist, and what each of them runs: `images.yaml`, made concrete for one checkout and its environment."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.cluster.places import SYSTEM_PATH
+
+DEFAULT_USER = 65532
+CODE = ("api", "kube", "operator", "runtime", "gateway")  # folders of the checkout with code that images run
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image as a container needs it; nothing is stored, all is bound from the machine, read-only."""
+
+    name: str
+    command: list[str]  # the entrypoint: a pod's `args` are appended, its `command` replaces it
+    user: int
+    env: dict[str, str]
+    binds: dict[str, str]  # path in the container -> path on the machine
+
+    @property
+    def id(self) -> str:
+        """What the kubelet knows a pulled image by."""
+        return "sha256:" + hashlib.sha256(self.name.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What images are made from: a checkout, and the virtual environment in which it is installed."""
+
+    checkout: Path
+    python: Path  # the environment's interpreter
+    prefixes: tuple[Path, ...]  # folders that interpreter needs
+
+    @property
+    def version(self) -> str:
+        """The version of Slipway in the checkout: its images' tag."""
+        source = (self.checkout / "api" / "slipway_api" / "__init__.py").read_text()
+        match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+        if match is None:
+            raise ValueError("api/slipway_api/__init__.py does not state __version__")
+        return match[1]
+
+    def fill(self, text: str) -> str:
+        """Replace {python}, {bin}, {checkout} and {version}."""
+        return text.format(python=self.python, bin=self.python.parent, checkout=self.checkout, version=self.version)
+
+
+class Catalogue:
+    """Images by name, and by the id that the kubelet uses once it has pulled one."""
+
+    def __init__(self, images: Mapping[str, Any], environment: Environment) -> None:
+        self.images = [_image(environment.fill(name), entry, environment) for name, entry in images.items()]
+        self._found = {key: image for image in self.images for key in (image.name, image.id)}
+
+    @classmethod
+    def load(cls, path: Path, environment: Environment) -> "Catalogue":
+        return cls(yaml.safe_load(path.read_text()), environment)
+
+    def find(self, name: str) -> Image | None:
+        """The image of that name or id; None when it cannot be pulled."""
+        return self._found.get(name.removeprefix("docker.io/"))
+
+
+def _image(name: str, entry: Mapping[str, Any], environment: Environment) -> Image:
+    code = [environment.checkout / folder for folder in CODE] if entry.get("code") else []
+    own = {str(path): str(path) for path in (*environment.prefixes, *code) if not str(path).startswith("/usr/")}
+    extra = {target: environment.fill(source) for target, source in entry.get("binds", {}).items()}
+    path = f"{environment.python.parent}:{SYSTEM_PATH}" if entry.get("code") else SYSTEM_PATH
+    return Image(
+        name=name,
+        command=[environment.fill(word) for word in entry["command"]],
+        user=entry.get("user", DEFAULT_USER),
+        env={"PATH": path, "LANG": "C.UTF-8", **entry.get("env", {})},
+        binds=own | extra,
+    )

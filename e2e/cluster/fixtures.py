@@ -1,0 +1,52 @@
+"""pytest fixtures: `apiserver`, the API server alone, and `cluster`, all of it; each is started once a session.
+
+Nothing heavy is imported until a test asks for one of them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from e2e.cluster.places import cluster_folder
+
+if TYPE_CHECKING:
+    from e2e.cluster.launch import Cluster
+
+SESSIONS = 4  # test sessions of one checkout that may have a cluster of one kind at the same time
+
+
+@pytest.fixture(scope="session")
+def apiserver() -> "Iterator[Cluster]":
+    """etcd and kube-apiserver, ready in seconds: objects, CRDs, admission and RBAC, but nothing that runs pods.
+
+    `apiserver.start_controllers()` adds the controller manager (garbage collection, namespace deletion).
+    """
+    from e2e.cluster.launch import Cluster
+
+    with Cluster(light=True, folder=_free_folder("apiserver")) as cluster:
+        yield cluster
+        assert not cluster.ended, f"{cluster.ended} ended during the tests, see {cluster.logs}"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> "Iterator[Cluster]":
+    """The whole cluster: two nodes with 8 fake GPUs each, both Ready; the gateway's port is `port("gateway")`."""
+    from e2e.cluster.launch import GATEWAY, Cluster
+
+    with Cluster(folder=_free_folder("tests"), publish=GATEWAY) as cluster:
+        cluster.wait_for_nodes()
+        yield cluster
+        assert not cluster.ended, f"{cluster.ended} ended during the tests, see {cluster.logs}"
+
+
+def _free_folder(name: str) -> Path:
+    """The first folder of this kind in which no other session runs a cluster."""
+    from e2e.cluster.claim import is_claimed
+
+    folders = [cluster_folder(f"{name}-{index}") for index in range(SESSIONS)]
+    free = next((folder for folder in folders if not is_claimed(folder)), None)
+    if free is None:
+        pytest.fail(f"{SESSIONS} test sessions of this checkout run a cluster already", pytrace=False)
+    return free

@@ -1,0 +1,72 @@
+"""Guards a pytest session: what it needs is made before the first test, and nothing it started stays behind.
+
+Before: when a selected test needs the local cluster, the machine is checked and the
+binary is built, in plain sight and outside any test's time limit. After: a process that
+tests started and left running makes the session fail, and is named.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster.places import cache_folder
+
+NEEDING = {"apiserver", "cluster"}  # fixtures that need the binary
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
+_before = pytest.StashKey[set[int]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[_before] = set(_children())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what the selected tests need; a machine that cannot is told in one sentence."""
+    needed = any(NEEDING & set(getattr(item, "fixturenames", ())) for item in session.items)
+    if not needed or session.config.option.collectonly:
+        return
+    from e2e.cluster import build, preflight
+
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+        try:
+            preflight.require()
+            build.ensure()
+        except SystemExit as missing:
+            pytest.exit(str(missing), returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    left = {pid: _command_line(pid) for pid in _children() if pid not in session.stash.get(_before, set())}
+    left = {pid: line for pid, line in left.items() if line and not any(helper in line for helper in HELPERS)}
+    if left:
+        for pid, line in left.items():
+            print(f"\nleft running by the tests: {pid} {line}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where to look when a test on the cluster failed."""
+    failed = terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", [])
+    if any(report.keywords.keys() & NEEDING for report in failed):
+        terminalreporter.write_line(f"logs of the clusters: {cache_folder()}/clusters/*/logs")
+
+
+def _children() -> list[int]:
+    """Processes started by any thread of ours, and running still."""
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+    return found
+
+
+def _command_line(pid: int) -> str:
+    """The command; empty for a process that has ended and only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

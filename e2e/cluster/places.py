@@ -1,0 +1,20 @@
+"""Where things of the local cluster live: the checkout, the cache, a folder for each cluster, the system's commands."""
+
+import hashlib
+import os
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parent.parent
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def cache_folder() -> Path:
+    """Where builds, Go's caches and running clusters live: $SLIPWAY_CACHE, else ~/.cache/slipway."""
+    return Path(os.environ.get("SLIPWAY_CACHE") or Path.home() / ".cache" / "slipway").resolve()
+
+
+def cluster_folder(name: str) -> Path:
+    """The folder of this checkout's cluster called `name`; two checkouts never share one."""
+    checkout = hashlib.sha256(str(CHECKOUT).encode()).hexdigest()[:6]
+    return cache_folder() / "clusters" / f"{name}-{checkout}"
