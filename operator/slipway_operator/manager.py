@@ -76,6 +76,7 @@ class Manager:
         self.world = World(client, namespaces=settings.watch_namespaces, wake=self._queue.add)
         self.elector = Elector(lease_client, namespace=settings.namespace, name=LEASE_NAME, identity=settings.identity)
         writer = Writer(client, self.elector, on_write=self._count_write)
+        self.world.on_pod_change(writer.expectations.saw)
         self._recorder = Recorder(writer, instance=settings.identity)
         replicas = ReplicaClient(dial, masters)
         self._scraper: Scraper[Address, ServiceKey] = Scraper(

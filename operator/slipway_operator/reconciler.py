@@ -19,13 +19,13 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.types import ServiceKey
 from slipway_kube import resources
 from slipway_kube.client import Client
-from slipway_kube.errors import NotFound
+from slipway_kube.errors import Conflict, NotFound
 from slipway_kube.recorder import reference
 from slipway_kube.writer import Writer
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, DrainPod, Event
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.plan import Plan
-from slipway_operator.executor import Executor
+from slipway_operator.executor import Executor, StaleView
 from slipway_operator.memory import Memory
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.observer import Observer
@@ -146,18 +146,21 @@ class Reconciler:
         self, key: ServiceKey, stored: StoredService, service: InferenceService, status: InferenceServiceStatus
     ) -> None:
         """One server-side apply of the whole status, skipped when it says what is there already."""
-        wanted = status.to_json()
-        if service.status is not None and service.status.to_json() == wanted:
-            return
-        body = {
-            "apiVersion": names.API_VERSION,
-            "kind": resources.INFERENCE_SERVICES.kind,
-            "metadata": {"name": key.name, "namespace": key.namespace, "uid": stored.uid},
-            "status": wanted,
-        }
-        reply = await self._writer.apply_status(
-            resources.INFERENCE_SERVICES, key.namespace, key.name, body, field_manager=names.FIELD_MANAGER
-        )
+        # The uid keeps this status off a successor of the same name.
+        identity = {"metadata": {"name": key.name, "namespace": key.namespace, "uid": stored.uid}}
+        before = {**identity, "status": service.status.to_json()} if service.status is not None else None
+        try:
+            reply = await self._writer.apply(
+                resources.INFERENCE_SERVICES,
+                key.namespace,
+                key.name,
+                {**identity, "status": status.to_json()},
+                field_manager=names.FIELD_MANAGER,
+                last=before,
+                subresource="status",
+            )
+        except (NotFound, Conflict) as exc:
+            raise StaleView(f"{key} went away before its status was written") from exc
         if reply is not None:
             self._services.put(msgspec.json.decode(reply))  # so that the next pass reads its own write
 

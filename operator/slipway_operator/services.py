@@ -39,6 +39,7 @@ class ServiceStore:
     def __init__(self) -> None:
         self._services: dict[ServiceKey, StoredService] = {}
         self._deleted: OrderedDict[str, None] = OrderedDict()  # uids
+        self._listed = 0  # version of the newest list taken in
 
     def __len__(self) -> int:
         return len(self._services)
@@ -53,11 +54,13 @@ class ServiceStore:
 
     def put(self, body: Mapping[str, Any]) -> bool:
         """Take in an object seen alive; False when something as new was known already."""
+        # Unknown and older than the last list: it died before that list, and this is late news of its life.
+        return self._take(body, newer_than=self._listed)
+
+    def _take(self, body: Mapping[str, Any], *, newer_than: int) -> bool:
         key, uid, version = key_of(body), body["metadata"]["uid"], _version(body)
-        if uid in self._deleted:
-            return False
         known = self._services.get(key)
-        if known is not None and known.version >= version:
+        if uid in self._deleted or version <= (newer_than if known is None else known.version):
             return False
         self._services[key] = StoredService(uid, version, body)
         return True
@@ -96,7 +99,8 @@ class ServiceStore:
             if _is_ghost(key, known, listed, version):
                 self.remove(key, known.uid)
         for body in bodies:
-            self.put(body)
+            self._take(body, newer_than=0)
+        self._listed = max(self._listed, version)
         return changed
 
 

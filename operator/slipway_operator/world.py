@@ -17,7 +17,7 @@ from slipway_api.types import ServiceKey
 from slipway_kube import resources
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
-from slipway_kube.informer import Change, Informer
+from slipway_kube.informer import Change, Informer, OnChange
 from slipway_kube.objects import Key, Node, Pod
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.observer import PodIndex, node_facts, service_of
@@ -68,6 +68,10 @@ class World:
         """Where the admin port of this pod is; None while it has no address."""
         pod = next((pod for pod in self.pods.of(key) if pod.uid == uid), None)
         return Address(pod.namespace, pod.name, pod.status.pod_ip) if pod is not None and pod.status.pod_ip else None
+
+    def on_pod_change(self, callback: OnChange[Pod]) -> None:
+        """Tell somebody else of each change to a pod, too."""
+        self._pod_informer.on_change(callback)
 
     def silent_seconds(self) -> float:
         """For how long the watch of the pods has said nothing, not even a bookmark."""
