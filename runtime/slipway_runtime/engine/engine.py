@@ -1,26 +1,48 @@
-"""The engine: schedule, execute, update. Built once from a checkpoint, then stepped by a thread."""
+"""The engine: schedule, execute, update. Knows no thread, no event loop and no clock."""
 
-from pathlib import Path
+from collections.abc import Callable
 
-from slipway_runtime.engine.thread import Engine
+from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Request, StepPlan, StepReport, StepResult
+from slipway_runtime.scheduling.scheduler import Scheduler
 
 
-def build_engine(
-    model_path: Path,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    block_size: int = 16,
-    kv_cache_bytes: int | None = None,
-    gpu_memory_utilization: float = 0.85,
-    extra_eos_token_ids: tuple[int, ...] = (),
-    device: str = "auto",
-) -> Engine:
-    """Load a checkpoint, size its KV cache and warm it up: seconds to minutes, and ready when it returns.
+class Engine:
+    """A scheduler and something that executes its plans, stepped by whoever owns it."""
 
-    dtype: auto, bf16, fp16 or fp32. None means: chosen for this model and machine. Raises ModelRefused (a sentence
-    for the user) for a checkpoint or settings that this engine cannot honour. The facts hold the timings.
-    """
-    raise NotImplementedError
+    def __init__(self, scheduler: Scheduler, execute: Callable[[StepPlan], StepResult], facts: EngineFacts) -> None:
+        self._scheduler = scheduler
+        self._execute = execute
+        self._facts = facts
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What was loaded, and how long that took."""
+        return self._facts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work
+
+    def add(self, request: Request, now: float) -> None:
+        """Put a request into the queue."""
+        self._scheduler.add(request, now)
+
+    def abort(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """End a request wherever it is; its blocks are free before the next step computes."""
+        self._scheduler.abort(request_id, reason, now)
+
+    def step(self, now: float) -> StepReport:
+        """One step for everybody who runs."""
+        plan = self._scheduler.schedule(now)
+        result = self._execute(plan)
+        outputs = self._scheduler.update(result, now)
+        return StepReport(outputs=tuple(outputs), stats=self._scheduler.stats(now))
+
+    def idle(self) -> None:
+        """With nothing to do, check the books: a leaked block is found on the day it leaks."""
+        self._scheduler.check()
+
+    def stats(self, now: float) -> EngineStats:
+        """The numbers as they are."""
+        return self._scheduler.stats(now)

@@ -1,0 +1,61 @@
+"""Which implementation of the kernels serves a device.
+
+Shapes: T tokens of the step, Hq query heads on Hkv key-value heads of size D, V vocabulary entries, R rows that draw.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels import reference
+
+Ints = npt.NDArray[np.int64]
+AttentionPlan = Any  # made by `plan_attention`, understood by `paged_attention` of the same implementation
+
+
+class Kernels(Protocol):
+    """What an implementation offers; `reference` says what each of these means."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: (…, H)  weight: (H,)."""
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """gate_up: (T, 2I) -> (T, I)."""
+
+    def rope_and_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int
+    ) -> Tensor:
+        """qkv: (T, Hq + 2 Hkv, D) -> q (T, Hq, D), rotated; rotated keys and values go into the cache's slots."""
+
+    def plan_attention(
+        self, num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
+    ) -> AttentionPlan:
+        """Prepare once what the attention of every layer of a step needs."""
+
+    def paged_attention(self, q: Tensor, kv: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: (slots, 2, Hkv, D) -> (T, Hq * D)."""
+
+    def penalize(
+        self, logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+    ) -> Tensor:
+        """logits: (R, V)  prompt, output: (R, V) counts  the rest: (R,)."""
+
+    def draw(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """logits: (R, V)  the rest: (R,) -> token ids (R,)."""
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The implementation for this device. So far every device is served by the reference."""
+    return reference

@@ -1,0 +1,114 @@
+"""Drawing tokens, in plain torch: the definition, and what runs on a CPU.
+
+A draw is argmax(logits / temperature + Gumbel noise) over the tokens that min-p, top-k and top-p keep. The noise is
+a hash of (seed, position, token): no generator, no state. A request draws the same tokens alone, in any batch, after
+a preemption and on another replica, as long as its logits are the same.
+"""
+
+import torch
+from torch import Tensor
+
+CANDIDATES = 256  # how many of the likeliest tokens are looked at first when the distribution is truncated
+GREEDY_BELOW = 1e-5  # temperatures under this one take the likeliest token
+_MASK = 0xFFFFFFFF
+
+
+def penalize(
+    logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """Repetition over prompt and output (HF's rule), presence and frequency over the output (OpenAI's rule)."""
+    seen = (prompt + output) > 0
+    factor = repetition[:, None]
+    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    return logits - presence[:, None] * (output > 0) - frequency[:, None] * output
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """One token a row. logits: (R, V) float32; the rest (R,); seeds and positions int64."""
+    tokens = logits.argmax(dim=-1)
+    random = temperature >= GREEDY_BELOW
+    whole = random & (top_p >= 1.0) & (top_k <= 0) & (min_p <= 0.0)
+    for rows, candidates in ((whole, None), (random & ~whole, CANDIDATES)):
+        index = rows.nonzero().squeeze(-1)
+        if len(index) == 0:
+            continue
+        scaled = logits[index] / temperature[index, None]
+        keys = (seeds[index], positions[index])
+        if candidates is None:
+            everything = torch.arange(logits.shape[1], device=logits.device).expand_as(scaled)
+            tokens[index] = (scaled + gumbel(*keys, everything)).argmax(dim=-1)
+        else:
+            tokens[index] = _draw_truncated(scaled, top_k[index], top_p[index], min_p[index], *keys, candidates)
+    return tokens
+
+
+def _draw_truncated(
+    scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor, candidates: int
+) -> Tensor:
+    """Sort only the likeliest tokens; all of them for the rows whose kept set may go on beyond those."""
+    values, ids, complete = _keep(scaled, top_k, top_p, min_p, candidates)
+    best = (values + gumbel(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
+    tokens = ids.gather(1, best).squeeze(1)
+    rest = (~complete).nonzero().squeeze(-1)
+    if len(rest):
+        values, ids, _ = _keep(scaled[rest], top_k[rest], top_p[rest], min_p[rest], scaled.shape[1])
+        best = (values + gumbel(seeds[rest], positions[rest], ids)).argmax(dim=-1, keepdim=True)
+        tokens[rest] = ids.gather(1, best).squeeze(1)
+    return tokens
+
+
+def _keep(
+    scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, candidates: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens, those not kept at -inf, their ids, and whether the whole kept set is among them.
+
+    In order: min-p against the likeliest; the top k of those; of these, renormalized, the fewest that hold top-p.
+    """
+    vocabulary = scaled.shape[1]
+    count = min(candidates, vocabulary)
+    values, ids = scaled.topk(count, dim=-1)
+    floor = values[:, :1] + torch.log(min_p.clamp(min=0.0))[:, None]  # log(0) = -inf: everything
+    k = torch.where(top_k <= 0, vocabulary, top_k)[:, None]
+    kept = (values >= floor) & (torch.arange(count, device=scaled.device)[None, :] < k)
+    ends_here = (
+        (k.squeeze(1) <= count)
+        | (values[:, -1] < floor.squeeze(1))
+        | torch.full_like(k[:, 0], count == vocabulary, dtype=torch.bool)
+    )
+    among_candidates = values.masked_fill(~kept, float("-inf")).logsumexp(dim=-1)
+    total = (
+        among_candidates
+        if bool(ends_here.all())
+        else torch.where(
+            ends_here, among_candidates, scaled.masked_fill(scaled < floor, float("-inf")).logsumexp(dim=-1)
+        )
+    )
+    probabilities = (values - total[:, None]).exp().masked_fill(~kept, 0.0)
+    mass = probabilities.cumsum(dim=-1)
+    kept &= (mass - probabilities < top_p[:, None]) | (top_p >= 1.0)[:, None]
+    kept[:, 0] = True  # whatever rounding says, the likeliest stays
+    return values.masked_fill(~kept, float("-inf")), ids, ends_here | (mass[:, -1] >= top_p)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """-log(-log(u)), u uniform in (0, 1), hashed from seed, position and token. seeds, positions: (R,)  ids: (R, N)."""
+    low, high = seeds & _MASK, (seeds >> 32) & _MASK
+    key = _mix(low ^ _mix(high ^ _mix(positions & _MASK)))
+    bits = _mix(_mix((token_ids * 0x9E3779B1) & _MASK ^ key[:, None]) ^ high[:, None])
+    uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23  # 23 bits: neither 0 nor 1 can come out
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of murmur3: 32 bits in an int64, every input bit reaches every output bit."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)

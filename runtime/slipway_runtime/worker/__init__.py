@@ -1,0 +1,1 @@
+"""Executes the scheduler's plans on one device."""

@@ -1,0 +1,67 @@
+"""How much memory the KV cache gets, and the one arena that holds it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.models.config import ModelConfig, ModelRefusedError
+
+CPU_SHARE = 0.25  # of the memory that is left after the weights: a process on a CPU is rarely alone
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The arena in blocks of `block_size` tokens, without the null block."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int
+
+
+def size_cache(
+    config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
+) -> CacheSize:
+    """As many blocks as the budget pays for, but no more than `useful_tokens` need when that is given."""
+    bytes_per_token = config.kv_bytes_per_token(dtype.itemsize)
+    num_blocks = budget_bytes // (bytes_per_token * block_size) - 1  # one pays for the null block
+    if useful_tokens is not None:
+        num_blocks = min(num_blocks, -(-useful_tokens // block_size))
+    if num_blocks < 2:
+        raise ModelRefusedError(
+            f"{budget_bytes} bytes for the KV cache hold {max(num_blocks, 0)} blocks of {block_size} tokens "
+            f"at {bytes_per_token} bytes a token; at least 2 are needed"
+        )
+    return CacheSize(num_blocks, block_size, bytes_per_token)
+
+
+def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """One cache per layer, (slots, 2, Hkv, D), all in one arena.
+
+    Zeroed: padding of a batch points into memory that nobody wrote yet, and 0 × NaN would be NaN.
+    """
+    slots = (size.num_blocks + 1) * size.block_size
+    arena = torch.zeros(config.num_layers, slots, 2, config.num_kv_heads, config.head_dim, dtype=dtype, device=device)
+    return list(arena.unbind(0))
+
+
+def default_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """Memory for the KV cache when nobody named a figure; the weights are loaded already."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * gpu_memory_utilization) - (total - free))
+    return int(available_memory_bytes() * CPU_SHARE)
+
+
+def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """What this process may still take: the machine's available memory, or less where a cgroup says so."""
+    available = 4 << 30
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available

@@ -1,0 +1,58 @@
+"""What the worker remembers of each running sequence: one row each, in arrays, so that a step packs without loops."""
+
+import numpy as np
+import numpy.typing as npt
+
+from slipway_runtime.messages import NewRow, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+class Rows:
+    """Rows 0 … `max_num_seqs` - 1; the scheduler says which sequence has which."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+        self.tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self.presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self.seed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.penalized = np.zeros(max_num_seqs, dtype=bool)
+        self.stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+
+    def take_in(self, plan: StepPlan) -> None:
+        """Learn the new rows and the blocks that rows were given."""
+        for new in plan.new_rows:
+            self._start(new)
+        for row, blocks in zip(plan.rows, plan.new_blocks, strict=True):
+            if blocks:
+                start = self.num_blocks[row]
+                self.block_tables[row, start : start + len(blocks)] = blocks
+                self.num_blocks[row] = start + len(blocks)
+
+    def _start(self, new: NewRow) -> None:
+        row, params = new.row, new.params
+        self.tokens[row, : len(new.token_ids)] = new.token_ids
+        self.num_blocks[row] = 0
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.seed[row] = np.uint64(params.seed & 0xFFFF_FFFF_FFFF_FFFF).astype(np.int64)
+        self.min_tokens[row] = params.min_tokens
+        self.penalized[row] = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        self.stop_token_ids[row] = params.stop_token_ids

@@ -1,0 +1,78 @@
+"""Executes plans: packs, computes, draws, remembers."""
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.layers.attention import StepContext
+from slipway_runtime.messages import StepPlan, StepResult
+from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.worker.inputs import StepInputs, pack
+from slipway_runtime.worker.rows import Rows
+from slipway_runtime.worker.sampler import Sampler
+
+NO_TOKEN = -1
+
+
+class Runner:
+    """One device's share of the engine: the decoder, its caches, and a row per running sequence."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: list[Tensor],
+        kernels: Kernels,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._caches = caches
+        self._kernels = kernels
+        self._block_size = block_size
+        self._device = device
+        self._rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
+        self._sampler = Sampler(self._rows, eos_token_ids, kernels)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute what the plan says. The KV of its new tokens is in the cache when this returns."""
+        self._rows.take_in(plan)
+        with torch.inference_mode():
+            self._copy_blocks(plan)
+            if not plan.rows:
+                return StepResult(step=plan.step, token_ids=())
+            inputs = pack(plan, self._rows, self._block_size, self._device)
+            hidden = self.hidden(inputs)
+            return self._draw(plan, inputs, hidden)
+
+    def hidden(self, inputs: StepInputs) -> Tensor:
+        """The last layer's output for each new token. (T, H)."""
+        cos, sin = self._decoder.rotary(inputs.positions)
+        plan = self._kernels.plan_attention(
+            inputs.num_computed, inputs.num_new, inputs.block_tables, self._block_size, like=cos
+        )
+        return self._decoder(inputs.token_ids, self._caches, StepContext(cos, sin, inputs.slots, plan))
+
+    def _draw(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
+        row_ids, positions = inputs.drawing_rows, inputs.drawing_positions
+        drawn: list[int] = []
+        if len(row_ids):
+            last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
+            tokens = self._sampler(self._decoder.logits(last), row_ids, positions)
+            self._rows.tokens[row_ids, positions] = tokens
+            drawn = tokens.tolist()
+        if len(drawn) == len(plan.rows):
+            return StepResult(step=plan.step, token_ids=tuple(drawn))
+        following = iter(drawn)
+        return StepResult(
+            step=plan.step, token_ids=tuple([next(following) if samples else NO_TOKEN for samples in plan.samples])
+        )
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for source, target in plan.copies:
+            for cache in self._caches:
+                blocks = cache.view(-1, self._block_size, *cache.shape[1:])
+                blocks[target] = blocks[source]
