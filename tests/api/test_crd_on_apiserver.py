@@ -214,7 +214,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"runtime": {"maxModelLen": 1024, "maxOutputTokens": 1024}},
         "maxOutputTokens must be below maxModelLen",
     ),
-    ("two GPUs side by side", {"runtime": {"tensorParallelSize": 2}}, "less than or equal to 1"),
+    (
+        "two GPUs side by side",
+        {"runtime": {"tensorParallelSize": 2}, "resources": {"gpu": {"count": 2}}},
+        "less than or equal to 1",
+    ),
     ("GPUs that nothing would use", {"resources": {"gpu": {"count": 2}}}, "must be 0 (CPU) or equal runtime"),
     (
         "GPUs through the back door",
@@ -235,7 +239,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("no replicas to update", {"rollout": {"rollingUpdate": {"maxSurge": 0}}}, "must not both be 0"),
     ("a strategy of later", {"rollout": {"strategy": "Canary"}}, 'supported values: "RollingUpdate"'),
-    ("a drain without a limit", {"drain": {"timeoutSeconds": 0, "endpointPropagationSeconds": 0}}, "equal to 1"),
+    ("a drain without a limit", {"drain": {"timeoutSeconds": 3601}}, "less than or equal to 3600"),
     ("a drain shorter than its first step", {"drain": {"timeoutSeconds": 5}}, "must be below timeoutSeconds"),
     ("a field of later", {"warmPool": {"name": "a"}}, 'unknown field "spec.warmPool"'),
     (
@@ -273,7 +277,10 @@ def test_what_cannot_work_is_refused_with_one_sentence(api, spec, sentence):
     with pytest.raises(CommandError) as refused:
         apply(api, a_manifest("bad", **spec))
 
-    complaints = refused.value.stderr.count("Invalid value") + refused.value.stderr.count("Unsupported value")
+    answer = [
+        line for line in refused.value.stderr.splitlines() if "some validation rules were not checked" not in line
+    ]
+    complaints = sum(line.count("Invalid value") + line.count("Unsupported value") for line in answer)
     assert sentence in refused.value.stderr
     assert complaints <= 1, refused.value.stderr
     assert api.kubectl("get", "infsvc", "bad", "-n", NAMESPACE, "--ignore-not-found") == ""
