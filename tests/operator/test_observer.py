@@ -1,0 +1,179 @@
+"""From what the kubelet and the scheduler write into a pod to the facts that decisions use."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from slipway_api import names
+from slipway_api.inference_service import InferenceService
+from slipway_api.types import ServiceKey
+from slipway_kube.informer import Change
+from slipway_kube.objects import Node, Pod
+from slipway_operator.core.observed import Defaults, Sample
+from slipway_operator.memory import Memory
+from slipway_operator.observer import Observer, PodIndex, node_facts, replica
+
+CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
+
+
+def a_pod(name: str = "chat-abcde-0-0", service: str = "chat", **parts: Any) -> Pod:
+    labels = {
+        names.LABEL_SERVICE: service,
+        names.LABEL_REVISION: "abcdefghij",
+        names.LABEL_SLOT: "3",
+        names.LABEL_ATTEMPT: "1",
+        names.LABEL_STATE: "serving",
+    }
+    body = {
+        "metadata": {
+            "name": name,
+            "namespace": "team",
+            "uid": f"uid-of-{name}",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": labels | parts.get("labels", {}),
+            "annotations": parts.get("annotations", {}),
+            "ownerReferences": [
+                {"kind": "Something", "name": "x", "uid": "uid-x"},
+                {"kind": "InferenceService", "name": service, "uid": "uid-s", "controller": True},
+            ],
+        },
+        "spec": parts.get("spec", {}),
+        "status": parts.get("status", {}),
+    }
+    return msgspec.json.decode(msgspec.json.encode(body), type=Pod)
+
+
+def a_node(**parts: Any) -> Node:
+    return msgspec.json.decode(msgspec.json.encode({"metadata": {"name": "node-a"}, **parts}), type=Node)
+
+
+def at(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def test_labels_say_which_slot_a_replica_fills_and_the_controller_says_whose_it_is():
+    facts = replica(a_pod(), None)
+
+    assert (facts.revision, facts.slot, facts.attempt, facts.state) == ("abcdefghij", 3, 1, "serving")
+    assert facts.owner_uid == "uid-s"
+    assert facts.created_at == at("2026-01-01T00:00:00+00:00")
+
+
+def test_a_pod_without_a_gpu_to_run_on_is_unschedulable_with_the_scheduler_s_words():
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes: no GPU"}
+
+    facts = replica(a_pod(status={"phase": "Pending", "conditions": [condition]}), None)
+
+    assert facts.unschedulable == "0/2 nodes: no GPU"
+    assert not facts.ready
+
+
+def test_a_gated_pod_is_not_unschedulable():
+    condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "gated"}
+
+    assert replica(a_pod(status={"phase": "Pending", "conditions": [condition]}), None).unschedulable == ""
+
+
+def test_readiness_comes_with_the_moment_it_began():
+    condition = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:01:00Z"}
+
+    facts = replica(a_pod(status={"phase": "Running", "podIP": "10.0.0.7", "conditions": [condition]}), None)
+
+    assert facts.ready
+    assert facts.ready_since == at("2026-01-01T00:01:00+00:00")
+    assert facts.pod_ip == "10.0.0.7"
+
+
+def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
+    server = {
+        "name": "server",
+        "restartCount": 4,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+        "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+    }
+
+    facts = replica(a_pod(status={"phase": "Running", "containerStatuses": [server]}), None)
+
+    assert (facts.waiting_reason, facts.waiting_message, facts.restarts) == ("CrashLoopBackOff", "back-off 40s", 4)
+    assert facts.last_exit == "OOMKilled (exit code 137)"
+
+
+def test_the_drain_clock_is_read_from_the_pod_so_that_it_survives_the_operator():
+    annotations = {
+        names.ANNOTATION_DRAIN_STARTED: "2026-01-01T00:02:00Z",
+        names.ANNOTATION_DRAIN_REASON: "scale down 3 → 2",
+    }
+
+    facts = replica(a_pod(annotations=annotations, labels={names.LABEL_STATE: "draining"}), None)
+
+    assert facts.state == "draining"
+    assert facts.drain_started == at("2026-01-01T00:02:00+00:00")
+    assert facts.drain_reason == "scale down 3 → 2"
+
+
+def test_nonsense_in_labels_and_annotations_harms_nobody():
+    pod = a_pod(labels={names.LABEL_SLOT: "first"}, annotations={names.ANNOTATION_DRAIN_STARTED: "yesterday"})
+
+    facts = replica(pod, None)
+
+    assert facts.slot == 0
+    assert facts.drain_started is None
+
+
+def test_a_node_that_went_silent_tells_since_when():
+    silent = a_node(
+        status={"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:03:00Z"}]}
+    )
+    healthy = a_node(
+        spec={"unschedulable": True},
+        status={"conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}]},
+    )
+
+    assert not node_facts(silent).ready
+    assert node_facts(silent).not_ready_since == at("2026-01-01T00:03:00+00:00")
+    assert node_facts(healthy).ready
+    assert node_facts(healthy).not_ready_since is None
+    assert node_facts(healthy).cordoned
+
+
+def test_the_index_knows_the_pods_of_a_service_through_every_change():
+    index = PodIndex()
+    first, second = a_pod("chat-abcde-0-0"), a_pod("chat-abcde-1-0")
+
+    assert index.saw(Change.ADDED, None, second) == {CHAT}
+    assert index.saw(Change.ADDED, None, first) == {CHAT}
+    assert [pod.name for pod in index.of(CHAT)] == ["chat-abcde-0-0", "chat-abcde-1-0"]
+
+    moved = a_pod("chat-abcde-1-0", service="code")
+    assert index.saw(Change.MODIFIED, second, moved) == {CHAT, CODE}
+    assert [pod.name for pod in index.of(CODE)] == ["chat-abcde-1-0"]
+
+    assert index.saw(Change.DELETED, first, None) == {CHAT}
+    assert index.of(CHAT) == []
+    assert index.services() == [CODE]
+
+
+def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
+    index = PodIndex()
+    pod = a_pod(spec={"nodeName": "node-a"})
+    index.saw(Change.ADDED, None, pod)
+    sample = Sample(at=datetime(2026, 1, 1, tzinfo=UTC), kv_usage=0.5, running=1, waiting=0)
+    observer = Observer(
+        index,
+        {("", "node-a"): a_node(spec={"unschedulable": True}), ("", "node-b"): a_node()},
+        {pod.uid: sample}.get,
+        defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
+        token_digests=lambda namespace, name: (f"{namespace}/{name}",),
+    )
+    service = InferenceService.model_validate(
+        {"metadata": {"name": "chat", "namespace": "team"}, "spec": {"model": {"uri": "file:///models/tiny"}}}
+    )
+
+    observed = observer.observe(CHAT, service, Memory(taken_names=frozenset({"chat-abcde-9-0"})))
+
+    assert [one.sample for one in observed.replicas] == [sample]
+    assert list(observed.nodes) == ["node-a"]
+    assert observed.nodes["node-a"].cordoned
+    assert observed.taken_names == {"chat-abcde-9-0"}
+    assert observed.token_digests("team", "chat-abcde-0-0") == ("team/chat-abcde-0-0",)
