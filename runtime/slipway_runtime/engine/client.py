@@ -75,6 +75,7 @@ class EngineClient:
         self._thread = StepThread(engine, clock)
         self._started = False
         self._dead = asyncio.Event()
+        self.on_step: Callable[[EngineStats], None] | None = None  # told of each step's numbers, for histograms
 
     # --- life
 
@@ -179,6 +180,8 @@ class EngineClient:
         for _ in range(len(self._sent) - (self._sent_count - report.stats.admitted)):
             self._sent.popleft()
         self._admission.observe(report.stats, self._clock())
+        if self.on_step is not None:
+            self.on_step(report.stats)
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
