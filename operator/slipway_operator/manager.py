@@ -8,7 +8,6 @@ is asked to stop finishes what it has in hand and gives the Lease back, so that 
 import asyncio
 import os
 import random
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from slipway_kube.errors import KubeError, LeadershipLost
 from slipway_kube.lease import Elector
 from slipway_kube.recorder import Recorder
 from slipway_kube.writer import Write, Writer
+from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.core.observed import Defaults
 from slipway_operator.core.plan import plan
 from slipway_operator.executor import Executor, StaleView
@@ -29,7 +29,7 @@ from slipway_operator.masters import Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.observer import Observer
 from slipway_operator.probes import Verdict
-from slipway_operator.reconciler import Reconciler, Refused
+from slipway_operator.reconciler import Decide, Reconciler, Refused
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
 from slipway_operator.scraper import Scraper
 from slipway_operator.settings import OperatorSettings
@@ -63,6 +63,8 @@ class Manager:
         *,
         on_lost: Callable[[str], None] = leave_at_once,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
+        clock: Clock = SYSTEM,
+        decide: Decide = plan,
     ) -> None:
         self._metrics = metrics
         self._on_lost = on_lost
@@ -73,14 +75,26 @@ class Manager:
         masters = Masters(settings.master_directory)
         masters.read()  # without one no pod could ever be asked for its signals: refuse to start
         self._queue: WorkQueue[ServiceKey] = WorkQueue()
-        self.world = World(client, namespaces=settings.watch_namespaces, wake=self._queue.add)
-        self.elector = Elector(lease_client, namespace=settings.namespace, name=LEASE_NAME, identity=settings.identity)
-        writer = Writer(client, self.elector, on_write=self._count_write)
+        self.world = World(
+            client, namespaces=settings.watch_namespaces, wake=self._queue.add, monotonic=clock.monotonic
+        )
+        self.elector = Elector(
+            lease_client,
+            namespace=settings.namespace,
+            name=LEASE_NAME,
+            identity=settings.identity,
+            clock=clock.lease,
+        )
+        writer = Writer(client, self.elector, on_write=self._count_write, clock=clock.monotonic)
         self.world.on_pod_change(writer.expectations.saw)
         self._recorder = Recorder(writer, instance=settings.identity)
         replicas = ReplicaClient(dial, masters)
         self._scraper: Scraper[Address, ServiceKey] = Scraper(
-            self.world.targets, replicas.signals, on_news=self._queue.add, on_error=self._count_silence
+            self.world.targets,
+            replicas.signals,
+            on_news=self._queue.add,
+            on_error=self._count_silence,
+            now=clock.now,
         )
         observer = Observer(
             self.world.pods,
@@ -89,14 +103,16 @@ class Manager:
             defaults=Defaults(runtime_image=settings.runtime_image, gateway_url=settings.gateway_url),
             token_digests=masters.digests,
         )
-        executor = Executor(client, writer, replicas, self.world.services, self.world.address_of, metrics)
+        executor = Executor(
+            client, writer, replicas, self.world.services, self.world.address_of, metrics, now=clock.now
+        )
         self._reconciler = Reconciler(
-            client, writer, self.world.services, observer, executor, self._recorder, metrics, plan
+            client, writer, self.world.services, observer, executor, self._recorder, metrics, decide, now=clock.now
         )
         self._freshness = Freshness(
             self.world.silent_seconds,
             partial(client.get, "/version"),
-            monotonic=time.monotonic,
+            monotonic=clock.monotonic,
             on_lag=metrics.loop_lag.set,
         )
         self.world.publish(metrics)
@@ -133,17 +149,19 @@ class Manager:
         """Campaign and work until asked to stop. A lost Lease ends the process through `on_lost`."""
         election = asyncio.create_task(self.elector.run(), name="election")
         work = asyncio.create_task(self._work_as_leader(), name="leader")
-        done, _ = await asyncio.wait((election, work, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if stopping not in done:
-            ended = done.pop()
-            error = ended.exception()
-            if isinstance(error, LeadershipLost):
-                self._metrics.lease_transitions.labels("lost").inc()
-            self._on_lost(f"{ended.get_name()} ended: {error!r}")
-        elif self.elector.is_leader():
-            self._metrics.lease_transitions.labels("given back").inc()
-        await _end(work)
-        await _end(election)  # cancelled, it gives the Lease back if it is ours
+        try:
+            done, _ = await asyncio.wait((election, work, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if stopping not in done:
+                ended = done.pop()
+                error = ended.exception()
+                if isinstance(error, LeadershipLost):
+                    self._metrics.lease_transitions.labels("lost").inc()
+                self._on_lost(f"{ended.get_name()} ended: {error!r}")
+            elif self.elector.is_leader():
+                self._metrics.lease_transitions.labels("given back").inc()
+        finally:
+            await _end(work)
+            await _end(election)  # cancelled, it gives the Lease back if it is ours
 
     async def _work_as_leader(self) -> None:
         await self.elector.leading.wait()

@@ -5,6 +5,7 @@ now and then a list checks on all of them.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -37,7 +38,14 @@ ReplicaTarget = Target[Address, ServiceKey]
 class World:
     """The caches, and who is woken by their changes."""
 
-    def __init__(self, client: Client, *, namespaces: tuple[str, ...], wake: Callable[[ServiceKey], None]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespaces: tuple[str, ...],
+        wake: Callable[[ServiceKey], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = client
         self._namespaces = namespaces
         self._wake = wake
@@ -45,10 +53,15 @@ class World:
         self.pods = PodIndex()
         self._targets: dict[str, ReplicaTarget] = {}
         self._pod_informer = Informer(
-            client, resources.PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR
+            client,
+            resources.PODS,
+            Pod,
+            namespaces=namespaces,
+            label_selector=names.MANAGED_SELECTOR,
+            clock=monotonic,
         )
         self._pod_informer.on_change(self._saw_pod)
-        self._node_informer = Informer(client, resources.NODES, Node)
+        self._node_informer = Informer(client, resources.NODES, Node, clock=monotonic)
         self._node_informer.on_change(self._saw_node)
 
     @property
