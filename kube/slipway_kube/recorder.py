@@ -1,13 +1,89 @@
-"""Events that users read with `kubectl describe`: fixed reasons, one Event per story, never in anybody's way."""
+"""Events that users read with `kubectl describe`: fixed reasons, one Event per story, never in anybody's way.
 
+                                          what happens
+first time                                a new Event
+the same sentence again, soon             its `series.count` grows
+another sentence, same object and reason  a new Event: its numbers are the point
+… and this object's allowance is used up  counted into the last one (the server keeps sentences immutable)
+
+Sending is in the background and best effort: what cannot be sent is counted, never raised.
+RBAC: create, patch on events.k8s.io/events.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import structlog
+
+from slipway_kube.errors import AlreadyExists, KubeError, NotFound
+from slipway_kube.resources import EVENTS
+from slipway_kube.token_bucket import TokenBucket
 from slipway_kube.writer import Writer
+
+LONGEST_NOTE: Final = 1024  # bytes; the server refuses more
+SERIES_SECONDS: Final = 360.0  # the same story after six minutes of silence is a new one, as in client-go
+EVENTS_PER_OBJECT: Final = 25  # at once …
+REFILL_SECONDS: Final = 30.0  # … and one more every half minute
+QUEUE_LENGTH: Final = 1000
+OBJECTS_REMEMBERED: Final = 4096
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Happening:
+    regarding: dict[str, str]
+    related: dict[str, str] | None
+    reason: str
+    action: str
+    note: str
+    type: str
+    at: datetime
+    when: float
+
+    @property
+    def story(self) -> tuple[str, str, str]:
+        return self.regarding["uid"], self.reason, self.action
+
+
+@dataclass(slots=True)
+class _Series:
+    """The Event that a story is being counted into."""
+
+    name: str
+    note: str
+    count: int
+    last: float
 
 
 class Recorder:
     """Records Events in the background. `record` never blocks and never fails; what cannot be sent is counted."""
 
-    def __init__(self, writer: Writer, *, controller: str = "slipway.dev/operator", instance: str) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        *,
+        controller: str = "slipway-operator",
+        instance: str,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self.dropped = 0
+        self._writer = writer
+        self._controller = controller
+        self._instance = instance[:128]
+        self._clock = clock
+        self._now = now
+        self._queue: asyncio.Queue[_Happening] = asyncio.Queue(maxsize=QUEUE_LENGTH)
+        self._stories: OrderedDict[tuple[str, str, str], _Series] = OrderedDict()
+        self._allowances: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def record(
         self,
@@ -23,17 +99,107 @@ class Recorder:
 
         `regarding` and `related` are object references (see `reference`).
         """
-        raise NotImplementedError
+        kind = "Warning" if warning else "Normal"
+        happening = _Happening(regarding, related, reason, action, _cut(note), kind, self._now(), self._clock())
+        try:
+            self._queue.put_nowait(happening)
+        except asyncio.QueueFull:
+            self.dropped += 1
 
     async def run(self) -> None:
         """Send what was recorded, until cancelled."""
-        raise NotImplementedError
+        while True:
+            happening = await self._queue.get()
+            try:
+                await self._send(happening)
+            except KubeError as error:
+                self.dropped += 1
+                log.info("an event was not sent", reason=happening.reason, error=str(error))
+            except Exception:
+                # A malformed event must not end the telling of all later ones.
+                self.dropped += 1
+                log.exception("an event could not be made", reason=happening.reason)
+            finally:
+                self._queue.task_done()
 
     async def flush(self) -> None:
-        """Return when everything recorded so far was sent or dropped."""
-        raise NotImplementedError
+        """Return when everything recorded so far was sent or dropped; `run` must be running."""
+        await self._queue.join()
+
+    async def _send(self, happening: _Happening) -> None:
+        series = self._stories.get(happening.story)
+        if series is not None and happening.when - series.last > SERIES_SECONDS:
+            series = None
+        if series is not None and (series.note == happening.note or not self._allows(happening)):
+            try:
+                await self._count(series, happening)
+                return
+            except NotFound:
+                pass  # events live for an hour; tell the story anew
+        elif series is None and not self._allows(happening):
+            self.dropped += 1
+            return
+        await self._tell(happening)
+
+    async def _tell(self, happening: _Happening) -> None:
+        name = _name(happening)
+        namespace = happening.regarding.get("namespace") or "default"
+        body: dict[str, Any] = {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": _stamp(happening.at),
+            "reportingController": self._controller,
+            "reportingInstance": self._instance,
+            "regarding": happening.regarding,
+            "reason": happening.reason,
+            "action": happening.action,
+            "note": happening.note,
+            "type": happening.type,
+        }
+        if happening.related is not None:
+            body["related"] = happening.related
+        with contextlib.suppress(AlreadyExists):  # an earlier try got through, its reply did not
+            await self._writer.create(EVENTS, namespace, body)
+        self._stories[happening.story] = _Series(name, happening.note, 1, happening.when)
+        self._stories.move_to_end(happening.story)
+        while len(self._stories) > OBJECTS_REMEMBERED:
+            self._stories.popitem(last=False)
+
+    async def _count(self, series: _Series, happening: _Happening) -> None:
+        namespace = happening.regarding.get("namespace") or "default"
+        counted = {"count": series.count + 1, "lastObservedTime": _stamp(happening.at)}
+        await self._writer.merge_patch(EVENTS, namespace, series.name, {"series": counted})
+        series.count += 1
+        series.last = happening.when
+
+    def _allows(self, happening: _Happening) -> bool:
+        uid = happening.regarding["uid"]
+        bucket = self._allowances.setdefault(uid, TokenBucket(rate=1 / REFILL_SECONDS, burst=EVENTS_PER_OBJECT))
+        self._allowances.move_to_end(uid)
+        while len(self._allowances) > OBJECTS_REMEMBERED:
+            self._allowances.popitem(last=False)
+        return bucket.try_take(happening.when)
 
 
 def reference(api_version: str, kind: str, namespace: str, name: str, uid: str) -> dict[str, str]:
     """An ObjectReference for `record`."""
     return {"apiVersion": api_version, "kind": kind, "namespace": namespace, "name": name, "uid": uid}
+
+
+def _name(happening: _Happening) -> str:
+    """Deterministic for one happening, so that a retry after a lost reply finds it there already."""
+    parts = (*happening.story, happening.note, happening.at.isoformat())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return f"{happening.regarding['name'][:200]}.{digest}"
+
+
+def _cut(note: str) -> str:
+    raw = note.encode()
+    if len(raw) <= LONGEST_NOTE:
+        return note
+    return raw[: LONGEST_NOTE - len("…".encode())].decode(errors="ignore") + "…"
+
+
+def _stamp(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
