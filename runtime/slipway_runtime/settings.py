@@ -29,7 +29,7 @@ class SamplingDefaults:
 
     def over(self, weaker: "SamplingDefaults") -> "SamplingDefaults":
         """These defaults where they are set, the weaker ones elsewhere."""
-        chosen = {
+        chosen: dict[str, Any] = {
             f.name: mine if (mine := getattr(self, f.name)) is not None else getattr(weaker, f.name)
             for f in fields(SamplingDefaults)
         }
@@ -46,7 +46,8 @@ class SamplingDefaults:
         # Ratios travel as strings in manifests: Kubernetes has no floats.
         whole = {"top_k", "max_tokens"}
         given: dict[str, Any] = {spelled[key]: value for key, value in raw.items() if value is not None}
-        return cls(**{name: int(value) if name in whole else float(value) for name, value in given.items()})
+        typed: dict[str, Any] = {name: int(v) if name in whole else float(v) for name, v in given.items()}
+        return cls(**typed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,9 @@ class RuntimeSettings:
     admin_port: int = names.ADMIN_PORT
     dtype: str = "auto"
     max_model_len: int = 0
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    max_num_queued_reqs: int = 1024
     block_size: int = 16
     max_output_tokens: int = 0
     kv_cache_bytes: int = 0
@@ -112,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")
     serve.add_argument("--max-num-seqs", type=int, default=0, help="sequences in one batch")
     serve.add_argument("--max-num-batched-tokens", type=int, default=0, help="tokens in one step")
+    serve.add_argument("--max-num-queued-reqs", type=int, default=0, help="requests that may wait; more get a 429")
     serve.add_argument("--block-size", type=int, default=0, help="tokens in one KV block")
     serve.add_argument("--max-output-tokens", type=int, default=0, help="hard cap of one answer")
     serve.add_argument("--kv-cache-bytes", default="", metavar="QUANTITY", help="size of the KV pool, such as 64Mi")
@@ -159,7 +162,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
         pod=environment.get("POD_NAME", ""),
         namespace=environment.get("POD_NAMESPACE", ""),
     )
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
+    if 0 < settings.max_num_batched_tokens < settings.max_num_seqs:
         raise ValueError(
             f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs"
             f" {settings.max_num_seqs}: every running sequence needs a token in each step"

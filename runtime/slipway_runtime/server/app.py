@@ -62,6 +62,7 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
         uvicorn.Config(
             app,
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             server_header=False,

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 async def serve_control(replica: Replica, directory: Path) -> asyncio.Server | None:
-    """Listen on `drain.sock`; None where the directory cannot be written, as on most laptops."""
+    """Listen on `drain.sock`; None where there is no such directory, as on a laptop."""
     path = directory / "drain.sock"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,7 +50,6 @@ async def _listen(
 
 
 def _make_room(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # left by a predecessor that was killed
 
 

@@ -12,8 +12,10 @@ from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
 from slipway_runtime.messages import FinishReason, Output
 
 
-class Outputs(AsyncIterator[Output], Protocol):
+class Outputs(Protocol):
     """The engine's side of one request."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
 
     def finish(self) -> None:
         """The text is complete."""
@@ -165,7 +167,7 @@ class Generation:
         if not output.token_ids:
             return
         if self._first_token_at is None:
-            self._first_token_at = output.first_token_at or now
+            self._first_token_at = now  # when it can be sent, which is what a client waits for
         else:
             assert self._last_token_at is not None
             self._on_output(now - self._last_token_at)

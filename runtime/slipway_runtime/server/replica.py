@@ -284,6 +284,11 @@ class Replica:
         while not self.drain_status().is_drained:  # noqa: ASYNC110  two counters of two owners have to agree
             await asyncio.sleep(0.05)  # the engine's numbers come with its steps, not as an event
 
+    async def all_closed(self) -> None:
+        """Return when no request is open."""
+        while self._open:  # noqa: ASYNC110  only asked at the very end
+            await asyncio.sleep(0.02)
+
     def _end_what_is_left(self) -> None:
         assert self.loaded is not None or not self._open
         for request_id in sorted(self._open):
