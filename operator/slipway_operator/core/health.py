@@ -14,7 +14,8 @@
 | LOADING       | otherwise                                            | yes            | coming capacity            |
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
 from typing import Final
@@ -58,6 +59,47 @@ class Stage(Enum):
 
 _GONE = frozenset({Stage.TERMINATING, Stage.DEAD, Stage.DRAINING, Stage.LOST})
 _BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CRASHING})
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica of ours with the stage it is judged to be in."""
+
+    replica: Replica
+    stage: Stage
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it holds its slot."""
+        return self.stage.is_live
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        return self.stage is Stage.READY
+
+
+def judge(
+    replicas: Iterable[Replica], nodes: Mapping[str, Node], *, startup_timeout: timedelta, now: datetime
+) -> tuple[Member, ...]:
+    """All replicas with their stages, oldest first."""
+    ordered = sorted(replicas, key=lambda replica: (replica.created_at, replica.name))
+    return tuple(Member(one, stage(one, nodes, startup_timeout=startup_timeout, now=now)) for one in ordered)
+
+
+def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[int, bool, int, float, float, str]:
+    """Sort key of victims: who serves nobody, then whose node shall be emptied, then who serves the fewest.
+
+    A ready replica that does not answer comes after those that do: how much it serves is not known. Between equals
+    the newest goes, because its cache knows the least.
+    """
+    replica = member.replica
+    serves = (Stage.IMAGE_ERROR, Stage.CRASHING, Stage.OVERDUE, Stage.LOST, Stage.UNSCHEDULABLE, Stage.LOADING)
+    standing = serves.index(member.stage) if member.stage in serves else len(serves)
+    sample = replica.sample
+    requests = sample.requests if sample else 1_000_000
+    usage = sample.kv_usage if sample else 1.0
+    return standing, not is_cordoned(replica, nodes), requests, usage, -replica.created_at.timestamp(), replica.name
 
 
 def stage(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timedelta, now: datetime) -> Stage:

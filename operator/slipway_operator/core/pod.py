@@ -124,8 +124,13 @@ def arguments(service: InferenceService, revision: Revision) -> list[str]:
         "--sampling-defaults": sampling_defaults(model.sampling_defaults),
         "--drain-timeout": drain.timeout_seconds,
     }
-    written = [part for flag, value in flags.items() if value not in (0, "") for part in (flag, str(value))]
-    return ["serve", model.uri, *written, *runtime.args]
+    written = [part for flag, value in flags.items() if value not in (0, "") for part in (flag, _literal(str(value)))]
+    return ["serve", _literal(model.uri), *written, *runtime.args]
+
+
+def _literal(text: str) -> str:
+    """The kubelet replaces `$(NAME)` in arguments; a chat template with dollars shall arrive unchanged."""
+    return text.replace("$", "$$")
 
 
 def sampling_defaults(defaults: SamplingDefaults) -> str:
@@ -149,8 +154,8 @@ def _environment(
 ) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
-    defaults = [{"name": "OMP_NUM_THREADS", "valueFrom": threads}]
-    own = [
+    defaults: list[dict[str, Any]] = [{"name": "OMP_NUM_THREADS", "valueFrom": threads}]
+    own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(token_digests)},

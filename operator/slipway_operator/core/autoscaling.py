@@ -1,0 +1,271 @@
+"""How many replicas a service should have, and why. Pure: the caller brings the samples, the past and the time.
+
+The rules and words are those of the Horizontal Pod Autoscaler: the metric that wants most wins; a tolerance around the
+target; stabilisation windows that look back over recommendations; rate policies that look back over changes.
+
+What survives the operator is in status: the number decided last, and the last changes with their times. The window of
+recommendations is handed in and out by the caller; after a takeover it is empty, and the number decided last counts
+as recommended now, so that a scale-down waits one whole window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from slipway_api.autoscaling import Autoscaling, ScalingRules
+from slipway_api.conditions import Reason
+from slipway_api.inference_status import ScalingDecision
+from slipway_operator.core.actions import earliest
+from slipway_operator.core.observed import PastRecommendation
+from slipway_operator.core.signals import Readings, Value, live_demand, measure, replicas_for
+
+HISTORY_LENGTH: Final = 5  # what status keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What was decided before."""
+
+    current: int  # the number decided last; 0: none yet
+    history: tuple[ScalingDecision, ...] = ()  # changes, newest first
+    recommendations: tuple[PastRecommendation, ...] = ()  # oldest first; () after a takeover
+    silent_since: datetime | None = None  # since when no replica has said anything
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """How many replicas there should be."""
+
+    desired: int
+    reason: str  # the evidence, in one sentence: `2→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)`
+    recommended: int  # what the metrics ask for, before windows and limits
+    limited_by: str = ""  # what kept `desired` away from `recommended`
+    verdict: Reason = Reason.METRICS_FRESH  # of condition ScalingActive
+    is_active: bool | None = True  # its status; None: unknown, nothing to measure yet
+    values: tuple[Value, ...] = ()
+    recommendations: tuple[PastRecommendation, ...] = ()  # the window, to hand in next time
+    again_at: datetime | None = None  # when time alone may change the answer
+
+
+def decide(
+    policy: Autoscaling, readings: Readings, past: Past, *, max_num_seqs: int, no_room: str, now: datetime
+) -> Recommendation:
+    """The number of replicas. `no_room` is why the last ones could not be placed: then none is added."""
+    bounded = min(max(past.current, policy.min_replicas), policy.max_replicas)
+    if bounded != past.current:
+        # New limits hold at once, without evidence and without windows: the user has spoken.
+        why = "there are no replicas yet" if past.current == 0 else f"it was {past.current}"
+        return _within_new_limits(policy, readings, past, bounded, why, now)
+    if readings.ready == 0:
+        return _hold(policy, past, now, reason=f"no replica is ready yet: holding {bounded}", is_active=None)
+    if not readings.metered:
+        return _without_metrics(policy, readings, past, now)
+    return _with_metrics(policy, readings, past, max_num_seqs=max_num_seqs, no_room=no_room, now=now)
+
+
+def _within_new_limits(
+    policy: Autoscaling, readings: Readings, past: Past, bounded: int, why: str, now: datetime
+) -> Recommendation:
+    limits = f"minReplicas {policy.min_replicas}, maxReplicas {policy.max_replicas}"
+    return Recommendation(
+        desired=bounded,
+        reason=f"{past.current}→{bounded}: {limits}, and {why}",
+        recommended=bounded,
+        verdict=Reason.METRICS_FRESH if readings.metered else Reason.METRICS_MISSING,
+        is_active=True if readings.metered else None,
+        recommendations=_remember(past, policy, bounded, now),
+    )
+
+
+def _with_metrics(
+    policy: Autoscaling, readings: Readings, past: Past, *, max_num_seqs: int, no_room: str, now: datetime
+) -> Recommendation:
+    current, up, down = past.current, policy.behavior.scale_up, policy.behavior.scale_down
+    values = tuple(value for metric in policy.metrics if (value := measure(metric, readings)))
+    wishes = {
+        value: replicas_for(
+            value,
+            readings,
+            current=current,
+            tolerance_up=float(up.tolerance),
+            tolerance_down=float(down.tolerance),
+        )
+        for value in values
+    }
+    recommended = max(wishes.values(), default=current)
+
+    within = min(max(recommended, policy.min_replicas), policy.max_replicas)
+    window = _remember(past, policy, within, now)
+    stabilised = _stabilise(within, current, window, up, down, now)
+    paced = _pace(stabilised, current, past.history, up, down, now)
+    desired, limited_by = paced, ""
+    if desired > current and no_room:
+        desired, limited_by = current, Reason.LIMITED_BY_CAPACITY.value
+    elif desired < current and (floor := live_demand(values, readings, max_num_seqs=max_num_seqs)) > desired:
+        desired, limited_by = min(current, floor), "LiveDemand"
+    elif paced != stabilised:
+        limited_by = "ScaleUpRate" if stabilised > current else "ScaleDownRate"
+    elif stabilised != within:
+        limited_by = "StabilizationWindow"
+    elif recommended > policy.max_replicas:
+        limited_by = Reason.LIMITED_BY_MAX.value
+    elif recommended < policy.min_replicas:
+        limited_by = "MinReplicas"
+
+    return Recommendation(
+        desired=desired,
+        reason=_evidence(desired, current, wishes, readings, limited_by, recommended, no_room, now),
+        recommended=recommended,
+        limited_by=limited_by,
+        verdict=_verdict(limited_by, readings),
+        values=values,
+        recommendations=window,
+        again_at=_again(policy, window, past.history, now) if desired != within else None,
+    )
+
+
+def _without_metrics(policy: Autoscaling, readings: Readings, past: Past, now: datetime) -> Recommendation:
+    """All ready replicas are silent: hold, and after a long while go to the fallback, only if that is more."""
+    missing = policy.missing_metrics
+    since = past.silent_since or now
+    patience = timedelta(seconds=missing.max_hold_seconds)
+    fallback = min(missing.fallback_replicas or 0, policy.max_replicas)
+    if now >= since + patience and fallback > past.current:
+        reason = (
+            f"{past.current}→{fallback}: no sample from {readings.ready} ready pods "
+            f"for {missing.max_hold_seconds}s, so fallbackReplicas counts"
+        )
+        window = _remember(past, policy, fallback, now)
+        return Recommendation(
+            desired=fallback,
+            reason=reason,
+            recommended=fallback,
+            verdict=Reason.METRICS_MISSING,
+            is_active=False,
+            recommendations=window,
+        )
+    reason = f"none of {readings.ready} ready pods says how loaded it is: holding {past.current}"
+    again_at = since + patience if fallback > past.current else None
+    return _hold(policy, past, now, reason=reason, is_active=False, again_at=again_at)
+
+
+def _hold(
+    policy: Autoscaling,
+    past: Past,
+    now: datetime,
+    *,
+    reason: str,
+    is_active: bool | None,
+    again_at: datetime | None = None,
+) -> Recommendation:
+    return Recommendation(
+        desired=past.current,
+        reason=reason,
+        recommended=past.current,
+        verdict=Reason.METRICS_MISSING,
+        is_active=is_active,
+        recommendations=_remember(past, policy, past.current, now),
+        again_at=again_at,
+    )
+
+
+def _stabilise(
+    wanted: int,
+    current: int,
+    window: Sequence[PastRecommendation],
+    up: ScalingRules,
+    down: ScalingRules,
+    now: datetime,
+) -> int:
+    """Up to the lowest recommendation of the up window, down to the highest of the down window."""
+    lowest = min((one.desired for one in _within(window, up, now)), default=wanted)
+    highest = max((one.desired for one in _within(window, down, now)), default=wanted)
+    if wanted > current:
+        return max(current, min(wanted, lowest))
+    return min(current, max(wanted, highest))
+
+
+def _within(window: Sequence[PastRecommendation], rules: ScalingRules, now: datetime) -> tuple[PastRecommendation, ...]:
+    horizon = now - timedelta(seconds=rules.stabilization_window_seconds)
+    return tuple(one for one in window if one.at > horizon)
+
+
+def _pace(
+    wanted: int,
+    current: int,
+    history: Sequence[ScalingDecision],
+    up: ScalingRules,
+    down: ScalingRules,
+    now: datetime,
+) -> int:
+    """At most `maxPods` within the period, counting what was changed already: 2 of 3 added leave 1."""
+    if wanted > current:
+        return min(wanted, current + _allowance(history, up, now, direction=1))
+    return max(wanted, current - _allowance(history, down, now, direction=-1))
+
+
+def _allowance(history: Sequence[ScalingDecision], rules: ScalingRules, now: datetime, *, direction: int) -> int:
+    horizon = now - timedelta(seconds=rules.period_seconds)
+    recent = [change for change in history if change.time > horizon]
+    if len(recent) >= HISTORY_LENGTH:
+        return 0  # more may have happened in this period than status remembers: wait for it to end
+    moved = sum(max(0, direction * (change.to - change.from_)) for change in recent)
+    return max(0, rules.max_pods - moved)
+
+
+def _remember(past: Past, policy: Autoscaling, recommended: int, now: datetime) -> tuple[PastRecommendation, ...]:
+    """The window with this recommendation, without what no window reaches any more.
+
+    Of a run of equal recommendations only the first and the last are kept: a window begins inside the run or not, and
+    both answers can be read from its ends.
+    """
+    known = past.recommendations or ((PastRecommendation(now, past.current),) if past.current else ())
+    behavior = policy.behavior
+    reach = max(behavior.scale_up.stabilization_window_seconds, behavior.scale_down.stabilization_window_seconds)
+    horizon = now - timedelta(seconds=reach)
+    window = [one for one in known if one.at > horizon]
+    if len(window) >= 2 and window[-1].desired == window[-2].desired == recommended:
+        window.pop()
+    return (*window, PastRecommendation(now, recommended))
+
+
+def _again(
+    policy: Autoscaling, window: Sequence[PastRecommendation], history: Sequence[ScalingDecision], now: datetime
+) -> datetime | None:
+    """When the oldest recommendation or change that holds us leaves its window."""
+    moments: list[datetime] = []
+    for rules in (policy.behavior.scale_up, policy.behavior.scale_down):
+        length, period = rules.stabilization_window_seconds, rules.period_seconds
+        moments += [one.at + timedelta(seconds=length) for one in _within(window[:-1], rules, now)]
+        moments += [change.time + timedelta(seconds=period) for change in history]
+    return earliest(*(moment for moment in moments if moment > now))
+
+
+def _verdict(limited_by: str, readings: Readings) -> Reason:
+    if limited_by in (Reason.LIMITED_BY_MAX, Reason.LIMITED_BY_CAPACITY):
+        return Reason(limited_by)
+    return Reason.METRICS_STALE if readings.silent else Reason.METRICS_FRESH
+
+
+def _evidence(
+    desired: int,
+    current: int,
+    wishes: dict[Value, int],
+    readings: Readings,
+    limited_by: str,
+    recommended: int,
+    no_room: str,
+    now: datetime,
+) -> str:
+    """`2→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)`; downwards every metric is evidence."""
+    change = f"{current}→{desired}" if desired != current else f"holding {current}"
+    deciding = [value for value, wish in wishes.items() if desired < current or wish == recommended]
+    measured = ", ".join(str(value) for value in deciding)
+    age = int((now - (readings.oldest or now)).total_seconds())
+    sentence = f"{change}: {measured} ({len(readings.metered)}/{readings.ready} pods, {age}s old)"
+    if limited_by and desired != recommended:
+        sentence += f"; {recommended} wanted, limited by {limited_by}"
+    if limited_by == Reason.LIMITED_BY_CAPACITY and no_room:
+        sentence += f": {no_room}"
+    return sentence

@@ -1,0 +1,311 @@
+"""Which slots of a revision have a replica, which get one, and who has to go: the duties of whoever owns bare pods.
+
+A slot is a number within one revision; its replica is the pod of the highest attempt. An attempt is counted up when
+the pod before it died, was deleted, is on a lost or cordoned node, or when somebody else's pod has the name. Before an
+attempt above 0 is POSTed, status has to carry it: so two operators, one of them dead, never name two pods alike, and
+the backoff of a slot survives everything.
+
+A slot may have two live replicas only while one replaces the other; the older drains as soon as the younger is ready.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import count
+from typing import Final
+
+from slipway_api.conditions import EventReason
+from slipway_api.inference_status import AttemptStatus
+from slipway_api.names import STATE_DRAINING
+from slipway_operator.core.actions import Event, earliest
+from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
+from slipway_operator.core.observed import Node
+from slipway_operator.core.pod import pod_name
+from slipway_operator.core.revision import Revision
+
+FIRST_BACKOFF: Final = timedelta(seconds=10)
+LONGEST_BACKOFF: Final = timedelta(seconds=300)
+FORGIVEN_AFTER: Final = timedelta(minutes=10)  # ready for this long: earlier failures say nothing any more
+RESTARTS_UNTIL_REPLACED: Final = 5  # the kubelet's own backoff has reached minutes: another node may do better
+
+# Ends that are not the replica's fault: no backoff.
+NOT_ITS_FAULT: Final = frozenset(
+    {"Evicted", "Preempting", "Preempted", "NodeShutdown", "Terminated", "NodeLost", "NodeAffinity", "Shutdown"}
+    | {"UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """A replica to start."""
+
+    slot: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What has to change so that every wanted slot has one good replica."""
+
+    creations: tuple[Creation, ...] = ()
+    leaving: tuple[tuple[Member, str], ...] = ()  # each with the reason
+    attempts: tuple[AttemptStatus, ...] = ()  # what status has to carry
+    in_backoff: int = 0  # wanted slots without a replica, because the last ones failed
+    events: tuple[Event, ...] = ()
+    must_record: bool = False  # a creation waits until status carries its attempt
+    again_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """The attempt that a slot needs next, and what to remember of the ones before."""
+
+    status: AttemptStatus
+    is_recorded: bool
+    because: str = ""
+    events: tuple[Event, ...] = ()
+
+
+def assign(
+    members: Sequence[Member],
+    *,
+    service: str,
+    revision: Revision,
+    create_up_to: int,
+    keep_at_most: int,
+    moves: int,
+    attempts: Sequence[AttemptStatus],
+    taken_names: AbstractSet[str],
+    nodes: Mapping[str, Node],
+    now: datetime,
+) -> Assignment:
+    """Slots for the replicas of one revision. `members` are those of this revision, in any stage.
+
+    `create_up_to` is how many slots may be filled, `keep_at_most` how many may stay filled, `moves` how many
+    replicas may be started beside one that has to leave its node.
+    """
+    slots = _Slots(members, service, revision, attempts, taken_names, now)
+    victims = slots.surplus(keep_at_most, nodes)
+    kept = [slot for slot in slots.live if slot not in victims]
+    vacant = slots.vacant(create_up_to - len(kept))
+    moving = [slot for slot in kept if slots.should_move(slot, nodes)][: max(0, moves)]
+
+    creations: list[Creation] = []
+    events: list[Event] = []
+    remembered = [status for slot in kept if slot not in moving and (status := slots.memory_of(slot))]
+    waits: list[datetime] = []
+    must_record = False
+    in_backoff = 0
+    for slot in [*vacant, *moving]:
+        following = slots.next_attempt(slot)
+        status = following.status
+        if status.attempt or status.failures:
+            remembered.append(status)
+        events.extend(following.events)
+        if not following.is_recorded:
+            must_record = True
+        elif status.not_before and now < status.not_before:
+            waits.append(status.not_before)
+        else:
+            creations.append(Creation(slot, status.attempt, following.because or f"slot {slot} has no replica"))
+        if slot not in moving and status.failures and (status.not_before and now < status.not_before):
+            in_backoff += 1
+
+    return Assignment(
+        creations=tuple(creations),
+        leaving=(
+            *((member, reason) for slot, reason in victims.items() for member in slots.live[slot]),
+            *slots.superseded(victims),
+            *slots.spent(vacant),
+            *slots.lost_and_not_needed(keep_at_most),
+        ),
+        attempts=tuple(sorted(remembered, key=lambda status: status.slot)),
+        in_backoff=in_backoff,
+        events=tuple(events),
+        must_record=must_record,
+        again_at=earliest(*waits),
+    )
+
+
+def backoff(failures: int) -> timedelta:
+    """How long a slot rests after so many failures in a row: 0, 10, 20, 40 … 300 s."""
+    if failures <= 0:
+        return timedelta()
+    return min(FIRST_BACKOFF * (1 << min(failures - 1, 16)), LONGEST_BACKOFF)
+
+
+class _Slots:
+    """One revision's replicas by slot, with what status remembers of each."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        service: str,
+        revision: Revision,
+        attempts: Sequence[AttemptStatus],
+        taken_names: AbstractSet[str],
+        now: datetime,
+    ) -> None:
+        self._service, self._revision, self._taken, self._now = service, revision, taken_names, now
+        self._recorded = {status.slot: status for status in attempts if status.revision == revision.hash}
+        self.all: dict[int, list[Member]] = {}
+        for member in sorted(members, key=lambda one: (one.replica.slot, one.replica.attempt)):
+            self.all.setdefault(member.replica.slot, []).append(member)
+        self.live = {
+            slot: live for slot, group in self.all.items() if (live := [one for one in group if _holds_slot(one)])
+        }
+
+    def surplus(self, keep_at_most: int, nodes: Mapping[str, Node]) -> dict[int, str]:
+        """The slots to give up, cheapest first, each with the reason."""
+        excess = len(self.live) - keep_at_most
+        if excess <= 0:
+            return {}
+
+        def cost(slot: int) -> tuple[int, bool, int, float, float, str]:
+            return max(cheapest_to_lose(member, nodes) for member in self.live[slot])
+
+        ranked = sorted(self.live, key=cost)
+        return {slot: f"scaling down, {_why_cheapest(self.live[slot])}" for slot in ranked[:excess]}
+
+    def vacant(self, wanted: int) -> list[int]:
+        """The slots to fill: first those whose replica failed, so that their backoff counts, then free numbers."""
+        if wanted <= 0:
+            return []
+        bereft = [slot for slot, group in self.all.items() if slot not in self.live and _lost_its_replica(group)]
+        promised = [slot for slot in self._recorded if slot not in self.all]
+        first = sorted({*bereft, *promised})
+        free = (slot for slot in count() if slot not in self.all and slot not in self._recorded)
+        return [*first, *(next(free) for _ in range(wanted - len(first)))][:wanted]
+
+    def should_move(self, slot: int, nodes: Mapping[str, Node]) -> bool:
+        """Whether the slot's only replica stands on a node that somebody wants empty."""
+        return len(self.live[slot]) == 1 and is_cordoned(self.live[slot][0].replica, nodes)
+
+    def next_attempt(self, slot: int) -> _Next:
+        """Which attempt this slot needs next; counting it up happens once, because status then carries it."""
+        group = self.all.get(slot, [])
+        used = max((member.replica.attempt for member in group), default=-1)
+        recorded = self._recorded.get(slot)
+        events: list[Event] = []
+        because = _why_replaced(group)
+
+        if recorded and recorded.attempt > used:
+            status = recorded
+        else:
+            last = [member for member in group if member.replica.attempt == used]
+            failures = (recorded.failures if recorded else 0) + any(_at_fault(member) for member in last)
+            pause = backoff(failures) if any(_at_fault(member) for member in last) else timedelta()
+            status = AttemptStatus(
+                revision=self._revision.hash,
+                slot=slot,
+                attempt=used + 1,
+                failures=failures,
+                not_before=(self._now + pause).replace(microsecond=0) if pause else None,
+            )
+            if because:
+                in_how_long = f" in {int(pause.total_seconds())}s" if pause else ""
+                message = f"slot {slot} gets a new replica{in_how_long}: {because}"
+                events.append(Event(reason=EventReason.REPLICA_REPLACED, action="Replace", message=message))
+
+        attempt = status.attempt
+        while (name := pod_name(self._service, self._revision, slot, attempt)) in self._taken:
+            message = f"a pod named {name} belongs to somebody else: taking the next name"
+            events.append(Event(reason=EventReason.NAME_CONFLICT, action="Create", message=message))
+            attempt += 1
+        if attempt != status.attempt:
+            status = status.model_copy(update={"attempt": attempt})
+        # Attempt 0 needs no record: forgetting it gives the same name again.
+        is_recorded = attempt == 0 or (recorded is not None and recorded.attempt == attempt)
+        return _Next(status, is_recorded, because, () if is_recorded else tuple(events))
+
+    def memory_of(self, slot: int) -> AttemptStatus | None:
+        """What to remember of a slot that has its replica: failures that are not forgiven yet."""
+        recorded = self._recorded.get(slot)
+        if recorded is None or not recorded.failures:
+            return None
+        ready_since = [one.replica.ready_since for one in self.live[slot] if one.is_ready and one.replica.ready_since]
+        if ready_since and self._now - min(ready_since) >= FORGIVEN_AFTER:
+            return None
+        return recorded
+
+    def superseded(self, victims: Mapping[int, str]) -> list[tuple[Member, str]]:
+        """Older replicas on a slot, lost ones included, whose younger one is ready."""
+        leaving = []
+        for slot, group in self.all.items():
+            youngest = group[-1]
+            if slot in victims or not youngest.is_ready:
+                continue
+            older = [one for one in group[:-1] if _holds_slot(one) or one.stage is Stage.LOST]
+            leaving += [(one, f"{youngest.replica.name} serves in its slot") for one in older]
+        return leaving
+
+    def spent(self, vacant: Sequence[int]) -> list[tuple[Member, str]]:
+        """Replicas that are over. One to be replaced goes when status carries the attempt after it: it counts once."""
+        leaving = []
+        for slot, group in self.all.items():
+            recorded = self._recorded.get(slot)
+            for member in group:
+                has_successor = recorded is not None and recorded.attempt > member.replica.attempt
+                if _is_spent(member) and (has_successor or slot not in vacant):
+                    leaving.append((member, _end_of(member)))
+        return leaving
+
+    def lost_and_not_needed(self, wanted: int) -> list[tuple[Member, str]]:
+        """Replicas on lost nodes, once as many as are wanted serve elsewhere."""
+        ready = sum(any(one.is_ready for one in group) for group in self.live.values())
+        if ready < wanted:
+            return []
+        return [
+            (member, "its node does not answer, and enough replicas serve elsewhere")
+            for slot, group in self.all.items()
+            for member in group
+            if member.stage is Stage.LOST and not group[-1].is_ready
+        ]
+
+
+def _is_spent(member: Member) -> bool:
+    """Ended, or crashing so often that the kubelet's patience helps nobody."""
+    if member.stage is Stage.DEAD:
+        return True
+    return member.stage is Stage.CRASHING and member.replica.restarts >= RESTARTS_UNTIL_REPLACED
+
+
+def _holds_slot(member: Member) -> bool:
+    return member.is_live and not _is_spent(member)
+
+
+def _lost_its_replica(group: Sequence[Member]) -> bool:
+    """Whether the slot's last replica went without our asking: it is replaced in place, by its next attempt."""
+    return group[-1].replica.state != STATE_DRAINING
+
+
+def _at_fault(member: Member) -> bool:
+    return _is_spent(member) and member.replica.phase_reason not in NOT_ITS_FAULT
+
+
+def _why_replaced(group: Sequence[Member]) -> str:
+    return _end_of(group[-1]) if group else ""
+
+
+def _end_of(member: Member) -> str:
+    replica = member.replica
+    if member.stage is Stage.DEAD:
+        detail = replica.phase_reason or replica.last_exit or replica.phase
+        return f"{replica.name} has ended ({detail})"
+    if member.stage is Stage.CRASHING:
+        last = f", last with {replica.last_exit}" if replica.last_exit else ""
+        return f"{replica.name} crashed {replica.restarts} times{last}"
+    if member.is_ready:
+        return f"{replica.name} has to leave node {replica.node}, which is cordoned"
+    return f"{replica.name} {member.stage.value}"
+
+
+def _why_cheapest(group: Sequence[Member]) -> str:
+    member = group[-1]
+    if not member.is_ready:
+        return f"and it {member.stage.value}"
+    if member.replica.sample is None:
+        return "and it does not say what it serves"
+    return f"and it serves the fewest requests ({member.replica.sample.requests})"

@@ -1,0 +1,126 @@
+"""How a new revision replaces the old one: which replicas may start, and which may go.
+
+RollingUpdate with Kubernetes' words. Two laws hold at every step, for D desired replicas:
+
+- at least D - maxUnavailable replicas are ready before a ready one is asked to go;
+- no more than D + maxSurge replicas exist. Old ones that drain count, because they hold their GPU until they are
+  gone, so a rollout needs no spare GPU beyond maxSurge. What others took away (deleted, evicted, on a lost node) does
+  not count: its replacement does not wait for a drain of minutes.
+
+    D=3, maxSurge=1, maxUnavailable=0:  ooo -> ooo+n -> (n ready) oo~+n -> (~ gone) oo+nn -> ... -> nnn
+    D=3, maxSurge=0, maxUnavailable=1:  ooo -> oo~   -> (~ gone)  oo+n  -> (n ready) o~+n -> ... -> nnn
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slipway_api.inference_service import RollingUpdate
+from slipway_api.names import STATE_DRAINING
+from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
+from slipway_operator.core.observed import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStep:
+    """What the rollout allows now."""
+
+    is_rolling: bool  # an old revision still holds replicas
+    create_up_to: int  # replicas of the new revision that may exist
+    moves: int  # replicas of the new revision that may be started beside the one they replace
+    leaving: tuple[tuple[Member, str], ...] = ()  # old replicas that may go now, each with the reason
+    serves_instead: bool = False  # the new revision alone is all that is desired
+
+
+def step(
+    members: Sequence[Member],
+    *,
+    revision: str,
+    desired: int,
+    limits: RollingUpdate,
+    nodes: Mapping[str, Node],
+) -> RolloutStep:
+    """The next step towards `desired` replicas, all of `revision`."""
+    new = [member for member in members if member.replica.revision == revision]
+    old = [member for member in members if member.replica.revision != revision]
+    old_live = [member for member in old if member.is_live]
+    still_draining = [member for member in old if _holds_its_gpu(member)]
+    doubles = _doubles(new)
+
+    new_ready = _ready(new)
+    serves_instead = new_ready >= desired
+    room = desired + limits.max_surge - len(old_live) - len(still_draining) - doubles
+    return RolloutStep(
+        is_rolling=bool(old_live or still_draining),
+        create_up_to=max(0, min(desired, room)),
+        # Moving a replica off a cordoned node takes the same surge; while a rollout runs it does the moving itself.
+        moves=0 if old_live else max(0, limits.max_surge - doubles),
+        leaving=_old_that_may_go(old, new_ready=new_ready, desired=desired, limits=limits, nodes=nodes),
+        serves_instead=serves_instead,
+    )
+
+
+def _old_that_may_go(
+    old: Sequence[Member], *, new_ready: int, desired: int, limits: RollingUpdate, nodes: Mapping[str, Node]
+) -> tuple[tuple[Member, str], ...]:
+    ranked = sorted((member for member in old if member.is_live), key=lambda member: cheapest_to_lose(member, nodes))
+    hopeless = [member for member in ranked if member.stage.is_broken]
+    waiting = [member for member in ranked if not member.is_ready and not member.stage.is_broken]
+    serving = [member for member in ranked if member.is_ready]
+    must_stay = max(0, desired - limits.max_unavailable)
+
+    # Nobody waits for what is broken, so it goes at once: its GPU may be what the new revision waits for.
+    leaving = [(member, f"an old revision's replica that {member.stage.value}") for member in hopeless]
+    # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
+    spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
+    leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
+    spare = max(0, len(serving) + new_ready - must_stay)
+    leaving += [(member, "a newer revision replaces it") for member in serving[:spare]]
+    # Whoever is on a lost node may still serve streams; it goes when it is not needed any more.
+    lost = [member for member in old if member.stage is Stage.LOST]
+    if new_ready >= desired:
+        leaving += [(member, "its node does not answer, and a newer revision serves instead") for member in lost]
+    return tuple(leaving)
+
+
+def may_empty_cordoned_node(
+    members: Sequence[Member], *, desired: int, limits: RollingUpdate, nodes: Mapping[str, Node]
+) -> tuple[Member, ...]:
+    """Without any surge a replica cannot be replaced before it goes: those on cordoned nodes that may go first."""
+    if limits.max_surge:
+        return ()
+    live = [member for member in members if member.is_live]
+    spare = max(0, _ready(live) - max(0, desired - limits.max_unavailable))
+    cordoned = [member for member in live if member.is_ready and is_cordoned(member.replica, nodes)]
+    return tuple(sorted(cordoned, key=lambda member: cheapest_to_lose(member, nodes))[:spare])
+
+
+def weights(members: Sequence[Member], revisions: Sequence[str], *, current: str) -> dict[str, int]:
+    """Percent of the traffic for each revision: its share of the ready replicas, 100 in all.
+
+    Without any ready replica the current revision keeps it all, so that the split does not flap during a cold start.
+    """
+    ready = {hash: _ready([one for one in members if one.replica.revision == hash]) for hash in revisions}
+    total = sum(ready.values())
+    if total == 0:
+        return {hash: 100 if hash == current else 0 for hash in revisions}
+    shares = {hash: 100 * count // total for hash, count in ready.items()}
+    # Whole percents lose up to one each: 33 + 66 = 99. The largest remainders get them back.
+    by_remainder = sorted(revisions, key=lambda hash: (-(100 * ready[hash] % total), hash))
+    for hash in by_remainder[: 100 - sum(shares.values())]:
+        shares[hash] += 1
+    return shares
+
+
+def _ready(members: Sequence[Member]) -> int:
+    return sum(member.is_ready for member in members)
+
+
+def _doubles(members: Sequence[Member]) -> int:
+    """Live replicas beside another one on the same slot: replacements under way."""
+    live = [member.replica.slot for member in members if member.is_live]
+    return len(live) - len(set(live))
+
+
+def _holds_its_gpu(member: Member) -> bool:
+    """Whether we asked this replica to go and it has not gone yet."""
+    return member.replica.state == STATE_DRAINING and member.stage in (Stage.DRAINING, Stage.TERMINATING)

@@ -1,0 +1,133 @@
+"""From samples to the values that scaling goes by, with the Horizontal Pod Autoscaler's rule for what is missing.
+
+Two metrics, both of the requests themselves: the live share of the KV cache (mean over replicas) and the waiting
+requests (sum ÷ replicas). CPU, GPU and memory utilization are not among them: a replica that decodes at its best
+looks busy to all three.
+
+| replica                    | scaling up | scaling down | why                                     |
+|----------------------------|------------|--------------|-----------------------------------------|
+| ready, with a fresh sample | its value  | its value    |                                         |
+| ready, silent              | 0          | the target   | silence never tips the balance          |
+| wanted, not ready yet      | 0          | not counted  | it is coming capacity, not load         |
+| crashing, or overdue       | not counted| not counted  | nobody should wait for it               |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from math import ceil
+
+from slipway_api.autoscaling import Metric, MetricType
+from slipway_operator.core.health import Member
+from slipway_operator.core.observed import Sample
+
+ROUNDING = 1e-9  # 0.8 × 3 / 0.8 is a little more than 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """What is known of the load at one moment."""
+
+    metered: tuple[Sample, ...] = ()  # of ready replicas, fresh
+    silent: int = 0  # ready replicas without a fresh sample
+    pending: int = 0  # replicas that are wanted and not ready yet
+    broken: int = 0  # replicas that nobody should wait for
+
+    @property
+    def ready(self) -> int:
+        """Replicas that take requests."""
+        return len(self.metered) + self.silent
+
+    @property
+    def oldest(self) -> datetime | None:
+        """When the oldest sample in use was taken."""
+        return min((sample.at for sample in self.metered), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One metric over all metered replicas."""
+
+    type: MetricType
+    value: float  # mean per replica
+    target: float
+    samples: int
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 asks for more replicas, below 1 for fewer."""
+        return self.value / self.target
+
+    def __str__(self) -> str:
+        sign = ">" if self.ratio > 1 else "<" if self.ratio < 1 else "="
+        return f"{self.type.value} {self.value:.2f} {sign} {self.target:.2f}"
+
+
+def read(
+    members: Sequence[Member], *, wanted: int, slots_in_backoff: int, stale_after: timedelta, now: datetime
+) -> Readings:
+    """Sort the replicas by what may be said of their load. `wanted` is the number that there should be."""
+    ready = [member.replica for member in members if member.is_ready]
+    fresh = [one.sample for one in ready if one.sample is not None and now - one.sample.at <= stale_after]
+    broken = sum(member.stage.is_broken for member in members) + slots_in_backoff
+    return Readings(
+        metered=tuple(fresh),
+        silent=len(ready) - len(fresh),
+        # Counted from what is wanted, not from pods: one that was decided on a moment ago has no pod yet.
+        pending=max(0, wanted - len(ready) - broken),
+        broken=broken,
+    )
+
+
+def measure(metric: Metric, readings: Readings) -> Value | None:
+    """The metric's value, or None when nobody said anything."""
+    if not readings.metered:
+        return None
+    total = sum(_of(metric.type, sample) for sample in readings.metered)
+    samples = len(readings.metered)
+    return Value(type=metric.type, value=total / samples, target=float(metric.target), samples=samples)
+
+
+def replicas_for(value: Value, readings: Readings, *, current: int, tolerance_up: float, tolerance_down: float) -> int:
+    """How many replicas would bring the metric to its target; `current` where nothing should change.
+
+    2 replicas at 0.93, target 0.80: ratio 1.16 → ceil(1.16 × 2) = 3. With a third one loading: (0.93 + 0.93 + 0) ÷ 3
+    = 0.62, which is below the target: what is coming is enough, so nothing changes.
+    """
+
+    def within_tolerance(ratio: float) -> bool:
+        return -tolerance_down - ROUNDING <= ratio - 1 <= tolerance_up + ROUNDING
+
+    if within_tolerance(value.ratio):
+        return current
+    goes_up = value.ratio > 1
+    total, counted = value.value * value.samples, value.samples + readings.silent
+    if goes_up:
+        counted += readings.pending
+    else:
+        total += value.target * readings.silent
+    ratio = total / counted / value.target
+    if within_tolerance(ratio) or (ratio > 1) != goes_up:
+        return current
+    wanted = ceil(ratio * counted - ROUNDING)
+    if not goes_up:
+        return min(current, wanted)
+    # What is broken serves nobody, so it takes none of the replicas that are needed. No more than one stand-in for
+    # each replica that works: a revision that breaks everywhere shall not fill the cluster.
+    return max(current, wanted + min(readings.broken, readings.ready))
+
+
+def live_demand(values: Sequence[Value], readings: Readings, *, max_num_seqs: int) -> int:
+    """The fewest replicas that carry what is there now: every request runs, and no value above its target.
+
+    This is what is left when victims are taken away one by one until the next one would be one too many. A silent
+    replica counts as full to its target.
+    """
+    requests = sum(sample.requests for sample in readings.metered)
+    fits = [ceil(requests / max_num_seqs)]
+    fits += [ceil(value.value * value.samples / value.target - ROUNDING) for value in values]
+    return max(fits) + readings.silent
+
+
+def _of(type: MetricType, sample: Sample) -> float:
+    return sample.kv_usage if type is MetricType.KV_CACHE_UTILIZATION else float(sample.waiting)

@@ -1,0 +1,336 @@
+"""The whole status of a service: what is so, why, and what a person can do about it.
+
+Written as one; the shell skips the write when nothing changed, so nothing in here may move by itself: timestamps but
+never ages, sentences of decisions but never live numbers. The values behind autoscaling move all the time; they are
+refreshed with each decision, otherwise at most every 60 s and only when they moved by a tenth of their target.
+
+| ready replicas | desired | otherwise                             | Ready                                |
+|----------------|---------|---------------------------------------|--------------------------------------|
+| any            | 0       |                                       | True ScaledToZero                    |
+| all            | > 0     |                                       | True Available                       |
+| some           | > 0     |                                       | True Degraded                        |
+| none           | > 0     | Stalled                               | False, with the reason of Stalled    |
+| none           | > 0     | it was available before               | False NoReadyReplicas                |
+| none           | > 0     | no node has a GPU                     | Unknown WaitingForGPU                |
+| none           | > 0     | it loads for the first time           | Unknown Loading                      |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import Final
+
+from slipway_api import names
+from slipway_api.conditions import (
+    Condition,
+    ConditionStatus,
+    ConditionType,
+    Reason,
+    find_condition,
+    remove_condition,
+    set_condition,
+)
+from slipway_api.inference_status import (
+    Address,
+    AutoscalingStatus,
+    InferenceServiceStatus,
+    RevisionStatus,
+    ScalingDecision,
+    SignalStatus,
+)
+from slipway_operator.core import rollout
+from slipway_operator.core.autoscaling import HISTORY_LENGTH, Recommendation
+from slipway_operator.core.explain import Trouble, explain
+from slipway_operator.core.health import Member
+from slipway_operator.core.observed import Observed
+from slipway_operator.core.replicas import Assignment
+from slipway_operator.core.revision import Revision
+from slipway_operator.core.rollout import RolloutStep
+
+REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
+MOST_REVISIONS: Final = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """Everything that this pass decided, for status to tell."""
+
+    members: Sequence[Member]
+    revision: Revision
+    desired: int
+    scaling: Recommendation | None  # None: the spec fixes the number
+    rollout: RolloutStep
+    assignment: Assignment
+
+
+def build_status(observed: Observed, decided: Decided, now: datetime) -> InferenceServiceStatus:
+    """The status after this pass."""
+    service, before = observed.service, observed.service.status
+    ready = sum(member.is_ready for member in decided.members)
+    is_complete = not decided.rollout.is_rolling and decided.rollout.serves_instead
+    current = decided.revision.hash if is_complete or not before.current_revision else before.current_revision
+    updated = [one for one in decided.members if one.is_live and one.replica.revision == decided.revision.hash]
+    name, namespace = service.metadata.name, service.metadata.namespace
+    url = f"{observed.defaults.gateway_url.rstrip('/')}/v1"
+    return InferenceServiceStatus(
+        observed_generation=service.metadata.generation,
+        conditions=_conditions(observed, decided, ready, now),
+        url=url,
+        addresses=(
+            Address(name="gateway", url=url),
+            Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1"),
+        ),
+        replicas=len(decided.members),
+        ready_replicas=ready,
+        updated_replicas=len(updated),
+        draining_replicas=sum(one.replica.state == names.STATE_DRAINING for one in decided.members),
+        desired_replicas=decided.desired,
+        selector=f"{names.LABEL_SERVICE}={name}",
+        served_name=service.served_name,
+        current_revision=current,
+        update_revision=decided.revision.hash,
+        revisions=_revisions(observed, decided, current),
+        attempts=decided.assignment.attempts,
+        autoscaling=_autoscaling(before, decided, now),
+        capacity=before.capacity,
+    )
+
+
+def farewell_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
+    """The status of a service that drains because it is being deleted: only the counts still move."""
+    return observed.service.status.model_copy(
+        update={
+            "replicas": len(members),
+            "ready_replicas": sum(member.is_ready for member in members),
+            "updated_replicas": 0,
+            "draining_replicas": sum(one.replica.state == names.STATE_DRAINING for one in members),
+            "desired_replicas": 0,
+        }
+    )
+
+
+# --- revisions --------------------------------------------------------------------------------------------------------
+
+
+def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[RevisionStatus, ...]:
+    """Newest first: the one that the spec asks for, those with replicas, and as many older ones as are remembered."""
+    service = observed.service
+    update = decided.revision
+    populated = {member.replica.revision for member in decided.members}
+    older = [one for one in service.status.revisions if one.hash != update.hash]
+    needed = [one for one in older if one.hash in populated or one.hash == current]
+    room = max(0, service.spec.rollout.revision_history_limit - len(needed))
+    spare = [one for one in older if one not in needed][:room]
+    kept = [one for one in older if one in needed or one in spare][: MOST_REVISIONS - 1]
+
+    images = {update.hash: update.image} | {one.hash: one.image for one in kept}
+    share = rollout.weights(decided.members, list(images), current=current)
+    return tuple(
+        RevisionStatus(
+            name=f"{service.metadata.name}-{hash[:5]}",
+            hash=hash,
+            image=image,
+            weight=share[hash],
+            ready=sum(one.is_ready and one.replica.revision == hash for one in decided.members),
+        )
+        for hash, image in images.items()
+    )
+
+
+# --- autoscaling ------------------------------------------------------------------------------------------------------
+
+
+def _autoscaling(before: InferenceServiceStatus, decided: Decided, now: datetime) -> AutoscalingStatus | None:
+    scaling = decided.scaling
+    if scaling is None:
+        return None
+    known = before.autoscaling or AutoscalingStatus()
+    was = before.desired_replicas
+    history = known.history
+    if was and was != decided.desired:
+        change = ScalingDecision(
+            time=now.replace(microsecond=0), from_=was, to=decided.desired, reason=scaling.reason[:1024]
+        )
+        history = (change, *history)[:HISTORY_LENGTH]
+    if history is known.history and not _moved(known, scaling, now):
+        return known
+    return AutoscalingStatus(
+        recommended_replicas=scaling.recommended,
+        limited_by=scaling.limited_by,
+        signals=_signals(scaling, now) or known.signals,
+        history=history,
+    )
+
+
+def _moved(known: AutoscalingStatus, scaling: Recommendation, now: datetime) -> bool:
+    """Whether the values deserve a write of their own."""
+    if not scaling.values:
+        return False
+    shown = {signal.type: signal for signal in known.signals}
+    if {value.type.value for value in scaling.values} != set(shown):
+        return True
+    if any(now - (signal.sampled_time or now) < REFRESH_VALUES_AFTER for signal in shown.values()):
+        return False
+    return any(
+        abs(value.value - float(shown[value.type.value].value or 0)) >= value.target / 10 for value in scaling.values
+    )
+
+
+def _signals(scaling: Recommendation, now: datetime) -> tuple[SignalStatus, ...]:
+    return tuple(
+        SignalStatus(
+            type=value.type.value,
+            value=Decimal(f"{value.value:.2f}"),
+            target=Decimal(f"{value.target:.2f}"),
+            samples=value.samples,
+            sampled_time=now.replace(microsecond=0),
+        )
+        for value in scaling.values
+    )
+
+
+# --- conditions -------------------------------------------------------------------------------------------------------
+
+
+def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime) -> tuple[Condition, ...]:
+    service = observed.service
+    generation = service.metadata.generation
+    told = service.status.conditions
+    trouble = explain(observed, decided.members, decided.revision, decided.assignment, desired=decided.desired, now=now)
+    stalled = trouble.stalled or _past_deadline(observed, decided, ready, trouble, now)
+
+    def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+        nonlocal told
+        told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
+
+    status, reason, message = _readiness(service.status.conditions, decided, ready, trouble, stalled)
+    tell(ConditionType.READY, status, reason, message)
+    enough = ready >= decided.desired
+    tell(
+        ConditionType.WORKLOAD_AVAILABLE,
+        enough,
+        Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
+        trouble.sentence(ready, decided.desired),
+    )
+    url = f"the gateway serves it as {service.served_name!r}"
+    tell(
+        ConditionType.ROUTE_READY,
+        ready > 0,
+        Reason.ROUTED if ready else Reason.NO_READY_REPLICAS,
+        url if ready else f"{url} once a replica is ready",
+    )
+
+    if stalled:
+        tell(ConditionType.STALLED, True, *stalled)
+    else:
+        told = remove_condition(told, ConditionType.STALLED)
+    if not stalled and (progress := _progress(observed, decided, enough)):
+        tell(ConditionType.RECONCILING, True, *progress)
+    else:
+        told = remove_condition(told, ConditionType.RECONCILING)
+
+    scaling = _scaling_condition(observed, decided)
+    if scaling:
+        tell(ConditionType.SCALING_ACTIVE, *scaling)
+    else:
+        told = remove_condition(told, ConditionType.SCALING_ACTIVE)
+    return told
+
+
+def _readiness(
+    before: tuple[Condition, ...],
+    decided: Decided,
+    ready: int,
+    trouble: Trouble,
+    stalled: tuple[Reason, str] | None,
+) -> tuple[ConditionStatus, Reason, str]:
+    """The table on top."""
+    sentence = trouble.sentence(ready, decided.desired)
+    if decided.desired == 0:
+        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, "no replicas are asked for"
+    if ready >= decided.desired:
+        return ConditionStatus.TRUE, Reason.AVAILABLE, sentence
+    if ready:
+        return ConditionStatus.TRUE, Reason.DEGRADED, sentence
+    if stalled:
+        return ConditionStatus.FALSE, *stalled
+    was = find_condition(before, ConditionType.READY)
+    served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
+    if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
+        return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
+    reason = Reason.WAITING_FOR_GPU if trouble.waits_for_gpu else Reason.LOADING
+    return ConditionStatus.UNKNOWN, reason, sentence
+
+
+def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
+    """What is under way; None at rest."""
+    before = observed.service.status
+    if decided.rollout.is_rolling:
+        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}"
+    if not enough:
+        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted"
+    return None
+
+
+def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
+    """When the rollout, or the first start, will have made no progress for too long; None when it is done."""
+    ready = sum(member.is_ready for member in decided.members)
+    if decided.desired == 0 or (ready and not decided.rollout.is_rolling):
+        return None
+    new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
+    old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
+    # Only what a retry does not repeat is progress: a first attempt, a replica that became ready, an old one that goes.
+    moments = [one.created_at for one in new if one.attempt == 0]
+    moments += [one.ready_since for one in new if one.ready and one.ready_since]
+    moments += [one.drain_started for one in old if one.drain_started]
+    reconciling = find_condition(observed.service.status.conditions, ConditionType.RECONCILING)
+    if reconciling:
+        moments.append(reconciling.last_transition_time)
+    deadline = timedelta(seconds=observed.service.spec.rollout.progress_deadline_seconds)
+    return max(moments) + deadline if moments else None
+
+
+def _past_deadline(
+    observed: Observed, decided: Decided, ready: int, trouble: Trouble, now: datetime
+) -> tuple[Reason, str] | None:
+    """No progress for progressDeadlineSeconds; stays so until there is progress or another revision is asked for."""
+    before = observed.service.status
+    deadline = progress_deadline(observed, decided)
+    was = find_condition(before.conditions, ConditionType.STALLED)
+    was_stalled = (
+        was is not None
+        and was.reason == Reason.PROGRESS_DEADLINE_EXCEEDED
+        and before.update_revision == decided.revision.hash
+    )
+    if decided.desired == 0 or (ready and not decided.rollout.is_rolling):
+        return None
+    is_over = deadline is not None and now >= deadline
+    # Attempts come and go while it is stalled, so the facts behind an old deadline may be gone: it still stands.
+    if not is_over and not (was_stalled and (deadline is None or was is None or deadline <= was.last_transition_time)):
+        return None
+    seconds = observed.service.spec.rollout.progress_deadline_seconds
+    message = (
+        f"no progress for {seconds}s: {trouble.sentence(ready, decided.desired)}; "
+        "fix the spec, or set it back to the revision before"
+    )
+    return Reason.PROGRESS_DEADLINE_EXCEEDED, message
+
+
+def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionStatus, Reason, str] | None:
+    """Its message is the sentence of the last decision, or of what keeps it from deciding."""
+    spec, before = observed.service.spec, observed.service.status
+    if spec.autoscaling is None:
+        return None
+    scaling = decided.scaling
+    if scaling is None:
+        return ConditionStatus.TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale"
+    status = ConditionStatus.UNKNOWN if scaling.is_active is None else ConditionStatus(str(scaling.is_active))
+    was = find_condition(before.conditions, ConditionType.SCALING_ACTIVE)
+    is_news = (
+        was is None
+        or was.reason != scaling.verdict
+        or was.status != status
+        or before.desired_replicas != decided.desired
+    )
+    return status, scaling.verdict, scaling.reason if was is None or is_news else was.message
