@@ -1,0 +1,188 @@
+{{- /* Labels of every object. Call with (dict "root" $ "part" "operator"). */ -}}
+{{- define "slipway.labels" -}}
+{{ include "slipway.selector" . }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: slipway
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{- /* What selects the pods of a part; immutable, so nothing that changes may be in it. */ -}}
+{{- define "slipway.selector" -}}
+app.kubernetes.io/name: {{ .root.Values.name }}-{{ .part }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .part }}
+{{- end -}}
+
+{{- define "slipway.image" -}}
+{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+
+{{- define "slipway.masterSecret" -}}
+{{ .Values.adminMaster.existingSecret | default (printf "%s-admin-master" .Values.name) }}
+{{- end -}}
+
+{{- define "slipway.gatewayURL" -}}
+{{- $inside := printf "http://%s-gateway.%s.svc.%s:%v" .Values.name .Release.Namespace .Values.clusterDomain .Values.gateway.service.port -}}
+{{ .Values.gateway.url | default $inside }}
+{{- end -}}
+
+{{- define "slipway.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "slipway.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- /* What the pods of both parts have in common besides their container. */ -}}
+{{- define "slipway.podSpec" -}}
+{{- $part := index .root.Values .part -}}
+serviceAccountName: {{ .root.Values.name }}-{{ .part }}
+automountServiceAccountToken: true
+enableServiceLinks: false
+securityContext:
+  {{- include "slipway.podSecurityContext" . | nindent 2 }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $part.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $part.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $part.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "slipway.selector" . | nindent 8 }}
+volumes:
+  - name: admin-master
+    secret:
+      secretName: {{ include "slipway.masterSecret" .root }}
+      defaultMode: 0440
+  - name: tmp
+    emptyDir: {medium: Memory, sizeLimit: 64Mi}
+{{- end -}}
+
+{{- define "slipway.commonEnv" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: SLIPWAY_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: SLIPWAY_MASTER_DIR
+  value: /etc/slipway/admin
+- name: SLIPWAY_WATCH_NAMESPACES
+  value: {{ join "," .root.Values.watchNamespaces | quote }}
+- name: SLIPWAY_LOG_LEVEL
+  value: {{ (index .root.Values .part).logLevel }}
+{{- end -}}
+
+{{- define "slipway.commonMounts" -}}
+- {name: admin-master, mountPath: /etc/slipway/admin, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- end -}}
+
+{{- /* One set of rules, as a ClusterRole, or as a Role in each watched namespace. Call with root, part and rules. */ -}}
+{{- define "slipway.grant" -}}
+{{- $name := printf "%s-%s" .root.Values.name .part -}}
+{{- $call := . -}}
+{{- if .root.Values.watchNamespaces }}
+{{- range .root.Values.watchNamespaces }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: {{ $name }}
+  namespace: {{ . }}
+  labels:
+    {{- include "slipway.labels" $call | nindent 4 }}
+rules:
+  {{- $call.rules | nindent 2 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ $name }}
+  namespace: {{ . }}
+  labels:
+    {{- include "slipway.labels" $call | nindent 4 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: {{ $name }}}
+subjects:
+  - {kind: ServiceAccount, name: {{ $name }}, namespace: {{ $call.root.Release.Namespace }}}
+{{- end }}
+{{- else }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "slipway.labels" $call | nindent 4 }}
+rules:
+  {{- $call.rules | nindent 2 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "slipway.labels" $call | nindent 4 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: {{ $name }}}
+subjects:
+  - {kind: ServiceAccount, name: {{ $name }}, namespace: {{ .root.Release.Namespace }}}
+{{- end }}
+{{- end -}}
+
+{{- define "slipway.operatorRules" -}}
+- apiGroups: [slipway.dev]
+  resources: [inferenceservices]
+  verbs: [get, list, watch, patch]  # patch: only the finalizer
+- apiGroups: [slipway.dev]
+  resources: [inferenceservices/status]
+  verbs: [patch]
+- apiGroups: [slipway.dev]
+  resources: [inferenceservices/finalizers]
+  verbs: [update]  # to own the pods with blockOwnerDeletion
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, patch, delete]
+{{- if eq .Values.operator.replicaAccess "proxy" }}
+- apiGroups: [""]
+  resources: [pods/proxy]
+  verbs: [get, create]
+{{- end }}
+- apiGroups: [""]
+  resources: [services]
+  verbs: [create, patch]  # server-side apply
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [create, patch]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
+
+{{- define "slipway.gatewayRules" -}}
+- apiGroups: [slipway.dev]
+  resources: [inferenceservices]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+{{- end -}}
