@@ -1,0 +1,100 @@
+"""A bounded queue: who may wait, and when the others should come back."""
+
+import pytest
+
+from slipway_runtime.messages import EngineFacts, EngineStats, Request, SamplingParams
+from slipway_runtime.scheduling.admission import Admission, Overloaded, QueueLimits, Refused, refuse_impossible
+
+FACTS = EngineFacts(
+    vocab_size=100, eos_token_ids=(2,), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=16,
+    num_blocks=4, bytes_per_token=1, weight_bytes=1, dtype="float32", device="cpu", load_seconds=0, warmup_seconds=0,
+)  # fmt: skip
+
+
+def stats(started: int, waiting: int) -> EngineStats:
+    return EngineStats(
+        running=4, waiting=waiting, waiting_tokens=0, blocks_total=4, blocks_live=0, blocks_cached=0, steps=1,
+        preemptions=0, prefix_queries=0, prefix_hits=0, admitted=0, finished=0, aborted=0, handed_over=0,
+        last_step_at=0.0, started=started,
+    )  # fmt: skip
+
+
+def a_queue_that_starts(per_second: float, waiting: int = 10, seconds: int = 8, **limits: object) -> Admission:
+    admission = Admission(QueueLimits(**limits))
+    for second in range(seconds + 1):
+        admission.observe(stats(started=int(per_second * second), waiting=waiting), float(second))
+    return admission
+
+
+@pytest.mark.capability("BS-4")
+def test_an_empty_queue_lets_everybody_in():
+    Admission(QueueLimits(max_requests=1, max_tokens=1)).admit(waiting=0, waiting_tokens=0, prompt_tokens=99, now=0.0)
+
+
+@pytest.mark.capability("BS-4")
+def test_a_full_queue_says_when_half_of_it_will_be_gone():
+    admission = a_queue_that_starts(per_second=2, max_requests=10)
+    with pytest.raises(Overloaded, match="10 requests are waiting, the queue holds 10") as refusal:
+        admission.admit(waiting=10, waiting_tokens=0, prompt_tokens=1, now=8.0)
+    assert refusal.value.retry_after_seconds == 2.5  # ten at two a second are five seconds
+
+
+@pytest.mark.capability("BS-4")
+def test_tokens_bound_the_queue_too():
+    admission = a_queue_that_starts(per_second=2, max_tokens=1000)
+    admission.admit(waiting=3, waiting_tokens=900, prompt_tokens=100, now=8.0)
+    with pytest.raises(Overloaded, match="900 prompt tokens are waiting"):
+        admission.admit(waiting=3, waiting_tokens=900, prompt_tokens=101, now=8.0)
+
+
+@pytest.mark.capability("BS-4")
+def test_who_would_wait_too_long_is_told_at_once():
+    admission = a_queue_that_starts(per_second=0.5, max_wait_seconds=30)
+    admission.admit(waiting=15, waiting_tokens=0, prompt_tokens=1, now=8.0)
+    with pytest.raises(Overloaded, match="about 32 s, the limit is 30 s") as refusal:
+        admission.admit(waiting=16, waiting_tokens=0, prompt_tokens=1, now=8.0)
+    assert refusal.value.retry_after_seconds == 16
+
+
+@pytest.mark.capability("BS-4")
+def test_a_queue_that_stands_still_gets_longer_waits_the_longer_it_stands():
+    admission = a_queue_that_starts(per_second=0, waiting=5)
+    soon, late = admission.predicted_wait_seconds(5, 2.0), admission.predicted_wait_seconds(5, 8.0)
+    assert soon < late == 40
+
+
+@pytest.mark.capability("BS-4")
+def test_an_empty_moment_forgets_the_old_pace():
+    admission = a_queue_that_starts(per_second=0, waiting=5)
+    admission.observe(stats(started=5, waiting=0), 9.0)
+    admission.observe(stats(started=15, waiting=5), 10.0)
+    assert admission.predicted_wait_seconds(5, 10.0) == 0.5
+
+
+@pytest.mark.capability("BS-4")
+def test_the_time_to_come_back_is_between_a_second_and_a_minute():
+    for pace in (0, 1000):
+        with pytest.raises(Overloaded) as refusal:
+            a_queue_that_starts(per_second=pace, max_requests=5, waiting=500).admit(
+                waiting=500, waiting_tokens=0, prompt_tokens=1, now=8.0
+            )
+        assert 1 <= refusal.value.retry_after_seconds <= 60
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "sentence"),
+    [
+        ((), {}, "the prompt is empty"),
+        (range(64), {}, "64 tokens; this model takes 64"),
+        ((1,), {"max_tokens": 0}, "max_tokens is 0"),
+        ((1, 100), {}, "prompt holds a token id outside the vocabulary of 100"),
+        ((-1,), {}, "prompt holds a token id outside"),
+        ((1,), {"stop_token_ids": (100,)}, "stop_token_ids holds a token id outside"),
+    ],
+)
+@pytest.mark.capability("KV-6")
+def test_what_can_never_run_is_refused_at_the_door(prompt, fields, sentence):
+    params = SamplingParams(**{"max_tokens": 1, **fields})
+    request = Request(id="a", prompt_token_ids=tuple(prompt), params=params, arrived=0.0)
+    with pytest.raises(Refused, match=sentence):
+        refuse_impossible(request, FACTS)
