@@ -41,7 +41,11 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
             return wrong_method(request.method, request.path).response()
         return unknown_path(request.path).response()
 
+    async def anonymous(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "slipway"  # which library serves, in which version, is nobody's business
+
     app = web.Application()
+    app.on_response_prepare.append(anonymous)
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle)
     app.router.add_get(MODELS_PATH, models)

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import PayloadEncodingError
 
 from slipway_api.names import HEADER_PIN_REVISION, HEADER_REQUEST_ID
 from slipway_gateway.errors import bad_request, busy, too_large
@@ -74,7 +73,7 @@ class BodyBudget:
                 if self._left < 0:
                     raise busy()
                 pieces.append(piece)
-        except PayloadEncodingError as error:
+        except web.RequestPayloadError as error:
             self._left += size
             raise bad_request("The body cannot be read as its Transfer-Encoding or Content-Encoding says.") from error
         except BaseException:

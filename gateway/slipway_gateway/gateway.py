@@ -1,6 +1,7 @@
 """One running gateway: its parts wired together, its two doors opened, and the way it leaves."""
 
 import asyncio
+import logging
 import time
 from contextlib import AsyncExitStack
 
@@ -21,6 +22,10 @@ from slipway_kube.client import Client
 
 log = structlog.get_logger()
 
+# aiohttp logs what it cannot parse with a traceback and parts of what the client sent, which may be a prompt.
+# Requests that it can parse are logged by the journal.
+QUIET = logging.getLogger("slipway_gateway.http")
+QUIET.setLevel(logging.CRITICAL)
 SECONDS_TO_CUT = 5.0  # for error events to reach their clients
 
 
@@ -107,7 +112,7 @@ class Gateway:
 
 async def _listen(stack: AsyncExitStack, app: web.Application, host: str, port: int) -> web.TCPSite:
     """Serve `app` until the stack closes; a handler is cancelled when its client leaves."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=QUIET, shutdown_timeout=1.0)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     site = web.TCPSite(runner, host, port, backlog=1024)

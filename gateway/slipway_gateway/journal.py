@@ -92,7 +92,7 @@ class Journal:
             status=record.status,
             finish=record.finish or _last_word(_FINISH, end),
             error=record.error,
-            retries=[setback.value for setback in record.setbacks],
+            setbacks=[setback.value for setback in record.setbacks],
             max_tokens=record.max_tokens,
             prompt_tokens=_last_number(_PROMPT_TOKENS, end),
             output_tokens=_last_number(_OUTPUT_TOKENS, end),

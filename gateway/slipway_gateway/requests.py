@@ -129,6 +129,8 @@ class Requests:
         while True:
             route = self._route(ask, record)
             endpoint = self._pick(route, ask, tried)
+            if isinstance(endpoint, Endpoint) and record.setbacks and not self._may_retry(record):
+                endpoint = NoneReady(f"{record.error} at the last of {len(record.setbacks)} tries")
             if isinstance(endpoint, NoneReady):
                 return self._give_up(endpoint, no, record)
             record.endpoint, record.revision = endpoint.name, endpoint.revision
@@ -142,6 +144,7 @@ class Requests:
                             if reply.is_stream and not reply.first:
                                 raise LostError("an empty stream")
                             self._fleet.succeeded(endpoint)
+                            record.error = ""
                             return await self._relay.pass_on(request, reply, lease, record, route.service.served_name)
                         setback, error = no.setback, str(no.status)
                 except UnreachableError as failure:
@@ -154,8 +157,6 @@ class Requests:
             record.error = error
             tried[endpoint.name] = setback
             self._metrics.upstream_errors.labels(record.model, setback.value).inc()
-            if not self._may_retry(record):
-                return self._give_up(NoneReady(f"{error} at the last of {len(record.setbacks)} tries"), no, record)
 
     def _route(self, ask: Ask, record: Record) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""

@@ -69,7 +69,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> G
         master_directory=Path(env.text("SLIPWAY_MASTER_DIR", str(defaults.master_directory))),
         watch_namespaces=env.list("SLIPWAY_WATCH_NAMESPACES"),
         log_level=env.text("SLIPWAY_LOG_LEVEL", defaults.log_level).upper(),
-        propagation_seconds=env.number("SLIPWAY_PROPAGATION_SECONDS", defaults.propagation_seconds),
+        # On a laptop there is no load balancer to wait for.
+        propagation_seconds=env.number(
+            "SLIPWAY_PROPAGATION_SECONDS", 0.0 if options.static else defaults.propagation_seconds
+        ),
         drain_seconds=env.number("SLIPWAY_DRAIN_SECONDS", defaults.drain_seconds),
     )
 
