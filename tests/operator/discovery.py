@@ -1,0 +1,43 @@
+"""The fake API server with discovery, which kopf reads before it watches anything."""
+
+from typing import Any
+
+from slipway_api.names import API_VERSION, GROUP, VERSION
+from tests.fakes import FakeApiServer, Request
+
+_VERSIONS = [{"groupVersion": API_VERSION, "version": VERSION}]
+DISCOVERY: dict[str, dict[str, Any]] = {
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/api/v1": {
+        "kind": "APIResourceList",
+        "groupVersion": "v1",
+        "resources": [
+            {"name": "namespaces", "singularName": "namespace", "kind": "Namespace", "namespaced": False, "verbs": []}
+        ],
+    },
+    "/apis": {
+        "kind": "APIGroupList",
+        "groups": [{"name": GROUP, "versions": _VERSIONS, "preferredVersion": _VERSIONS[0]}],
+    },
+    f"/apis/{API_VERSION}": {
+        "kind": "APIResourceList",
+        "groupVersion": API_VERSION,
+        "resources": [
+            {
+                "name": "inferenceservices",
+                "singularName": "inferenceservice",
+                "kind": "InferenceService",
+                "namespaced": True,
+                "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
+            },
+            {"name": "inferenceservices/status", "singularName": "", "kind": "InferenceService", "namespaced": True},
+        ],
+    },
+}
+
+
+class DiscoverableApiServer(FakeApiServer):
+    """Knows which kinds it has."""
+
+    def _do(self, request: Request) -> tuple[dict[str, Any], int]:
+        return (DISCOVERY[request.path], 200) if request.path in DISCOVERY else super()._do(request)
