@@ -41,7 +41,7 @@ class InferenceService(Object, frozen=True, gc=False):
     status: ServiceStatus = ServiceStatus()
 
 
-def endpoint_of(pod: Pod) -> Endpoint | None:
+def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
     """Where requests for this pod go, or None while it must not get any.
 
     Ready, labelled as serving, not being deleted, and with an address. The operator sets the label to draining
@@ -57,7 +57,7 @@ def endpoint_of(pod: Pod) -> Endpoint | None:
         name=f"{pod.namespace}/{pod.name}",
         service=f"{pod.namespace}/{service}",
         revision=pod.labels.get(names.LABEL_REVISION, ""),
-        url=f"http://{host}:{names.SERVING_PORT}",
+        url=f"http://{host}:{port}",
     )
 
 
@@ -75,8 +75,16 @@ def service_of(resource: InferenceService) -> Service:
 class Watch:
     """Keeps a fleet current from Pods and InferenceServices."""
 
-    def __init__(self, client: Client, fleet: Fleet, *, namespaces: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        client: Client,
+        fleet: Fleet,
+        *,
+        namespaces: Sequence[str] = (),
+        serving_port: int = names.SERVING_PORT,
+    ) -> None:
         self._fleet = fleet
+        self._serving_port = serving_port
         self._pods = Informer(client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR)
         self._services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces)
         self._pods.on_change(self._pod_changed)
@@ -98,7 +106,7 @@ class Watch:
         pod = new or old
         assert pod is not None
         name = f"{pod.namespace}/{pod.name}"
-        endpoint = endpoint_of(new) if new is not None else None
+        endpoint = endpoint_of(new, self._serving_port) if new is not None else None
         had = self._fleet.has_endpoint(name)
         self._fleet.set_endpoint(name, endpoint)
         if had != (endpoint is not None):

@@ -26,8 +26,17 @@ Behaviour = Callable[["Runtime", web.Request], Awaitable[web.StreamResponse]]
 class Runtime:
     """One replica. `behaviour` answers every request; what happened is kept for the test to look at."""
 
-    def __init__(self, behaviour: "Behaviour | None" = None, *, words: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        behaviour: "Behaviour | None" = None,
+        *,
+        words: list[str] | None = None,
+        address: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
         self.behaviour = behaviour or speak
+        self.address = address
+        self.port = port
         self.words = WORDS if words is None else words
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
@@ -57,9 +66,10 @@ class Runtime:
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, self.address, self.port)
         await site.start()
-        self.url = f"http://127.0.0.1:{site.port}"
+        self.port = site.port
+        self.url = f"http://{self.address}:{self.port}"
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -176,6 +186,12 @@ async def a_gateway(*runtimes: Runtime | str, **settings: Any) -> AsyncIterator[
     configured = replace(base, **settings)
     async with Gateway(configured, static_fleet(configured.static)) as gateway:
         yield gateway
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let everything else run until `condition` holds; the test's timeout is the limit."""
+    while not condition():  # noqa: ASYNC110  what is waited for happens inside sockets and has no event
+        await asyncio.sleep(0.005)
 
 
 class Caller:

@@ -19,13 +19,8 @@ from tests.gateway.doubles import (
     event,
     events_of,
     text_of,
+    until,
 )
-
-
-async def until(condition) -> None:
-    """Let everything else run until `condition` holds; the test's timeout is the limit."""
-    while not condition():  # noqa: ASYNC110  what is waited for happens inside sockets and has no event
-        await asyncio.sleep(0)
 
 
 async def next_event(response) -> str:
