@@ -17,10 +17,22 @@ from slipway_runtime.server.replica import Replica
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
+_DISCARD_BYTES: Final = 64 * 2**20
+
 
 def new_id(prefix: str) -> str:
     """A fresh id such as `chatcmpl-…`; clients cannot choose it, so it cannot collide in the engine."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read what nobody wants, up to a bound: a client that still sends would see a reset instead of the answer."""
+    left = _DISCARD_BYTES
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
 
 
 class Door:
@@ -43,6 +55,7 @@ class Door:
         scope.setdefault("state", {})["request_id"] = request_id
         send = self._signing(send, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
+            await _discard_body(receive)
             return await refusal.response()(scope, receive, send)
         self._open += 1
         try:
@@ -53,7 +66,6 @@ class Door:
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
-            # Closing the connection spares reading what nobody wants.
             return ApiError(413, self._too_large, headers={"Connection": "close"})
         if scope["method"] == "POST" and self._open >= self._max_open_requests:
             reason = f"{self._open} requests are open, the limit is {self._max_open_requests}"
@@ -74,6 +86,7 @@ class Door:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._max_body_bytes:
+                    await _discard_body(receive)
                     raise HTTPException(413, self._too_large, {"Connection": "close"})
             return message
 

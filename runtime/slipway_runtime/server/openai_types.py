@@ -122,6 +122,12 @@ class ChatMessage(Wire):
     annotations: list[Any] | None = Field(default=None, max_length=0)
     reasoning_content: None = None
 
+    @model_validator(mode="after")
+    def _users_say_something(self) -> Self:
+        if self.role == "user" and not self.text:
+            raise ValueError("the content of a user's message is empty")
+        return self
+
     @property
     def text(self) -> str:
         """The content as one text."""

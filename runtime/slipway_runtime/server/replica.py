@@ -231,7 +231,6 @@ class Replica:
     def closed(self, request_id: str) -> None:
         """A request has left, however it ended."""
         self._open.discard(request_id)
-        self._drained_out.discard(request_id)
 
     def why_it_failed(self, request_id: str, error: str) -> ApiError:
         """What to tell the client of a request that ended without its own fault."""
@@ -269,6 +268,7 @@ class Replica:
             self._deadline.cancel()
             self._deadline = None
         self._draining = False
+        self._drained_out.clear()
         if self.loaded is not None:
             self.loaded.engine.undrain()
         return self.drain_status()

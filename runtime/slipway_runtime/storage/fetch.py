@@ -16,15 +16,6 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from slipway_runtime.storage.cache import hub_directory, only_one
 
 WEIGHTS: Final = ("*.safetensors",)
@@ -78,6 +69,16 @@ def fetch(uri: str, *, cache: Path, weights: bool = True, endpoint: str | None =
 
 
 def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | None) -> Path:
+    # Only here: the library costs a quarter of the start, and a model of this machine needs none of it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
     try:
         # The hub's library resumes what was interrupted, checks what arrives, and goes without the network when

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipway_runtime.engine.detokenizer import Detokenizer, Released, StopStrings
 from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from slipway_runtime.engine.detokenizer import Detokenizer, Released, StopStrings
 
 TINY = Path(__file__).parents[3] / "models" / "tiny" / "tokenizer.json"
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sampled_from(

@@ -1,0 +1,197 @@
+"""A replica as it really runs, on free ports of this machine: the tiny model, the engine, uvicorn, both applications."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from slipway_api.runtime_api import StartupTimes
+from slipway_runtime.engine.build import build_engine
+from slipway_runtime.engine.client import EngineClient, QueueLimits
+from slipway_runtime.engine.engine import Engine
+from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Request, StepReport
+from slipway_runtime.server.app import admin_app, listening, serving_app
+from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.prompt import PromptEncoder
+from slipway_runtime.server.replica import Identity, LoadedModel, Replica
+from slipway_runtime.server.sampling import model_defaults
+from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
+from slipway_runtime.settings import SamplingDefaults
+
+TINY = Path(__file__).parents[3] / "models" / "tiny"
+FOREVER = {"ignore_eos": True, "max_tokens": 2000}  # a stream that ends only when somebody ends it
+
+
+@cache
+def tiny_tokenizer() -> TokenizerFiles:
+    return load_tokenizer(TINY)
+
+
+def tiny_engine(**options: Any) -> Engine:
+    return build_engine(TINY, **({"max_num_seqs": 4, "kv_cache_bytes": 16 * 2**20, "device": "cpu"} | options))
+
+
+class Steps:
+    """The real engine with a hand on its step loop: hold it, let single steps through, or break it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._permits = threading.Semaphore(0)
+        self._free = threading.Event()
+        self._free.set()
+        self.failure: Exception | None = None
+
+    def hold(self) -> None:
+        """From now on each step needs a permit."""
+        self._free.clear()
+
+    def allow(self, steps: int = 1) -> None:
+        self._permits.release(steps)
+
+    def let_go(self) -> None:
+        self._free.set()
+        self._permits.release()
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._engine.facts
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def add(self, request: Request, now: float) -> None:
+        self._engine.add(request, now)
+
+    def abort(self, request_id: str, reason: FinishReason, now: float) -> None:
+        self._engine.abort(request_id, reason, now)
+
+    def step(self, now: float) -> StepReport:
+        if not self._free.is_set():
+            self._permits.acquire()
+        if self.failure is not None:
+            raise self.failure
+        return self._engine.step(now)
+
+    def idle(self) -> None:
+        self._engine.idle()
+
+    def stats(self, now: float) -> EngineStats:
+        return self._engine.stats(now)
+
+
+@dataclass
+class Clock:
+    """The server's clock, which a test may push forward; the engine keeps the real one."""
+
+    real: Callable[[], float]
+    ahead: float = 0.0
+
+    def __call__(self) -> float:
+        return self.real() + self.ahead
+
+
+@dataclass
+class Running:
+    """A replica that answers, and what a test holds it by."""
+
+    replica: Replica
+    client: EngineClient
+    steps: Steps
+    clock: Clock
+    url: str
+    admin_url: str
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    models: list[LoadedModel] = field(default_factory=list)
+
+    async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return await self.http.post(f"{self.url}{path}", json=body, **options)
+
+    async def chat(self, text: str = "Hello!", headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        return await self.post("/v1/chat/completions", {"messages": messages, **body}, headers=headers or {})
+
+    def streaming(self, text: str = "Hello!", headers: dict[str, str] | None = None, **body: Any) -> Any:
+        messages = [{"role": "user", "content": text}]
+        json = {"messages": messages, "stream": True, **body}
+        return self.http.stream("POST", f"{self.url}/v1/chat/completions", json=json, headers=headers or {})
+
+    async def admin(self, path: str, method: str = "GET", **options: Any) -> httpx.Response:
+        return await self.http.request(method, f"{self.admin_url}{path}", **options)
+
+    async def until(self, condition: Callable[[EngineStats], bool]) -> EngineStats:
+        """Wait for the engine's numbers to say so."""
+        async with asyncio.timeout(20):
+            while not condition(stats := self.client.stats()):
+                await asyncio.sleep(0.01)
+        return stats
+
+
+@asynccontextmanager
+async def a_replica(
+    *,
+    limits: QueueLimits | None = None,
+    defaults: SamplingDefaults | None = None,
+    token_digests: tuple[str, ...] = (),
+    max_output_tokens: int = 0,
+    max_body_bytes: int = 2**20,
+    max_open_requests: int = 64,
+    drain_timeout: float = 60.0,
+    load: bool = True,
+    revision: str = "rev1",
+    **engine: Any,
+) -> AsyncIterator[Running]:
+    """A replica named `tiny` of the namespace `team-a`; with `load=False` it stays at Loading."""
+    steps = Steps(tiny_engine(**engine))
+    client = EngineClient(steps, limits=limits)
+    clock = Clock(asyncio.get_running_loop().time)
+    replica = Replica(
+        Identity(model="tiny", revision=revision, namespace="team-a", uri=f"file://{TINY}"),
+        drain_timeout=drain_timeout,
+        clock=clock,
+    )
+    serving = serving_app(replica, max_body_bytes=max_body_bytes, max_open_requests=max_open_requests)
+    await client.start()
+    try:
+        async with (
+            listening(serving, "127.0.0.1", 0) as port,
+            listening(admin_app(replica, token_digests=token_digests), "127.0.0.1", 0) as admin_port,
+            httpx.AsyncClient(timeout=30) as http,
+            AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai,
+        ):
+            with ThreadPoolExecutor(2) as threads:
+                model = LoadedModel(
+                    engine=client,
+                    prompts=PromptEncoder(tiny_tokenizer(), max_model_len=client.facts.max_model_len, threads=threads),
+                    metrics=Metrics("tiny", client.facts, client.stats, gpu_memory_utilization=0.85),
+                    defaults=(defaults or SamplingDefaults()).over(model_defaults(TINY)),
+                    max_output_tokens=max_output_tokens,
+                    created=1,
+                )
+                client.on_step = model.metrics.stepped
+                if load:
+                    replica.ready_with(model, StartupTimes(load_seconds=0.1, warmup_seconds=0.1))
+                yield Running(
+                    replica=replica,
+                    client=client,
+                    steps=steps,
+                    clock=clock,
+                    url=f"http://127.0.0.1:{port}",
+                    admin_url=f"http://127.0.0.1:{admin_port}",
+                    http=http,
+                    openai=openai,
+                    models=[model],
+                )
+                steps.let_go()
+    finally:
+        steps.let_go()
+        await client.stop()

@@ -1,0 +1,233 @@
+"""The life of a replica as the operator and the kubelet see it on the admin port."""
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slipway_api.admin_token import admin_token, token_digest
+from slipway_api.runtime_api import DrainStatus, Ready, ReadyReason, Signals, StartupTimes, State
+from slipway_runtime.server.control import ask_for_drain, serve_control
+from slipway_runtime.server.replica import DRAINED_OUT
+from tests.runtime.server.serving import FOREVER, Running, a_replica
+
+
+async def ready_of(replica: Running) -> tuple[int, ReadyReason]:
+    response = await replica.admin("/ready")
+    body = Ready.model_validate_json(response.content)
+    assert body.ready == (response.status_code == 200)
+    return response.status_code, body.reason
+
+
+@pytest.mark.capability("RD-3")
+async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers():
+    async with a_replica(load=False) as replica:
+        assert await ready_of(replica) == (503, ReadyReason.LOADING)
+        assert (await replica.admin("/health")).status_code == 200
+        assert (await replica.admin("/metrics")).status_code == 200
+        early = await replica.chat()
+        assert early.status_code == 503
+        assert early.headers["retry-after"] == "1"
+        assert (await replica.http.get(f"{replica.url}/v1/models")).status_code == 503
+
+        replica.replica.warming_up()
+        assert await ready_of(replica) == (503, ReadyReason.WARMING_UP)
+
+        replica.replica.ready_with(replica.models[0], StartupTimes(load_seconds=1.0))
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        assert (await replica.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.capability("RD-3")
+async def test_readiness_drops_while_the_step_loop_stalls_with_work_and_returns():
+    async with a_replica() as replica:
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        replica.clock.ahead += 3600  # idle for an hour is no stall
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+
+        replica.steps.hold()
+        asking = asyncio.create_task(replica.chat(max_tokens=2))
+        await replica.until(lambda stats: stats.running + stats.waiting == 1)
+        assert await ready_of(replica) == (200, ReadyReason.READY), "work has only just come"
+        replica.clock.ahead += 31
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+        assert (await replica.admin("/health")).status_code == 200, "a restart would lose the streams"
+
+        replica.steps.let_go()
+        assert (await asking).status_code == 200
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+
+
+@pytest.mark.capability("RD-3")
+async def test_a_dead_engine_is_neither_ready_nor_healthy():
+    async with a_replica() as replica:
+        replica.steps.failure = RuntimeError("broken")
+        assert (await replica.chat()).status_code == 503
+
+        assert await ready_of(replica) == (503, ReadyReason.ENGINE_DEAD)
+        for answer in (await replica.admin("/health"), await replica.http.get(f"{replica.url}/health")):
+            assert answer.status_code == 503
+
+
+@pytest.mark.capability("RD-1")
+async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
+    async with a_replica() as replica:
+        async with replica.streaming("Tell me a story.", ignore_eos=True, max_tokens=120) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+
+            answer = await replica.admin("/drain", "POST", json={"timeoutSeconds": 30, "reason": "test"})
+            status = DrainStatus.model_validate_json(answer.content)
+            assert (status.draining, status.running + status.waiting, status.is_drained) == (True, 1, False)
+            assert await ready_of(replica) == (503, ReadyReason.DRAINING)
+            refused = await replica.chat()
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            again = await replica.admin("/drain", "POST")
+            assert DrainStatus.model_validate_json(again.content).draining
+
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        async with asyncio.timeout(5):
+            await replica.replica.drained()
+        assert replica.client.stats().finished == 1
+        assert (await replica.admin("/metrics")).status_code == 200, "a drained replica still shows its numbers"
+
+        back = await replica.admin("/undrain", "POST")
+        assert not DrainStatus.model_validate_json(back.content).draining
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        assert (await replica.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.capability("RD-2")
+async def test_at_the_deadline_of_a_drain_a_stream_ends_with_an_error_event():
+    async with a_replica() as replica, replica.streaming(**FOREVER) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        await replica.admin("/drain", "POST", json={"timeoutSeconds": 3600})
+
+        await replica.admin("/drain", "POST", json={"timeoutSeconds": 0})
+        rest = [line async for line in lines if line]
+
+        assert json.loads(rest[-2][6:])["error"]["message"] == DRAINED_OUT
+        assert rest[-1] == "data: [DONE]"
+        async with asyncio.timeout(5):
+            await replica.replica.drained()
+
+
+async def test_a_longer_deadline_does_not_replace_a_shorter_one():
+    async with a_replica() as replica:
+        asking = asyncio.create_task(replica.chat(**FOREVER))
+        await replica.until(lambda stats: stats.running == 1)
+        replica.replica.drain(0.2)
+        replica.replica.drain(3600)
+
+        assert (await asking).status_code == 503
+
+
+@pytest.mark.capability("RD-1")
+async def test_a_drain_that_comes_while_loading_is_not_forgotten():
+    async with a_replica(load=False) as replica:
+        await replica.admin("/drain", "POST")
+        replica.replica.ready_with(replica.models[0], StartupTimes())
+
+        assert await ready_of(replica) == (503, ReadyReason.DRAINING)
+        assert (await replica.chat()).status_code == 503
+
+
+@pytest.mark.capability("RD-1")
+async def test_the_drain_socket_answers_when_the_last_stream_has_ended():
+    with tempfile.TemporaryDirectory(prefix="slw") as short:  # socket paths have room for 107 bytes
+        directory = Path(short)
+        async with a_replica() as replica:
+            server = await serve_control(replica.replica, directory)
+            assert server is not None
+            asking = asyncio.create_task(replica.chat(ignore_eos=True, max_tokens=60))
+            await replica.until(lambda stats: stats.running == 1)
+
+            answer = await ask_for_drain(directory / "drain.sock", 30)
+
+            assert answer == {"draining": True, "running": 0, "waiting": 0}
+            assert asking.done() or (await asking).status_code == 200
+            server.close()
+
+
+# --- the token
+
+
+@pytest.mark.capability("SE-2")
+async def test_the_admin_port_wants_the_pods_token_except_for_probes():
+    token, other = admin_token(b"master", "team-a", "pod-1"), admin_token(b"master", "team-a", "pod-2")
+    previous = admin_token(b"old master", "team-a", "pod-1")
+    async with a_replica(token_digests=(token_digest(token), token_digest(previous))) as replica:
+        for method, path in [("GET", "/signals"), ("GET", "/state"), ("POST", "/drain"), ("POST", "/undrain")]:
+            bare = await replica.admin(path, method)
+            wrong = await replica.admin(path, method, headers={"x-slipway-admin-token": other})
+            assert [bare.status_code, wrong.status_code] == [401, 401]
+            assert other not in wrong.text
+            for right in (token, previous):
+                answer = await replica.admin(path, method, headers={"x-slipway-admin-token": right})
+                assert answer.status_code == 200
+        for path in ("/ready", "/health", "/metrics"):
+            assert (await replica.admin(path)).status_code == 200
+        assert (await replica.http.get(f"{replica.url}/signals")).status_code == 404, "clients have no admin port"
+
+
+# --- numbers
+
+
+@pytest.mark.capability("KV-4")
+async def test_signals_are_small_and_count_live_blocks_only():
+    async with a_replica() as replica:
+        await replica.chat("A long prompt that fills some blocks. " * 8, max_tokens=8)
+        await replica.until(lambda stats: stats.running == 0 and stats.finished == 1)
+
+        idle = await replica.admin("/signals")
+        signals = Signals.model_validate_json(idle.content)
+
+        assert len(idle.content) < 300
+        assert signals.kv_usage == 0, "reusable prefixes are not load"
+        assert (signals.admitted, signals.finished, signals.running, signals.waiting) == (1, 1, 0, 0)
+        assert (signals.generated_tokens, signals.draining) == (8, False)
+        state = State.model_validate_json((await replica.admin("/state")).content)
+        assert state.blocks.cached > 0
+        assert state.blocks.live + state.blocks.cached + state.blocks.free == state.blocks.total
+
+        replica.steps.hold()
+        asking = asyncio.create_task(replica.chat("x " * 200, max_tokens=2))
+        await replica.until(lambda stats: stats.waiting == 1)
+        waiting = Signals.model_validate_json((await replica.admin("/signals")).content)
+        assert (waiting.waiting, waiting.running) == (1, 0)
+        assert waiting.waiting_tokens >= 200
+        replica.steps.allow(1)
+        await replica.until(lambda stats: stats.running == 1)
+        busy = Signals.model_validate_json((await replica.admin("/signals")).content)
+        assert busy.kv_usage > 0
+        replica.steps.let_go()
+        await asking
+
+
+async def test_state_tells_all_there_is_to_know():
+    async with a_replica() as replica:
+        state = State.model_validate_json((await replica.admin("/state")).content)
+
+    assert state.model_name == "tiny"
+    assert state.revision == "rev1"
+    assert state.tokenizer_sha256 == replica.models[0].tokenizer_sha256
+    assert state.boot_id == replica.replica.boot_id
+    assert state.max_model_len == 2048
+    assert state.block_size == 16
+    assert state.bytes_per_token > 0
+    assert state.startup.load_seconds == 0.1
+
+
+async def test_a_senseless_drain_request_is_a_400():
+    async with a_replica() as replica:
+        answer: httpx.Response = await replica.admin("/drain", "POST", content=b'{"timeoutSeconds": -1}')
+
+        assert answer.status_code == 400
+        assert not replica.replica.draining
