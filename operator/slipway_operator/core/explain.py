@@ -19,16 +19,17 @@ CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a
 class Trouble:
     """What keeps replicas from serving."""
 
-    sentences: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()  # sentences about replicas that do not serve, worst first
+    refusals: tuple[str, ...] = ()  # what the API server refused
     stalled: tuple[Reason, str] | None = None  # a person has to act
     waits_for_gpu: bool = False
 
-    def sentence(self, ready: int, desired: int) -> str:
-        """`1 of 3 replicas are ready; chat-x7k2p-2-0 is loading`."""
-        shown, more = self.sentences[:SENTENCES_SHOWN], len(self.sentences) - SENTENCES_SHOWN
-        verb = "is" if desired == 1 else "are"
-        noun = "replica" if desired == 1 else "replicas"
-        parts = [f"{min(ready, desired)} of {desired} {noun} {verb} ready", *shown]
+    def sentence(self, ready: int, desired: int, whose: str = "") -> str:
+        """`1 of 3 replicas are ready; chat-x7k2p-2-0 is loading`; what does not matter to the number is left out."""
+        sentences = (*self.refusals, *self.replicas) if ready < desired else self.refusals
+        shown, more = sentences[:SENTENCES_SHOWN], len(sentences) - SENTENCES_SHOWN
+        noun, verb = ("replica", "is") if desired == 1 else ("replicas", "are")
+        parts = [f"{min(ready, desired)} of {desired} {noun}{whose} {verb} ready", *shown]
         if more > 0:
             parts.append(f"and {more} more")
         return "; ".join(parts)
@@ -40,7 +41,6 @@ def explain(
     revision: Revision,
     assignment: Assignment,
     *,
-    desired: int,
     now: datetime,
 ) -> Trouble:
     """Everything that is wrong, worst first."""
@@ -48,17 +48,15 @@ def explain(
     order = (Stage.IMAGE_ERROR, Stage.CRASHING, Stage.OVERDUE, Stage.UNSCHEDULABLE, Stage.LOST, Stage.LOADING)
     troubled.sort(key=lambda one: (order.index(one.stage), one.replica.name))
     sentences = [_sentence(one, observed, revision) for one in troubled]
-    sentences += [f"the API server refused {failure.action}: {failure.message}" for failure in observed.failures]
     waiting = [status for status in assignment.attempts if status.not_before and now < status.not_before]
     sentences += [
         f"slot {status.slot} failed {status.failures} times and rests before attempt {status.attempt}"
         for status in waiting
     ]
-    if len([one for one in members if one.is_ready]) >= desired:
-        sentences = [sentence for sentence in sentences if "refused" in sentence]
     serves = any(one.is_ready and one.replica.revision == revision.hash for one in members)
     return Trouble(
-        sentences=tuple(sentences),
+        replicas=tuple(sentences),
+        refusals=tuple(f"the API server refused {one.action}: {one.message}" for one in observed.failures),
         stalled=None if serves else _stalled(observed, members, revision, assignment),
         waits_for_gpu=bool(observed.service.spec.resources.gpu.count)
         and any(one.stage is Stage.UNSCHEDULABLE for one in members),

@@ -54,15 +54,22 @@ def resolve(service: InferenceService, default_image: str) -> Revision:
     """The revision that the spec asks for; a known one keeps its hash and its image."""
     known = {revision.hash: revision for revision in service.status.revisions}
     text = inputs(service.spec)
-    candidates = [digest(text, collisions) for collisions in range(16)]
-    # A known hash wins over a free one: it may owe its collision count to a revision that is forgotten by now.
-    remembered = [candidate for candidate in candidates if candidate in known]
-    free = [candidate for candidate in candidates if not _is_taken(candidate, service.status.revisions)]
-    chosen = (remembered or free)[0]  # at most six revisions are known, so one of sixteen is free
+    chosen = digest(text)
+    if chosen not in known:
+        chosen = _find(text, service.status.revisions)
     frozen = known[chosen].image if chosen in known else ""
     return Revision(hash=chosen, image=frozen or service.spec.runtime.image or default_image)
 
 
-def _is_taken(hash: str, revisions: tuple[RevisionStatus, ...]) -> bool:
-    """Whether another revision has the same short form: their pods would share names."""
-    return any(revision.hash[:SHORT_LENGTH] == hash[:SHORT_LENGTH] for revision in revisions)
+def _find(text: str, revisions: tuple[RevisionStatus, ...]) -> str:
+    """The hash whose short form, which names pods, no other revision has.
+
+    A known hash wins over a free one: it may owe its collision count to a revision that is forgotten by now. At most
+    six revisions are known, so one of sixteen candidates is free.
+    """
+    candidates = [digest(text, collisions) for collisions in range(16)]
+    known = {revision.hash for revision in revisions}
+    taken = {revision.hash[:SHORT_LENGTH] for revision in revisions}
+    remembered = [candidate for candidate in candidates if candidate in known]
+    free = [candidate for candidate in candidates if candidate[:SHORT_LENGTH] not in taken]
+    return (remembered or free)[0]

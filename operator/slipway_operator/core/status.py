@@ -197,8 +197,10 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     service = observed.service
     generation = service.metadata.generation
     told = service.status.conditions
-    trouble = explain(observed, decided.members, decided.revision, decided.assignment, desired=decided.desired, now=now)
-    stalled = trouble.stalled or _past_deadline(observed, decided, ready, trouble, now)
+    if service.status.update_revision != decided.revision.hash:
+        told = remove_condition(told, ConditionType.RECONCILING)  # another rollout: its clock starts now
+    trouble = explain(observed, decided.members, decided.revision, decided.assignment, now=now)
+    stalled = trouble.stalled or _past_deadline(observed, decided, trouble, now)
 
     def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal told
@@ -275,9 +277,8 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
 
 def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     """When the rollout, or the first start, will have made no progress for too long; None when it is done."""
-    ready = sum(member.is_ready for member in decided.members)
-    if decided.desired == 0 or (ready and not decided.rollout.is_rolling):
-        return None
+    if _is_settled(decided) or observed.service.status.update_revision != decided.revision.hash:
+        return None  # done, or begun this very moment
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
     # Only what a retry does not repeat is progress: a first attempt, a replica that became ready, an old one that goes.
@@ -291,30 +292,32 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     return max(moments) + deadline if moments else None
 
 
-def _past_deadline(
-    observed: Observed, decided: Decided, ready: int, trouble: Trouble, now: datetime
-) -> tuple[Reason, str] | None:
+def _past_deadline(observed: Observed, decided: Decided, trouble: Trouble, now: datetime) -> tuple[Reason, str] | None:
     """No progress for progressDeadlineSeconds; stays so until there is progress or another revision is asked for."""
+    if _is_settled(decided):
+        return None
     before = observed.service.status
     deadline = progress_deadline(observed, decided)
     was = find_condition(before.conditions, ConditionType.STALLED)
-    was_stalled = (
-        was is not None
-        and was.reason == Reason.PROGRESS_DEADLINE_EXCEEDED
-        and before.update_revision == decided.revision.hash
-    )
-    if decided.desired == 0 or (ready and not decided.rollout.is_rolling):
-        return None
-    is_over = deadline is not None and now >= deadline
+    if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.revision.hash):
+        was = None
     # Attempts come and go while it is stalled, so the facts behind an old deadline may be gone: it still stands.
-    if not is_over and not (was_stalled and (deadline is None or was is None or deadline <= was.last_transition_time)):
+    still = was is not None and (deadline is None or deadline <= was.last_transition_time)
+    if not still and (deadline is None or now < deadline):
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds
-    message = (
-        f"no progress for {seconds}s: {trouble.sentence(ready, decided.desired)}; "
-        "fix the spec, or set it back to the revision before"
+    new = sum(one.is_ready and one.replica.revision == decided.revision.hash for one in decided.members)
+    sentence = trouble.sentence(new, decided.desired, f" of revision {decided.revision.hash}")
+    return (
+        Reason.PROGRESS_DEADLINE_EXCEEDED,
+        f"no progress for {seconds}s: {sentence}; fix the spec, or set it back to the revision before",
     )
-    return Reason.PROGRESS_DEADLINE_EXCEEDED, message
+
+
+def _is_settled(decided: Decided) -> bool:
+    """Whether no rollout and no first start is under way; scaling may take as long as it takes."""
+    serves = any(member.is_ready for member in decided.members)
+    return decided.desired == 0 or (serves and not decided.rollout.is_rolling)
 
 
 def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionStatus, Reason, str] | None:

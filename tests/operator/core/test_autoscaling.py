@@ -1,0 +1,321 @@
+"""How many replicas, and why: single decisions, stories in virtual time, and the words in which they are told."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+
+from slipway_api.autoscaling import Autoscaling, MetricType
+from slipway_api.conditions import Reason
+from slipway_api.inference_status import ScalingDecision
+from slipway_operator.core.autoscaling import Past, Recommendation, decide
+from slipway_operator.core.observed import PastRecommendation, Sample
+from slipway_operator.core.signals import Readings
+from tests.builders import T0, minutes, seconds
+
+
+def policy(**fields) -> Autoscaling:
+    return Autoscaling.model_validate({"maxReplicas": 10, **fields})
+
+
+def quick(**fields) -> Autoscaling:
+    """No windows and no rates to speak of: what the metrics say, at once."""
+    rules = {"stabilizationWindowSeconds": 0, "maxPods": 100, "periodSeconds": 1}
+    return policy(behavior={"scaleUp": rules, "scaleDown": rules}, **fields)
+
+
+def pods(count, *, kv=0.0, waiting=0, running=0, at=T0):
+    return tuple(Sample(at=at, kv_usage=kv, running=running, waiting=waiting) for _ in range(count))
+
+
+def ask(rules, readings, *, current, now=T0, no_room="", **past) -> Recommendation:
+    return decide(rules, readings, Past(current=current, **past), max_num_seqs=64, no_room=no_room, now=now)
+
+
+@dataclass
+class Fleet:
+    """A fleet in virtual time: `at(minutes(5)).load(kv=0.2).expect(replicas=4)`. Replicas start at once."""
+
+    rules: Autoscaling
+    replicas: int = 1
+    now: timedelta = timedelta()
+    kv: float = 0.0
+    waiting: float = 0.0
+    window: tuple[PastRecommendation, ...] = ()
+    history: tuple[ScalingDecision, ...] = ()
+    last: Recommendation | None = None
+    changes: list[tuple[int, int, int]] = field(default_factory=list)
+    loading: dict[int, timedelta] = field(default_factory=dict)
+    load_seconds: float = 0
+
+    def load(self, *, kv=0.0, waiting=0.0) -> "Fleet":
+        """Load in units of one replica: kv=1.6 is two replicas at 0.80."""
+        self.kv, self.waiting = kv, waiting
+        return self
+
+    def at(self, moment: timedelta) -> "Fleet":
+        """Decide every two seconds until then."""
+        while self.now < moment:
+            self.now += seconds(2)
+            self.decide()
+        return self
+
+    def decide(self) -> None:
+        now = T0 + self.now
+        self.loading = {n: until for n, until in self.loading.items() if until > self.now and n <= self.replicas}
+        ready = self.replicas - len(self.loading)
+        each = Sample(at=now, kv_usage=min(1.0, self.kv / ready), running=1, waiting=round(self.waiting / ready))
+        self.last = decide(
+            self.rules,
+            Readings(metered=(each,) * ready, pending=len(self.loading)),
+            Past(current=self.replicas, history=self.history, recommendations=self.window),
+            max_num_seqs=64,
+            no_room="",
+            now=now,
+        )
+        self.window = self.last.recommendations
+        if self.last.desired != self.replicas:
+            self.changes.append((int(self.now.total_seconds()), self.replicas, self.last.desired))
+            change = ScalingDecision(time=now, from_=self.replicas, to=self.last.desired, reason=self.last.reason)
+            self.history = (change, *self.history)[:5]
+            for number in range(self.replicas + 1, self.last.desired + 1):
+                self.loading[number] = self.now + seconds(self.load_seconds)
+            self.replicas = self.last.desired
+
+    def expect(self, replicas: int) -> "Fleet":
+        assert self.replicas == replicas, f"{self.now}: {self.changes}, {self.last}"
+        return self
+
+
+# --- one decision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.capability("AS-1")
+@pytest.mark.parametrize(
+    ("readings", "current", "expected"),
+    [
+        (Readings(metered=pods(2, kv=0.93)), 2, 3),
+        (Readings(metered=pods(2, kv=0.93, waiting=6)), 2, 6),
+        (Readings(metered=pods(3, kv=0.20)), 3, 1),
+        (Readings(metered=pods(3, kv=0.20, waiting=2)), 3, 3),
+        (Readings(metered=pods(2, kv=0.87)), 2, 2),
+        (Readings(metered=pods(2, kv=0.73)), 2, 2),
+        (Readings(metered=pods(2, waiting=100)), 2, 10),
+        (Readings(metered=pods(4)), 4, 1),
+    ],
+    ids=[
+        "kv above target",
+        "the metric that wants most wins",
+        "both below target",
+        "the queue at its target holds what kv would give up",
+        "within tolerance above",
+        "within tolerance below",
+        "never above maxReplicas",
+        "never below minReplicas",
+    ],
+)
+def test_desired_is_the_most_that_any_metric_wants(readings, current, expected):
+    assert ask(quick(), readings, current=current).desired == expected
+
+
+@pytest.mark.capability("AS-1")
+def test_same_samples_give_the_same_decision():
+    readings = Readings(metered=(*pods(2, kv=0.9), *pods(1, waiting=3)), silent=1, pending=1)
+    assert ask(quick(), readings, current=5) == ask(quick(), readings, current=5)
+
+
+@pytest.mark.capability("AS-1")
+def test_limits_hold_at_once_and_without_evidence():
+    assert ask(policy(minReplicas=3), Readings(), current=0).desired == 3
+    assert ask(policy(maxReplicas=2), Readings(metered=pods(5, kv=0.9)), current=5).desired == 2
+
+
+@pytest.mark.capability("PF-6", "PF-7")
+def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
+    assert {metric.value for metric in MetricType} == {"KVCacheUtilization", "QueueDepth"}
+    assert set(Sample.__dataclass_fields__) == {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
+
+
+@pytest.mark.capability("AS-3")
+def test_what_is_loading_counts_as_coming_capacity():
+    rules = quick()
+    hot = pods(1, kv=0.95)
+    assert ask(rules, Readings(metered=hot), current=1).desired == 2
+    assert ask(rules, Readings(metered=hot, pending=1), current=2).desired == 2
+    assert ask(rules, Readings(metered=pods(1, waiting=6), pending=2), current=3).desired == 3
+
+
+def test_what_is_broken_blocks_neither_direction():
+    assert ask(quick(), Readings(metered=pods(2, kv=0.1), broken=1), current=3).desired == 1
+    assert ask(quick(), Readings(metered=pods(1, kv=0.95), broken=1), current=2).desired == 3
+
+
+def test_a_revision_that_breaks_everywhere_does_not_fill_the_cluster():
+    assert ask(quick(), Readings(metered=pods(1, kv=0.95), broken=6), current=7).desired == 7
+
+
+@pytest.mark.capability("AS-4")
+@pytest.mark.parametrize(
+    ("readings", "current", "expected"),
+    [
+        (Readings(metered=pods(2, kv=0.9), silent=2), 4, 4),
+        (Readings(metered=pods(2, kv=0.1), silent=2), 4, 3),
+        (Readings(metered=pods(1, kv=0.0), silent=3), 4, 3),
+        (Readings(metered=pods(1, waiting=9), silent=1), 2, 5),
+    ],
+    ids=[
+        "scaling up they count as idle",
+        "scaling down they count at target",
+        "only what says that it is idle may go",
+        "a queue is a queue, whoever is silent",
+    ],
+)
+def test_silent_replicas_count_against_the_change(readings, current, expected):
+    assert ask(quick(), readings, current=current).desired == expected
+
+
+@pytest.mark.capability("AS-4")
+def test_when_all_are_silent_the_number_is_held_and_said():
+    answer = ask(quick(), Readings(silent=3), current=3)
+    assert (answer.desired, answer.verdict, answer.is_active) == (3, Reason.METRICS_MISSING, False)
+    assert answer.reason == "none of 3 ready pods says how loaded it is: holding 3"
+
+
+@pytest.mark.capability("AS-4")
+@pytest.mark.parametrize(("fallback", "expected"), [(None, 3), (2, 3), (5, 5), (50, 10)])
+def test_after_a_long_silence_the_fallback_counts_only_if_it_is_more(fallback, expected):
+    rules = policy(missingMetrics={"maxHoldSeconds": 600, "fallbackReplicas": fallback})
+    silence = Readings(silent=3)
+    assert ask(rules, silence, current=3, silent_since=T0 - seconds(599)).desired == 3
+    assert ask(rules, silence, current=3, silent_since=T0 - seconds(600)).desired == expected
+
+
+def test_while_nothing_is_ready_nothing_is_missing():
+    answer = ask(policy(), Readings(pending=1), current=1)
+    assert (answer.desired, answer.is_active) == (1, None)
+
+
+@pytest.mark.capability("AS-6")
+def test_never_below_what_the_live_requests_need():
+    rules = quick()
+    # Short prompts: the cache is nearly empty, but 130 requests need three replicas of 64 places.
+    busy = Readings(metered=pods(5, kv=0.02, running=26))
+    answer = ask(rules, busy, current=5)
+    assert (answer.desired, answer.limited_by) == (3, "LiveDemand")
+
+
+@pytest.mark.capability("AS-6")
+def test_gives_up_a_replica_only_if_the_others_can_carry_its_share():
+    assert ask(quick(), Readings(metered=pods(3, kv=0.54)), current=3).desired == 3
+    assert ask(quick(), Readings(metered=pods(3, kv=0.53)), current=3).desired == 2
+
+
+@pytest.mark.capability("AS-4")
+def test_without_room_for_the_last_ones_no_more_are_asked_for():
+    answer = ask(quick(), Readings(metered=pods(2, kv=0.95), pending=0), current=2, no_room="0/2 nodes are available")
+    assert (answer.desired, answer.verdict) == (2, Reason.LIMITED_BY_CAPACITY)
+    assert answer.reason.endswith("3 wanted, limited by LimitedByCapacity: 0/2 nodes are available")
+
+
+@pytest.mark.capability("AS-1")
+def test_tells_the_evidence():
+    at = T0 - seconds(4)
+    rules = policy(behavior={"scaleUp": {"maxPods": 9}})
+    up = ask(rules, Readings(metered=pods(3, kv=0.93, at=at)), current=3)
+    assert up.reason == "3→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)"
+
+    down = ask(quick(), Readings(metered=pods(3, kv=0.2, at=at), silent=1), current=4)
+    assert down.reason == "4→2: KVCacheUtilization 0.20 < 0.80, QueueDepth 0.00 < 2.00 (3/4 pods, 4s old)"
+
+    limited = ask(quick(maxReplicas=4), Readings(metered=pods(2, waiting=9, at=T0)), current=2)
+    assert limited.reason == ("2→4: QueueDepth 9.00 > 2.00 (2/2 pods, 0s old); 9 wanted, limited by LimitedByMax")
+    assert limited.verdict is Reason.LIMITED_BY_MAX
+
+
+# --- windows and rates --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.capability("AS-2")
+def test_scales_up_at_once_and_down_only_after_a_quiet_window():
+    fleet = Fleet(policy())
+    fleet.load(kv=2.3).at(seconds(10)).expect(replicas=3)
+    fleet.load(kv=0.4).at(minutes(5)).expect(replicas=3)
+    fleet.at(minutes(5.5)).expect(replicas=2)
+    fleet.at(minutes(7)).expect(replicas=1)
+
+
+@pytest.mark.capability("AS-2")
+def test_adds_and_removes_no_more_than_asked_within_a_period():
+    fleet = Fleet(policy(), replicas=2)
+    fleet.load(waiting=60).at(minutes(3)).expect(replicas=10)
+    assert [change[2] - change[1] for change in fleet.changes] == [2, 2, 2, 2]
+    gaps = [later[0] - earlier[0] for earlier, later in zip(fleet.changes, fleet.changes[1:], strict=False)]
+    assert min(gaps) >= 30
+
+    fleet.changes.clear()
+    fleet.load().at(minutes(20)).expect(replicas=1)
+    assert {change[2] - change[1] for change in fleet.changes} == {-1}
+    gaps = [later[0] - earlier[0] for earlier, later in zip(fleet.changes, fleet.changes[1:], strict=False)]
+    assert min(gaps) >= 60
+
+
+@pytest.mark.capability("AS-2")
+def test_does_not_flap_on_a_sawtooth():
+    fleet = Fleet(policy(behavior={"scaleUp": {"stabilizationWindowSeconds": 30}}), replicas=2)
+    for minute in range(60):
+        fleet.load(kv=3.0 if minute % 2 else 1.4).at(minutes(minute + 1))
+    assert len(fleet.changes) <= 2
+    assert fleet.replicas == 4
+
+
+@pytest.mark.capability("AS-2")
+def test_a_spike_shorter_than_the_up_window_adds_nothing():
+    fleet = Fleet(policy(behavior={"scaleUp": {"stabilizationWindowSeconds": 30}}))
+    fleet.load(kv=0.5).at(minutes(1)).load(kv=3).at(minutes(1) + seconds(20)).load(kv=0.5).at(minutes(3))
+    fleet.expect(replicas=1)
+    fleet.load(kv=3).at(minutes(3) + seconds(40)).expect(replicas=2)
+
+
+@pytest.mark.capability("AS-3")
+def test_a_slow_cold_start_causes_no_second_overshoot():
+    fleet = Fleet(policy(behavior={"scaleUp": {"maxPods": 10}}), replicas=2, load_seconds=180)
+    fleet.load(kv=2.0, waiting=8).at(minutes(3)).expect(replicas=4)
+    fleet.at(minutes(6)).expect(replicas=4)
+    assert fleet.changes == [(2, 2, 4)]
+
+
+@pytest.mark.capability("AS-2")
+def test_after_a_takeover_the_number_decided_last_counts_as_recommended_now():
+    fleet = Fleet(policy(), replicas=4)
+    fleet.load(kv=0.2).at(minutes(4)).expect(replicas=4)
+    fleet.window = ()  # another operator takes over
+    fleet.at(minutes(8)).expect(replicas=4)
+    fleet.at(minutes(9.5)).expect(replicas=3)
+
+
+@pytest.mark.capability("AS-2")
+def test_rates_look_at_the_history_in_status_so_a_takeover_does_not_double_them():
+    done = ScalingDecision(time=T0 - seconds(10), from_=2, to=4)
+    answer = ask(policy(), Readings(metered=pods(4, waiting=9)), current=4, history=(done,))
+    assert (answer.desired, answer.limited_by) == (4, "ScaleUpRate")
+    later = ask(policy(), Readings(metered=pods(4, waiting=9)), current=4, history=(done,), now=T0 + seconds(20))
+    assert later.desired == 6
+
+
+def test_more_changes_than_status_remembers_wait_for_the_period_to_end():
+    history = tuple(ScalingDecision(time=T0 - seconds(n), from_=3, to=4) for n in range(1, 6))
+    rules = policy(behavior={"scaleUp": {"maxPods": 50}})
+    assert ask(rules, Readings(metered=pods(4, waiting=9)), current=4, history=history).desired == 4
+
+
+def test_window_stays_small_however_long_nothing_happens():
+    fleet = Fleet(policy())
+    fleet.load(kv=0.5).at(minutes(30))
+    assert len(fleet.window) <= 3
+
+
+def test_says_when_to_look_again():
+    window = (PastRecommendation(T0 - seconds(100), 4), PastRecommendation(T0 - seconds(50), 1))
+    answer = ask(policy(), Readings(metered=pods(4)), current=4, recommendations=window)
+    assert (answer.desired, answer.limited_by) == (4, "StabilizationWindow")
+    assert answer.again_at == T0 + seconds(200)
