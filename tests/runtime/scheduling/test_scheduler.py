@@ -264,6 +264,31 @@ def test_nobody_is_preempted_without_end():
         assert play.text(f"r{index}") == continuation([index + 1], 20)
 
 
+@pytest.mark.capability("PF-5")
+def test_a_request_that_came_back_twice_is_no_victim_of_more_important_newcomers():
+    play = Play(blocks=14, block_size=2, max_num_seqs=3, budget=11)
+    arrivals = {
+        7: (3, 18, 1),
+        15: (1, 15, 1),
+        19: (1, 16, 2),
+        25: (1, 19, 0),
+        30: (2, 15, 0),
+        32: (1, 7, 2),
+        37: (3, 22, 1),
+    }
+    starts = dict.fromkeys(arrivals, 0)
+    for tick in range(400):
+        if tick in arrivals:
+            length, max_tokens, priority = arrivals[tick]
+            play.add(f"at {tick}", [tick] * length, max_tokens=max_tokens, priority=priority)
+        if play.scheduler.has_work:
+            play.step()
+            for new in play.plan.new_rows:
+                starts[new.token_ids[0]] += 1
+    assert not play.scheduler.has_work
+    assert max(starts.values()) == 1 + MAX_PREEMPTIONS
+
+
 def test_a_preempted_request_counts_its_prompt_and_its_prefix_once():
     play = Play(blocks=6, block_size=2, max_num_seqs=2, budget=16)
     play.add("a", [1, 2, 3], max_tokens=8)

@@ -1,0 +1,158 @@
+"""Our logits are those of `transformers`: whole prompts, chunks and single tokens, alone and in mixed batches."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.models.config import read_config
+from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.models.weights import Checkpoint
+from slipway_runtime.worker.inputs import pack
+from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
+from slipway_runtime.worker.runner import Runner
+from tests.runtime.checkpoints import a_checkpoint
+
+BLOCK = 4
+CPU = torch.device("cpu")
+SHAPES = {
+    "heads are not shared": ("llama", {"num_key_value_heads": 4}),
+    "two heads share": ("llama", {"num_key_value_heads": 2}),
+    "four heads share": ("llama", {"num_key_value_heads": 1}),
+    "eight heads share": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "three heads share": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    "tied embeddings": ("llama", {"tie_word_embeddings": True}),
+    "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "head size of its own": ("llama", {"head_dim": 20}),
+    "other theta and epsilon": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+                                          "rms_norm_eps": 1e-3}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama3 rope": ("llama", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32}}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+}  # fmt: skip
+
+
+class Bench:
+    """A runner whose rows are computed by hand: row n has the blocks 1 + n * 20 …, in a scrambled order."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        config = read_config(path)
+        kernels = kernels_for(CPU)
+        with Checkpoint(path, dtype, CPU) as checkpoint:
+            self.decoder = load_decoder(config, checkpoint, kernels, 100, dtype, CPU)
+        caches = allocate_cache(config, CacheSize(100, BLOCK, 0), dtype, CPU)
+        self.runner = Runner(
+            self.decoder, caches, kernels, block_size=BLOCK, max_num_seqs=5, max_model_len=80, eos_token_ids=(),
+            device=CPU,
+        )  # fmt: skip
+        self.known: dict[int, tuple[int, ...]] = {}
+
+    def step(self, *work: tuple[int, list[int], int, int]) -> list[torch.Tensor]:
+        """Compute tokens[start:end] for each (row, tokens, start, end); the logits of each of them."""
+        work = tuple(sorted(work, key=lambda item: item[3] - item[2] != 1))
+        blocks = {row: tuple(int(b) for b in np.random.default_rng(row).permutation(20) + 1 + row * 20)
+                  for row, *_ in work}  # fmt: skip
+        new = [item for item in work if item[0] not in self.known or self.known[item[0]] != tuple(item[1])]
+        for row, tokens, *_ in new:
+            self.known[row] = tuple(tokens)
+        fresh = {row for row, *_ in new}
+        plan = StepPlan(
+            step=1,
+            new_rows=tuple(
+                NewRow(row=row, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+                for row, tokens, *_ in new
+            ),
+            rows=tuple(row for row, *_ in work),
+            num_computed=tuple(start for _, _, start, _ in work),
+            num_new=tuple(end - start for _, _, start, end in work),
+            new_blocks=tuple(blocks[row] if row in fresh else () for row, *_ in work),
+            samples=(False,) * len(work),
+        )
+        with torch.inference_mode():
+            self.runner._rows.take_in(plan)
+            inputs = pack(plan, self.runner._rows, BLOCK, CPU)
+            logits = self.decoder.logits(self.runner.hidden(inputs))
+        by_row = dict(zip(plan.rows, logits.split(list(plan.num_new)), strict=True))
+        return [by_row[row] for row in sorted(by_row)]
+
+
+def oracle(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 97, count).tolist()
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers(shape, tmp_path):
+    family, fields = SHAPES[shape]
+    model = a_checkpoint(tmp_path, family, **fields)
+    bench = Bench(tmp_path)
+    a, b, c, d = (some_tokens(count, seed=count) for count in (61, 7, 33, 18))
+    theirs = {row: oracle(model, tokens) for row, tokens in enumerate((a, b, c, d))}
+
+    (whole,) = bench.step((0, a, 0, 61))
+    assert_close(whole, theirs[0])
+    # a goes on from its own middle, b is new, c is new and goes on below, all in one batch
+    again, new, chunk = bench.step((0, a, 40, 61), (1, b, 0, 7), (2, c, 0, 9))
+    assert_close(again, theirs[0][40:])
+    assert_close(new, theirs[1])
+    assert_close(chunk, theirs[2][:9])
+    # single tokens of very different lengths, beside a chunk with a past and a new prompt
+    last, single, chunk, new = bench.step((0, a, 60, 61), (1, b, 6, 7), (2, c, 9, 33), (3, d, 0, 17))
+    assert_close(last, theirs[0][60:])
+    assert_close(single, theirs[1][6:])
+    assert_close(chunk, theirs[2][9:])
+    assert_close(new, theirs[3][:17])
+    # decode only: a batch of all, then the same token alone
+    batch = bench.step((0, a, 60, 61), (1, b, 6, 7), (2, c, 32, 33), (3, d, 17, 18))
+    for ours, row in zip(batch, range(4), strict=True):
+        assert_close(ours, theirs[row][-1:])
+    (alone,) = bench.step((2, c, 32, 33))
+    assert_close(alone, theirs[2][-1:])
+
+
+@pytest.mark.capability("BS-2")
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 16, 60])
+def test_a_prompt_in_chunks_has_the_logits_of_the_whole(chunk, tmp_path):
+    model = a_checkpoint(tmp_path)
+    tokens = some_tokens(61, seed=1)
+    bench, theirs = Bench(tmp_path), oracle(model, tokens)
+    for start in range(0, 61, chunk):
+        end = min(start + chunk, 61)
+        (ours,) = bench.step((0, tokens, start, end))
+        assert_close(ours, theirs[start:end])
+
+
+def test_a_chunk_wider_than_a_tile_has_the_logits_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipway_runtime.kernels.reference.TILE", 7)
+    model = a_checkpoint(tmp_path)
+    tokens = some_tokens(61, seed=1)
+    bench = Bench(tmp_path)
+    bench.step((0, tokens, 0, 10))
+    (ours,) = bench.step((0, tokens, 10, 61))
+    assert_close(ours, oracle(model, tokens)[10:])
+
+
+def test_bfloat16_stays_close_to_transformers_in_bfloat16(tmp_path):
+    model = a_checkpoint(tmp_path).to(torch.bfloat16)
+    bench = Bench(tmp_path, torch.bfloat16)
+    tokens = some_tokens(40, seed=2)
+    (ours,) = bench.step((0, tokens, 0, 40))
+    theirs, exact = oracle(model, tokens), oracle(model.float(), tokens)
+    drift, theirs_drift = (ours - exact).abs().mean(), (theirs - exact).abs().mean()
+    assert drift < 1.5 * theirs_drift, "no further from float32 than transformers is"
