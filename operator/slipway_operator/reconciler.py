@@ -100,13 +100,21 @@ class Reconciler:
 
         Raises Refused when an action was refused, StaleView when the world moved on, KubeError when it is unreachable.
         """
-        stored = await self._find(key)
+        stored = self._services.get(key) or await self._read(key)
         if stored is None:
             self._memories.pop(key, None)
             return None
         if self._writer.pending(key):
             # A write of ours has not come back yet: deciding now would be deciding on the past. Its event wakes us.
             return PENDING_RECHECK_SECONDS
+        try:
+            return await self._bring_closer(key, stored)
+        except StaleView:
+            # The watch may have missed more than we can see from here, even a deletion: ask before trying again.
+            await self._read(key, instead_of=stored)
+            raise
+
+    async def _bring_closer(self, key: ServiceKey, stored: StoredService) -> float | None:
         service = stored.parse()
         memory = self._memories[key]
 
@@ -130,16 +138,16 @@ class Reconciler:
             raise Refused(f"{execution.failure.action}: {execution.failure.reason}: {execution.failure.message}")
         return plan.requeue_after
 
-    async def _find(self, key: ServiceKey) -> StoredService | None:
-        """The newest known version. What the store lacks may only have been missed, so the server is asked once."""
-        stored = self._services.get(key)
-        if stored is not None:
-            return stored
+    async def _read(self, key: ServiceKey, *, instead_of: StoredService | None = None) -> StoredService | None:
+        """Ask the server, because the store lacks the service or holds it wrong: a watch can miss anything."""
         try:
-            raw = await self._client.get(resources.INFERENCE_SERVICES.path(key.namespace, key.name))
+            body = msgspec.json.decode(await self._client.get(resources.INFERENCE_SERVICES.path(*key)))
         except NotFound:
-            return None
-        self._services.put(msgspec.json.decode(raw))
+            body = None
+        if instead_of is not None and (body is None or body["metadata"]["uid"] != instead_of.uid):
+            self._services.remove(key, instead_of.uid)
+        if body is not None:
+            self._services.put(body)
         return self._services.get(key)
 
     async def _write_status(
