@@ -41,6 +41,7 @@ class LoadPlan:
     rate: float | None = None  # requests per second
     max_tokens: int = 64
     temperature: float = 0.7
+    ignore_eos: bool = False  # every answer has `max_tokens` tokens, so that runs can be compared
     seed: int = 0
     mix: Sequence[Share] = CHAT_MIX
     request_timeout_seconds: float = 300.0
@@ -199,7 +200,7 @@ class _Load:
             "seed": seed,
             "stream": True,
             "stream_options": {"include_usage": True},
-        }
+        } | ({"ignore_eos": True} if plan.ignore_eos else {})
         while True:
             try:
                 timings = await chat_stream(session, plan.base_url, body)

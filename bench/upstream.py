@@ -1,0 +1,70 @@
+"""A server that streams on schedule and computes nothing: what remains is the cost of whoever stands in front.
+
+    POST /v1/chat/completions {"stream": true, "max_tokens": 100, "interval_ms": 50}
+
+Every event says when it was written (`at`, nanoseconds of this machine's monotonic clock) and is as long as a real one.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+
+import msgspec
+import uvloop
+from aiohttp import web
+
+PADDING = "x" * 170  # id, object, created, model, fingerprint: what else a real event carries
+
+
+async def answer(request: web.Request) -> web.StreamResponse:
+    """Stream, or answer at once."""
+    ask = msgspec.json.decode(await request.read())
+    if not ask.get("stream"):
+        return web.json_response({"choices": [], "usage": {"completion_tokens": 0}})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    interval = ask.get("interval_ms", 50) / 1000
+    await asyncio.sleep(random.random() * interval)  # streams of real users do not tick together
+    due = time.monotonic()
+    for _ in range(ask.get("max_tokens", 100)):
+        await response.write(_event())
+        due += interval
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def _event() -> bytes:
+    body = {"at": time.monotonic_ns(), "padding": PADDING, "choices": [{"index": 0, "delta": {"content": " word"}}]}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+async def _ready(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def serve(host: str, port: int, admin_port: int) -> None:
+    """Until killed."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_get("/ready", _ready)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    for number in (port, admin_port):
+        await web.TCPSite(runner, host, number, backlog=1024).start()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """`python -m bench.upstream`."""
+    parser = argparse.ArgumentParser(prog="python -m bench.upstream")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--admin-port", type=int, required=True)
+    options = parser.parse_args()
+    uvloop.run(serve(options.host, options.port, options.admin_port))
+
+
+if __name__ == "__main__":
+    main()
