@@ -49,6 +49,7 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ())
 
 
 @pytest.mark.capability("API-5", "PF-16")
+@settings(deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=4))
 def test_streamed_text_is_the_one_shot_text(texts: list[str]):
     ids = [i for text in texts for i in tiny().encode(text, add_special_tokens=False).ids]
@@ -61,19 +62,21 @@ def test_streamed_text_is_the_one_shot_text(texts: list[str]):
 
 
 @pytest.mark.capability("API-5")
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 3071), max_size=60))
 def test_any_token_ids_at_all_stream_to_their_one_shot_text(ids: list[int]):
     assert "".join(stream(tiny(), ids)) == tiny().decode(ids)
 
 
 @pytest.mark.capability("API-5")
+@settings(deadline=None)
 @given(st.lists(st.integers(7, 3071), min_size=200, max_size=300))
 def test_long_answers_stream_to_their_one_shot_text(ids: list[int]):
     assert "".join(stream(tiny(), ids)) == tiny().decode(ids)
 
 
 @pytest.mark.capability("API-5")
+@settings(deadline=None)
 @given(TEXTS, TEXTS)
 def test_an_answer_goes_on_where_the_prompt_ended(prompt: str, answer: str):
     before = tiny().encode(prompt).ids
@@ -109,6 +112,7 @@ def test_special_tokens_are_not_text():
 
 
 @pytest.mark.capability("API-5", "PF-16")
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([259, 260, 261, 262, 263, *[3 + b for b in "é🙂日".encode()]]), max_size=30))
 def test_byte_fallback_tokenizers_keep_their_spaces_and_characters(ids: list[int]):
     whole = sentencepiece_like().decode(ids)
@@ -150,7 +154,7 @@ def by_definition(stops: Sequence[str], text: str) -> Released:
 
 
 @pytest.mark.capability("API-4")
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 @given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4), st.lists(st.text("abc", max_size=4)))
 def test_stop_strings_are_found_however_the_text_is_cut(stops: list[str], pieces: list[str]):
     assert feed(stops, pieces) == by_definition(stops, "".join(pieces))
