@@ -1,5 +1,6 @@
 """From a checkpoint on disk to a warm engine, within the memory and the limits that were given."""
 
+import atexit
 import gc
 import time
 from pathlib import Path
@@ -106,6 +107,7 @@ def build_engine(
     )
     gc.collect()
     gc.freeze()  # the model lives as long as the process: the collector need not look at it again
+    atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
     return Engine(new_scheduler(), runner.execute, facts)
 
 

@@ -106,20 +106,20 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     if raw.get("pruned_heads"):
         raise ModelRefusedError("config.json: pruned_heads is not supported")
     try:
-        hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+        hidden, heads = _whole(raw, "hidden_size"), _whole(raw, "num_attention_heads")
         config = ModelConfig(
             model_type=model_type,
-            vocab_size=int(raw["vocab_size"]),
+            vocab_size=_whole(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+            intermediate_size=_whole(raw, "intermediate_size"),
+            num_layers=_whole(raw, "num_hidden_layers"),
             num_q_heads=heads,
             num_kv_heads=int(raw.get("num_key_value_heads") or heads),
             head_dim=int(raw.get("head_dim") or (128 if model_type == "qwen3" else hidden // heads)),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=_rope_theta(raw),
             rope_scaling=_rope_scaling(raw),
-            max_position=int(raw["max_position_embeddings"]),
+            max_position=_whole(raw, "max_position_embeddings"),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
             out_bias=model_type != "qwen2" and bool(raw.get("attention_bias", False)),
@@ -153,6 +153,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _demand(raw: dict[str, Any], key: str, value: object) -> None:
     if raw.get(key, value) != value:
         raise ModelRefusedError(f"config.json: {key} is {raw[key]!r}; only {value!r} is supported")
+
+
+def _whole(raw: dict[str, Any], key: str) -> int:
+    if not isinstance(raw[key], int) or raw[key] < 1:
+        raise ModelRefusedError(f"config.json: {key} is {raw[key]!r}; a positive whole number is needed")
+    return int(raw[key])
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:

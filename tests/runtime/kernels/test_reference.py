@@ -1,0 +1,112 @@
+"""The definitions against the plainest possible arithmetic."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from slipway_runtime.kernels import reference
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q: (n, Hq, D), the last n tokens of k, v: (length, Hkv, D)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    length, new = k.shape[0], q.shape[0]
+    visible = torch.arange(length)[None, :] <= torch.arange(length - new, length)[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v).flatten(1)
+
+
+@pytest.mark.capability("KN-1", "KN-2")
+@pytest.mark.parametrize("groups", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "work",  # (past, new) of each row; rows of one new token first
+    [
+        [(0, 1)],
+        [(16, 1)],
+        [(15, 1), (15, 1), (15, 1)],
+        [(3, 1), (4, 1), (5, 1), (70, 1), (1, 1), (0, 1)],
+        [(0, 7)],
+        [(0, 33), (0, 2)],
+        [(31, 1), (5, 1), (10, 20), (0, 9), (63, 2)],
+        [(5, 150)],
+    ],
+    ids=str,
+)
+def test_paged_attention_is_attention(groups, block_size, work):
+    torch.manual_seed(0)
+    kv_heads, head_dim, scale = 2, 8, 0.3
+    num_blocks = sum(-(-(past + new) // block_size) for past, new in work) + 1
+    shuffled = np.random.default_rng(0).permutation(num_blocks - 1) + 1
+    tables = np.zeros((len(work), max(-(-(past + new) // block_size) for past, new in work)), dtype=np.int64)
+    cache = torch.zeros(num_blocks * block_size, 2, kv_heads, head_dim)
+    cache[block_size:] = 1e4  # what others wrote must not shine through
+    queries, fresh, expected, used = [], [], [], 0
+    for row, (past, new) in enumerate(work):
+        count = -(-(past + new) // block_size)
+        tables[row, :count] = shuffled[used : used + count]
+        used += count
+        kv = torch.randn(past + new, 2, kv_heads, head_dim)
+        q = torch.randn(new, kv_heads * groups, head_dim)
+        positions = torch.arange(past + new)
+        cache[torch.from_numpy(tables[row])[positions // block_size] * block_size + positions % block_size] = kv
+        queries.append(q)
+        fresh.append(kv[past:])
+        expected.append(plain_attention(q, kv[:, 0], kv[:, 1], scale))
+    plan = reference.plan_attention(
+        np.array([past for past, _ in work]), np.array([new for _, new in work]), tables, block_size, cache
+    )
+    ours = reference.paged_attention(torch.cat(queries), torch.cat(fresh), cache, plan, scale)
+    torch.testing.assert_close(ours, torch.cat(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.capability("KN-2")
+def test_the_mask_of_a_long_chunk_never_exceeds_a_tile_of_rows():
+    plan = reference.plan_attention(
+        np.array([10_000]), np.array([1_000]), np.arange(1, 690)[None, :], 16, torch.zeros(1)
+    )
+    assert max(mask.shape[0] for mask in plan.chunks[0].masks) == reference.TILE
+
+
+def test_padding_of_a_batch_stays_below_a_factor_of_two():
+    lengths = np.array([1, 17, 40, 100, 900, 1000, 8000])
+    plan = reference.plan_attention(
+        lengths - 1, np.ones_like(lengths), np.ones((7, 500), dtype=np.int64), 16, torch.zeros(1)
+    )
+    padded = sum(group.batch * group.length for group in plan.groups)
+    assert padded <= 2 * lengths.sum() + 16 * len(lengths)
+
+
+def test_norms_and_activation_are_what_they_say():
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 12), torch.randn(12)
+    expected = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected)
+    half = reference.rms_norm(x.bfloat16(), weight.bfloat16(), 1e-5)
+    torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.02)
+    gate, up = torch.randn(5, 6), torch.randn(5, 6)
+    torch.testing.assert_close(reference.swiglu(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)
+
+
+def test_rotates_queries_and_keys_and_stores_keys_and_values():
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 2 + 1 + 1, 4)
+    before = qkv.clone()
+    angles = torch.rand(3, 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None]
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
+    cache = torch.zeros(10, 2, 1, 4)
+    q = reference.rope_and_store(qkv, cos, sin, cache, torch.tensor([7, 2, 9]), 2)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.complex(x[..., :2].contiguous(), x[..., 2:].contiguous())
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    torch.testing.assert_close(q, turned(before[:, :2]))
+    torch.testing.assert_close(cache[[7, 2, 9], 0], turned(before[:, 2:3]))
+    assert torch.equal(cache[[7, 2, 9], 1], before[:, 3:])
+    assert cache.abs().sum(dim=(1, 2, 3)).count_nonzero() == 3, "no other slot is touched"
