@@ -20,6 +20,23 @@ def hub_directory(cache: Path) -> Path:
     return cache / "hub"
 
 
+def is_verified(cache: Path, snapshot: Path) -> bool:
+    """Whether the files of a snapshot had their checksums before; reading 140 GB again would cost minutes."""
+    return _mark(cache, snapshot).is_file()
+
+
+def remember_verified(cache: Path, snapshot: Path) -> None:
+    """From now on these files are trusted: the cache belongs to this pod or to this user."""
+    mark = _mark(cache, snapshot)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def _mark(cache: Path, snapshot: Path) -> Path:
+    repository, commit = snapshot.parent.parent.name, snapshot.name  # models--org--name/snapshots/<commit>
+    return cache / "verified" / f"{repository}@{commit}"
+
+
 @contextlib.contextmanager
 def only_one(cache: Path, what: str) -> Iterator[None]:
     """Hold the lock of one model; a second process waits, and then finds everything there."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from slipway_runtime.storage.cache import hub_directory, only_one
+from slipway_runtime.storage.cache import hub_directory, is_verified, only_one, remember_verified
 
 WEIGHTS: Final = ("*.safetensors",)
 TOKENIZER: Final = ("*.json", "*.jinja")
@@ -70,7 +70,7 @@ def fetch(uri: str, *, cache: Path, weights: bool = True, endpoint: str | None =
 
 def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | None) -> Path:
     # Only here: the library costs a quarter of the start, and a model of this machine needs none of it.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -78,19 +78,32 @@ def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | No
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # stderr carries JSON lines
     name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
+    hub = HfApi(endpoint=endpoint)
     try:
-        # The hub's library resumes what was interrupted, checks what arrives, and goes without the network when
-        # everything is there. Files in folders of a repository are other formats of the same weights.
-        path = snapshot_download(
-            model.repository,
-            revision=model.revision,
-            cache_dir=hub_directory(cache),
-            allow_patterns=[*TOKENIZER, *(WEIGHTS if weights else ())],
-            ignore_patterns=["*/*"],
-            endpoint=endpoint,
+        # The hub's library resumes what was interrupted, and goes without the network when everything is there.
+        # Files in folders of a repository are other formats of the same weights.
+        directory = Path(
+            hub.snapshot_download(
+                model.repository,
+                revision=model.revision,
+                cache_dir=hub_directory(cache),
+                allow_patterns=[*TOKENIZER, *(WEIGHTS if weights else ())],
+                ignore_patterns=["*/*"],
+            )
         )
+        if not is_verified(cache, directory):
+            found = hub.verify_repo_checksums(model.repository, revision=directory.name, cache_dir=hub_directory(cache))
+            for broken in found.mismatches:
+                (directory / broken["path"]).resolve().unlink()  # what the link points at, so that it is fetched again
+            if found.mismatches:
+                names = ", ".join(broken["path"] for broken in found.mismatches)
+                raise FetchError(f"{name}: {names} arrived broken and was removed; it will be fetched again")
+            if weights:
+                remember_verified(cache, directory)
     except GatedRepoError as error:
         raise FetchError(f"{name} asks for credentials, or for its terms to be accepted") from error
     except RepositoryNotFoundError as error:
@@ -99,7 +112,6 @@ def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | No
         raise FetchError(f"{name}: there is no such revision") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FetchError(f"{name} could not be fetched: {type(error).__name__}") from error
-    directory = Path(path)
     if weights and not any(directory.glob("*.safetensors")):
         raise FetchError(f"{name} has no *.safetensors: pickled weights are not loaded, because they can run code")
     return directory

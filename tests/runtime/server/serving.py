@@ -1,4 +1,4 @@
-"""A replica as it really runs, on free ports of this machine: the tiny model, the engine, uvicorn, both applications."""
+"""A replica as it really runs, on free ports: the tiny model, the engine, uvicorn, both applications."""
 
 import asyncio
 import threading
@@ -131,7 +131,7 @@ class Running:
     async def until(self, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """Wait for the engine's numbers to say so."""
         async with asyncio.timeout(20):
-            while not condition(stats := self.client.stats()):
+            while not condition(stats := self.client.stats()):  # noqa: ASYNC110  the engine's numbers are asked for
                 await asyncio.sleep(0.01)
         return stats
 

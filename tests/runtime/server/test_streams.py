@@ -71,7 +71,7 @@ async def test_after_a_disconnect_not_a_single_further_step_holds_its_blocks():
             replica.steps.hold()
             steps = replica.client.stats().steps
         async with asyncio.timeout(10):
-            while replica.replica._open:  # the server has noticed
+            while replica.replica._open:  # noqa: ASYNC110  the server has noticed
                 await asyncio.sleep(0.01)
         replica.steps.allow(3)
         stats = await replica.until(nothing_left)

@@ -1,0 +1,173 @@
+"""A model's address leads to a directory with its files, or to a sentence why not."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipway_runtime.storage.fetch import FetchError, HubModel, LocalModel, check_digest, fetch, parse, weights_digest
+from tests.runtime.storage.hub import Hub, a_hub
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b'{"model": {}}',
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": bytes(range(256)) * 4096,
+    "pytorch_model.bin": b"a pickle",
+    "modeling_evil.py": b"import os",
+    "original/model.safetensors": b"the same weights in another format",
+    "README.md": b"words",
+}
+
+
+@pytest.fixture(scope="module")
+def running_hub() -> Iterator[Hub]:
+    with a_hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(running_hub: Hub) -> Hub:
+    running_hub.repositories = {"org/tiny": {"main": dict(FILES), "v1": dict(FILES, **{"config.json": b"{}"})}}
+    running_hub.downloads.clear()
+    running_hub.cut_after = None
+    return running_hub
+
+
+@pytest.mark.parametrize(
+    ("uri", "meaning"),
+    [
+        ("file:///opt/models/tiny", LocalModel(Path("/opt/models/tiny"))),
+        ("file://localhost/opt/a%20b", LocalModel(Path("/opt/a b"))),
+        ("hf://org/name@abc123", HubModel("org/name", "abc123")),
+        ("hf://org/name@refs/pr/1", HubModel("org/name", "refs/pr/1")),
+        ("hf://org/name", HubModel("org/name", None)),
+    ],
+)
+def test_addresses_are_understood(uri: str, meaning: object):
+    assert parse(uri) == meaning
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "",
+        "tiny",
+        "/opt/models/tiny",
+        "file://opt/tiny",
+        "hf://name",
+        "hf://a/b/c",
+        "hf:///b",
+        "s3://bucket/x",
+        "ftp://x/y",
+    ],
+)
+def test_senseless_addresses_are_refused_with_a_sentence(uri: str):
+    with pytest.raises(FetchError):
+        parse(uri)
+
+
+def test_a_local_model_is_used_where_it_is(tmp_path: Path):
+    assert fetch(f"file://{tmp_path}", cache=tmp_path / "cache") == tmp_path
+    with pytest.raises(FetchError, match="no directory"):
+        fetch(f"file://{tmp_path}/missing", cache=tmp_path)
+
+
+@pytest.mark.capability("ST-1", "ST-2")
+def test_only_what_runs_no_code_comes_from_the_hub(hub: Hub, tmp_path: Path):
+    directory = fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
+
+    assert sorted(path.name for path in directory.rglob("*")) == [
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (directory / "config.json").read_bytes() == b"{}", "the revision that was asked for"
+    assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.capability("ST-1")
+def test_what_is_in_the_cache_is_not_fetched_again(hub: Hub, tmp_path: Path):
+    first = fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
+    hub.downloads.clear()
+
+    assert fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url) == first
+    assert hub.downloads == []
+
+
+def test_two_processes_fetch_a_model_once(hub: Hub, tmp_path: Path):
+    threads = [
+        threading.Thread(target=fetch, args=("hf://org/tiny@v1",), kwargs={"cache": tmp_path, "endpoint": hub.url})
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(hub.downloads) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.capability("ST-1")
+def test_a_broken_download_is_resumed(hub: Hub, tmp_path: Path):
+    hub.repositories["org/tiny"]["v1"]["model.safetensors"] = large = FILES["model.safetensors"] * 12
+    hub.cut_after = 11 * 2**20
+
+    directory = fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
+
+    assert (directory / "model.safetensors").read_bytes() == large
+    assert any(name.startswith("model.safetensors@") for name in hub.downloads), "from where it broke"
+
+
+@pytest.mark.capability("ST-1")
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_arrives_broken_is_refused_and_fetched_again(hub: Hub, tmp_path: Path, name: str):
+    hub.corrupt = {name}
+    with pytest.raises(FetchError, match=f"{name} arrived broken"):
+        fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
+
+    directory = fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
+
+    assert (directory / name).read_bytes() == FILES[name]
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("hf://org/nothing@v1", "does not exist"),
+        ("hf://org/tiny@v9", "no such revision"),
+        ("hf://org/pickled@main", "pickled weights"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_said_in_a_sentence(hub: Hub, tmp_path: Path, uri: str, words: str):
+    hub.repositories["org/pickled"] = {"main": {"config.json": b"{}", "pytorch_model.bin": b"x"}}
+
+    with pytest.raises(FetchError, match=words):
+        fetch(uri, cache=tmp_path, endpoint=hub.url)
+
+
+def test_a_hub_that_is_away_is_said_in_a_sentence(tmp_path: Path):
+    with pytest.raises(FetchError, match="could not be fetched"):
+        fetch("hf://org/tiny@v1", cache=tmp_path, endpoint="http://127.0.0.1:9")
+
+
+def test_the_digest_of_one_file_is_its_sha256_and_of_several_that_of_sha256sums_output(tmp_path: Path):
+    (tmp_path / "model-1.safetensors").write_bytes(b"one")
+    one, two = hashlib.sha256(b"one").hexdigest(), hashlib.sha256(b"two").hexdigest()
+    assert weights_digest(tmp_path) == f"sha256:{one}"
+
+    (tmp_path / "model-2.safetensors").write_bytes(b"two")
+    listing = f"{one}  model-1.safetensors\n{two}  model-2.safetensors\n"
+
+    assert weights_digest(tmp_path) == f"sha256:{hashlib.sha256(listing.encode()).hexdigest()}"
+
+
+def test_other_weights_than_promised_refuse_to_start(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    check_digest(tmp_path, weights_digest(tmp_path))
+
+    with pytest.raises(FetchError, match="refusing to start"):
+        check_digest(tmp_path, "sha256:" + "0" * 64)
