@@ -1,0 +1,270 @@
+"""The API side of the engine, over a real scheduler and a paper worker in a real thread."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, Overloaded, QueueLimits, Refused
+from slipway_runtime.engine.engine import Engine
+from slipway_runtime.messages import EngineFacts, FinishReason, Output, Request, SamplingParams, StepPlan, StepResult
+from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.scheduler import Scheduler
+from tests.runtime.paper_worker import PaperWorker, continuation
+
+FACTS = EngineFacts(
+    vocab_size=50, eos_token_ids=(), max_model_len=200, max_num_seqs=2, max_num_batched_tokens=8, block_size=4,
+    num_blocks=100, bytes_per_token=1, weight_bytes=1, dtype="paper", device="paper", load_seconds=0, warmup_seconds=0,
+)  # fmt: skip
+
+
+class Stage:
+    """Lets the worker take one step at a time, so that a test decides what happens between steps."""
+
+    def __init__(self, **limits: object) -> None:
+        self.worker = PaperWorker(4)
+        self.scheduler = Scheduler(BlockPool(100, 4), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=200)
+        self.gate: threading.Semaphore | None = None
+        self.live_when_computing: list[int] = []
+        self.broken = ""
+        self.client = EngineClient(Engine(self.scheduler, self.execute, FACTS), limits=QueueLimits(**limits))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.gate is not None:
+            self.gate.acquire(timeout=30)
+        if self.broken:
+            raise RuntimeError(self.broken)
+        self.live_when_computing.append(self.scheduler.pool.live)
+        return self.worker.execute(plan)
+
+    def close_gate(self) -> Callable[[], None]:
+        gate = self.gate = threading.Semaphore(0)
+        return gate.release
+
+    def open_gate(self) -> None:
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.release(1000)
+
+    def generate(self, id: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 5, **fields: object):
+        return self.client.generate(
+            Request(id=id, prompt_token_ids=prompt, params=SamplingParams(max_tokens=max_tokens), arrived=0.0, **fields)
+        )
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    stage = Stage()
+    await stage.client.start()
+    yield stage
+    stage.open_gate()
+    await stage.client.stop()
+
+
+async def text(stream: AsyncIterator[Output]) -> tuple[list[int], FinishReason | None]:
+    outputs = [output async for output in stream]
+    assert [o.finish_reason is not None for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    return [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  the condition changes in another thread
+        await asyncio.sleep(0.001)
+
+
+async def test_streams_what_the_engine_computes(stage):
+    results = await asyncio.gather(*(text(stage.generate(f"r{n}", (n + 1, 2), 9)) for n in range(5)))
+    assert results == [(continuation((n + 1, 2), 9), FinishReason.LENGTH) for n in range(5)]
+    await until(lambda: stage.client.stats().finished == 5)
+    assert stage.client.stats().blocks_live == 0
+
+
+@pytest.mark.capability("API-2")
+async def test_the_first_token_arrives_before_the_second_is_computed(stage):
+    step = stage.close_gate()
+    stream = stage.generate("a")
+    step()
+    first = await anext(stream)
+    assert list(first.token_ids) == continuation((1, 2, 3), 1)
+    assert len(stage.live_when_computing) == 1
+
+
+@pytest.mark.capability("API-7", "PF-10")
+async def test_closing_a_stream_frees_its_blocks_before_the_next_step_computes(stage):
+    step = stage.close_gate()
+    async with stage.generate("goes", tuple(range(1, 9)), 50) as goes, stage.generate("stays", (4,), 50) as stays:
+        step()
+        await anext(goes)
+        step()
+        await anext(stays)
+        await goes.aclose()
+        step()  # was scheduled before the close
+        await anext(stays)
+        step()
+        await anext(stays)
+        assert stage.live_when_computing[1] == 4, "three blocks of nine tokens, and one"
+        assert stage.live_when_computing[-1] <= 2
+        stage.open_gate()
+    await until(lambda: stage.client.stats().aborted == 2)
+    assert stage.client.stats().blocks_live == 0
+
+
+@pytest.mark.capability("API-7", "PF-10")
+async def test_a_request_dropped_before_its_first_token_leaves_nothing_behind(stage):
+    step = stage.close_gate()
+    streams = [stage.generate(f"r{n}") for n in range(5)]
+    step()
+    for stream in streams:
+        await stream.aclose()
+        assert [output async for output in stream] == []
+    stage.open_gate()
+    await until(lambda: stage.client.stats().aborted == 5)
+    stats = stage.client.stats()
+    assert (stats.running, stats.waiting, stats.blocks_live) == (0, 0, 0)
+
+
+async def test_a_cancelled_reader_aborts_its_request(stage):
+    stage.close_gate()
+
+    async def read() -> None:
+        async with stage.generate("a", max_tokens=100) as stream:
+            await text(stream)
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    task.cancel()
+    stage.open_gate()
+    await until(lambda: stage.client.stats().aborted == 1)
+
+
+async def test_a_stop_string_counts_as_finished(stage):
+    stream = stage.generate("a", max_tokens=150)
+    await anext(stream)
+    stream.finish()
+    await until(lambda: stage.client.stats().finished == 1)
+    assert stage.client.stats().aborted == 0
+
+
+async def test_an_abort_from_elsewhere_ends_the_stream_with_its_reason(stage):
+    stage.close_gate()
+    stream = stage.generate("a")
+    stage.client.abort("a", FinishReason.TIMEOUT)
+    assert (await text(stream)) == ([], FinishReason.TIMEOUT)
+    stage.client.abort("a")
+    stage.client.abort("nobody")
+
+
+@pytest.mark.capability("API-4")
+async def test_a_deadline_in_the_past_ends_at_once(stage):
+    assert await text(stage.generate("a", max_tokens=150, deadline=0.0)) == ([], FinishReason.TIMEOUT)
+
+
+@pytest.mark.capability("BS-4")
+async def test_a_full_queue_refuses_before_anything_is_queued():
+    stage = Stage(max_requests=3)
+    await stage.client.start()
+    stage.close_gate()
+    streams = [stage.generate(f"r{n}") for n in range(3)]
+    with pytest.raises(Overloaded) as refusal:
+        stage.generate("one more")
+    assert refusal.value.retry_after_seconds >= 1
+    assert stage.client.stats().waiting == 3
+    stage.open_gate()
+    for stream in streams:
+        assert (await text(stream))[1] is FinishReason.LENGTH
+    assert (await text(stage.generate("later")))[1] is FinishReason.LENGTH
+    await stage.client.stop()
+
+
+@pytest.mark.capability("KV-6", "API-8")
+async def test_what_can_never_fit_is_refused_at_once(stage):
+    with pytest.raises(Refused, match="200 tokens"):
+        stage.generate("a", (1,) * 200)
+    stage.generate("b")
+    with pytest.raises(Refused, match="'b' is running"):
+        stage.generate("b")
+
+
+async def test_the_ledger_balances_at_every_moment(stage):
+    step = stage.close_gate()
+    streams = [stage.generate(f"r{n}", max_tokens=3) for n in range(6)]
+
+    def balanced() -> bool:
+        s = stage.client.stats()
+        return s.admitted == s.finished + s.aborted + s.handed_over + s.running + s.waiting
+
+    assert stage.client.stats().admitted == 6
+    assert balanced()
+    for _ in range(4):
+        step()
+        await asyncio.sleep(0.002)
+        assert balanced()
+    await streams[5].aclose()
+    assert balanced()
+    stage.open_gate()
+    await asyncio.gather(*(text(stream) for stream in streams[:5]))
+    assert balanced()
+
+
+async def test_drain_refuses_newcomers_and_waits_for_the_rest(stage):
+    stage.close_gate()
+    stream = stage.generate("a")
+    stage.client.drain()
+    stage.client.drain()
+    with pytest.raises(Draining):
+        stage.generate("b")
+    waiting = asyncio.create_task(stage.client.wait_drained())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    stage.open_gate()
+    assert (await text(stream))[1] is FinishReason.LENGTH
+    await asyncio.wait_for(waiting, 5)
+    stage.client.undrain()
+    assert (await text(stage.generate("c")))[1] is FinishReason.LENGTH
+
+
+async def test_a_drain_with_nothing_to_wait_for_is_done(stage):
+    stage.client.drain()
+    await asyncio.wait_for(stage.client.wait_drained(), 5)
+
+
+@pytest.mark.capability("API-3")
+async def test_when_the_step_loop_dies_everybody_hears_of_it(stage):
+    stage.broken = "out of memory"
+    running, waiting = stage.generate("a"), [stage.generate(f"w{n}") for n in range(3)]
+    for stream in (running, *waiting):
+        *_, last = [output async for output in stream]
+        assert last.finish_reason is FinishReason.ERROR
+        assert last.error == "RuntimeError: out of memory"
+    await asyncio.wait_for(stage.client.wait_dead(), 5)
+    assert not stage.client.alive
+    with pytest.raises(EngineDead, match="out of memory"):
+        stage.generate("b")
+
+
+async def test_stop_ends_what_still_runs():
+    stage = Stage()
+    await stage.client.start()
+    stream = stage.generate("a", max_tokens=190)
+    await anext(stream)
+    await stage.client.stop()
+    await stage.client.stop()
+    assert (await text(stream))[1] is FinishReason.CANCELLED
+    with pytest.raises(EngineDead):
+        stage.generate("b")
+
+
+async def test_a_leaked_block_is_found_when_the_engine_is_idle(stage):
+    stage.scheduler.pool.allocate(1)
+    stream = stage.generate("a", max_tokens=1)
+    assert (await text(stream))[1] is FinishReason.LENGTH
+    await asyncio.wait_for(stage.client.wait_dead(), 5)
+    assert "every live block belongs to a running sequence" in stage.client.error
+
+
+def test_the_api_side_never_imports_torch():
+    code = "import sys, slipway_runtime.engine.client as c; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
