@@ -1,0 +1,307 @@
+"""The chart installs on a real API server, asks for little, keeps its secret, and fits PodSecurity `restricted`."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import slipway_api
+from e2e.cluster.access import Access, CommandError
+from slipway_api.crd import inference_service_crd
+
+pytestmark = pytest.mark.apiserver
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "slipway"
+NAMESPACE = "slipway-system"
+ACCOUNT = f"system:serviceaccount:{NAMESPACE}:slipway-"
+
+Manifest = dict[str, Any]
+
+
+def render(access: Access, *settings: str) -> list[Manifest]:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    text = access.helm("template", "slipway", CHART, "--namespace", NAMESPACE, *sets)
+    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
+    return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
+
+
+def upgrade(access: Access, *settings: str) -> None:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    # Other tests have applied the CRD to this API server before us, and not with helm.
+    ours = ["--take-ownership", "--force-conflicts"]
+    access.helm("upgrade", "--install", "slipway", CHART, "--namespace", NAMESPACE, "--create-namespace", *ours, *sets)
+
+
+@pytest.fixture(scope="module")
+def rendered(apiserver: Access) -> list[Manifest]:
+    return render(apiserver)
+
+
+@pytest.fixture(scope="module")
+def installed(apiserver: Access) -> Iterator[Access]:
+    upgrade(apiserver)
+    yield apiserver
+    upgrade(apiserver)  # the CRD stays behind: as everybody else applies it
+    apiserver.helm("uninstall", "slipway", "--namespace", NAMESPACE, "--wait=hookOnly")
+
+
+# Rendered
+
+
+def test_helm_finds_nothing_to_complain_about(apiserver):
+    assert "0 chart(s) failed" in apiserver.helm("lint", CHART, "--strict")
+
+
+def test_chart_and_packages_are_one_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+
+    assert chart["version"] == chart["appVersion"] == slipway_api.__version__
+
+
+def test_a_misspelt_value_is_refused_by_name(apiserver):
+    with pytest.raises(CommandError, match="'replica' not allowed"):
+        render(apiserver, "operator.replica=3")
+
+
+@pytest.mark.capability("SE-3")
+@pytest.mark.parametrize("part", ["operator", "gateway"])
+def test_pods_are_restricted(rendered, part):
+    pod = of_kind(rendered, "Deployment")[f"slipway-{part}"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    assert [volume for volume in pod["volumes"] if "hostPath" in volume] == []
+    assert pod["serviceAccountName"] == f"slipway-{part}"  # each its own
+
+
+@pytest.mark.parametrize("part", ["operator", "gateway"])
+def test_pods_are_probed_bounded_and_spread(rendered, part):
+    pod = of_kind(rendered, "Deployment")[f"slipway-{part}"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert "memory" in container["resources"]["limits"]
+    assert pod["topologySpreadConstraints"]
+    assert of_kind(rendered, "PodDisruptionBudget")[f"slipway-{part}"]["spec"]["maxUnavailable"] == 1
+    assert of_kind(rendered, "NetworkPolicy")[f"slipway-{part}"]["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_both_parts_run_twice_unless_told_otherwise(apiserver, rendered):
+    replicas = {name: one["spec"]["replicas"] for name, one in of_kind(rendered, "Deployment").items()}
+    assert replicas == {"slipway-operator": 2, "slipway-gateway": 2}
+
+    one = of_kind(render(apiserver, "gateway.replicas=1"), "Deployment")
+    assert one["slipway-gateway"]["spec"]["replicas"] == 1
+
+
+def rules_of(manifests: list[Manifest], part: str) -> list[Manifest]:
+    roles = [*of_kind(manifests, "ClusterRole").values(), *of_kind(manifests, "Role").values()]
+    return [rule for role in roles if role["metadata"]["name"].startswith(f"slipway-{part}") for rule in role["rules"]]
+
+
+@pytest.mark.capability("SE-3")
+@pytest.mark.parametrize("settings", [(), ("operator.replicaAccess=proxy",), ("watchNamespaces={a,b}",)])
+def test_no_right_is_a_wildcard_and_none_reads_secrets(apiserver, settings):
+    rules = [
+        rule
+        for part in ("operator", "gateway", "view", "edit")
+        for rule in rules_of(render(apiserver, *settings), part)
+    ]
+
+    words = {word for rule in rules for key in ("apiGroups", "resources", "verbs") for word in rule[key]}
+    assert "*" not in words
+    assert words.isdisjoint({"secrets", "pods/exec", "pods/ephemeralcontainers", "escalate", "bind", "impersonate"})
+
+
+@pytest.mark.capability("SE-3")
+def test_the_gateway_only_reads(rendered):
+    assert {verb for rule in rules_of(rendered, "gateway") for verb in rule["verbs"]} == {"get", "list", "watch"}
+
+
+@pytest.mark.capability("SE-3")
+def test_pods_proxy_is_granted_only_to_an_operator_that_dials_through_the_api_server(apiserver, rendered):
+    def resources(manifests):
+        return {resource for rule in rules_of(manifests, "operator") for resource in rule["resources"]}
+
+    assert "pods/proxy" not in resources(rendered)
+    assert "pods/proxy" in resources(render(apiserver, "operator.replicaAccess=proxy"))
+
+
+@pytest.mark.capability("SE-3")
+def test_with_watched_namespaces_the_rights_end_there(apiserver):
+    manifests = render(apiserver, "watchNamespaces={team-a,team-b}")
+    granted = [
+        (one["metadata"]["name"], one["metadata"]["namespace"])
+        for one in manifests
+        if one["kind"] == "Role" and not one["metadata"]["name"].endswith("-lease")
+    ]
+
+    assert sorted(granted) == [
+        (f"slipway-{part}", namespace) for part in ("gateway", "operator") for namespace in ("team-a", "team-b")
+    ]
+    assert set(of_kind(manifests, "ClusterRole")) == {"slipway-operator-nodes", "slipway-view", "slipway-edit"}
+    environment = of_kind(manifests, "Deployment")["slipway-operator"]["spec"]["template"]["spec"]["containers"][0][
+        "env"
+    ]
+    assert {"name": "SLIPWAY_WATCH_NAMESPACES", "value": "team-a,team-b"} in environment
+
+
+def test_the_chart_installs_the_very_crd_that_the_kinds_describe(apiserver, rendered):
+    assert of_kind(rendered, "CustomResourceDefinition") == {"inferenceservices.slipway.dev": inference_service_crd()}
+    assert of_kind(render(apiserver, "crds.install=false"), "CustomResourceDefinition") == {}
+
+
+def test_the_operator_tells_users_the_address_of_the_gateway(apiserver):
+    def gateway_url(*settings):
+        pod = of_kind(render(apiserver, *settings), "Deployment")["slipway-operator"]["spec"]["template"]["spec"]
+        return next(one["value"] for one in pod["containers"][0]["env"] if one["name"] == "SLIPWAY_GATEWAY_URL")
+
+    assert gateway_url() == "http://slipway-gateway.slipway-system.svc.cluster.local:8000"
+    assert gateway_url("gateway.url=https://llm.example.com") == "https://llm.example.com"
+
+
+# Installed on the API server
+
+
+def master(access: Access) -> str:
+    secret = json.loads(access.kubectl("get", "secret", "slipway-admin-master", "-n", NAMESPACE, "-o", "json"))
+    return base64.b64decode(secret["data"]["current"]).decode()
+
+
+def test_an_upgrade_keeps_the_admin_master(installed):
+    before = master(installed)
+
+    upgrade(installed, "operator.logLevel=DEBUG")
+
+    assert len(before) >= 32
+    assert master(installed) == before
+
+
+def test_an_upgrade_in_the_middle_of_a_rotation_keeps_both_masters(installed):
+    rotated = {"data": {key: base64.b64encode(key.encode() * 8).decode() for key in ("current", "previous")}}
+    installed.kubectl(
+        "patch", "secret", "slipway-admin-master", "-n", NAMESPACE, "--type=merge", "-p", json.dumps(rotated)
+    )
+
+    upgrade(installed)
+
+    secret = json.loads(installed.kubectl("get", "secret", "slipway-admin-master", "-n", NAMESPACE, "-o", "json"))
+    assert secret["data"] == rotated["data"]
+
+
+@pytest.mark.capability("SE-3")
+@pytest.mark.parametrize("part", ["operator", "gateway"])
+def test_the_pods_are_admitted_where_podsecurity_restricted_is_enforced(installed, rendered, part):
+    namespace = f"restricted-{part}"
+    installed.kubectl("create", "namespace", namespace)
+    installed.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    installed.kubectl("create", "serviceaccount", f"slipway-{part}", "-n", namespace)
+    template = of_kind(rendered, "Deployment")[f"slipway-{part}"]["spec"]["template"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": part, "namespace": namespace},
+        "spec": template["spec"],
+    }
+
+    answer = installed.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+
+    assert "created (server dry run)" in answer
+
+
+MAY = [
+    ("operator", "watch", "inferenceservices.slipway.dev"),
+    ("operator", "patch", "inferenceservices.slipway.dev/status"),
+    ("operator", "update", "inferenceservices.slipway.dev/finalizers"),
+    ("operator", "create", "pods"),
+    ("operator", "delete", "pods"),
+    ("operator", "list", "nodes"),
+    ("operator", "patch", "poddisruptionbudgets.policy"),
+    ("operator", "create", "events.events.k8s.io"),
+    ("gateway", "watch", "pods"),
+    ("gateway", "list", "inferenceservices.slipway.dev"),
+]
+MAY_NOT = [
+    ("operator", "get", "secrets"),
+    ("operator", "update", "inferenceservices.slipway.dev"),
+    ("operator", "create", "inferenceservices.slipway.dev"),
+    ("operator", "create", "pods/exec"),
+    ("operator", "patch", "nodes"),
+    ("operator", "update", "leases.coordination.k8s.io"),
+    ("operator", "create", "deployments.apps"),
+    ("gateway", "get", "secrets"),
+    ("gateway", "patch", "pods"),
+    ("gateway", "patch", "inferenceservices.slipway.dev/status"),
+    ("gateway", "list", "nodes"),
+]
+
+
+@pytest.mark.capability("SE-3")
+@pytest.mark.parametrize(
+    ("part", "verb", "resource", "answer"),
+    [(*row, "yes") for row in MAY] + [(*row, "no") for row in MAY_NOT],
+)
+def test_the_api_server_grants_what_is_needed_and_no_more(installed, part, verb, resource, answer):
+    resource, _, subresource = resource.partition("/")
+    question = ["auth", "can-i", verb, resource, f"--as={ACCOUNT}{part}", "-n", "default"]
+    if subresource:
+        question.append(f"--subresource={subresource}")
+
+    try:
+        said = installed.kubectl(*question)
+    except CommandError as refusal:  # kubectl says "no" with an exit code too
+        said = refusal.stdout
+
+    assert said.split()[0] == answer
+
+
+def test_the_built_in_roles_reach_our_kind(rendered):
+    roles = of_kind(rendered, "ClusterRole")
+    reached_by = {
+        name: {label.rpartition("-")[2] for label in roles[name]["metadata"]["labels"] if "aggregate-to" in label}
+        for name in ("slipway-view", "slipway-edit")
+    }
+
+    assert reached_by == {"slipway-view": {"view", "edit", "admin"}, "slipway-edit": {"edit", "admin"}}
+    assert {verb for rule in roles["slipway-view"]["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+
+
+def test_a_service_account_on_the_charts_list_may_be_named(installed):
+    manifest = {
+        "apiVersion": "slipway.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "identified", "namespace": "default"},
+        "spec": {
+            "model": {"uri": "hf://org/model"},
+            "template": {"spec": {"serviceAccountName": "models"}},
+        },
+    }
+    with pytest.raises(CommandError, match="not on the chart's list"):
+        installed.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest))
+
+    upgrade(installed, "allowedServiceAccountNames={models}")
+    installed.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
+
+    for _ in range(20):  # the new rule reaches the server's handlers a moment after the CRD is stored
+        try:
+            answer = installed.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(manifest))
+            break
+        except CommandError as refusal:
+            answer = str(refusal)
+    assert "created (server dry run)" in answer

@@ -1,0 +1,35 @@
+"""The examples are accepted by the real API server as they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from e2e.cluster.access import Access
+from slipway_api.inference_service import InferenceService
+from slipway_api.types import parse_quantity
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+@pytest.mark.apiserver
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_the_api_server_accepts_the_example(apiserver: Access, path: Path):
+    apiserver.kubectl("apply", "--server-side", "--force-conflicts", "-f", ROOT / "crds")
+    apiserver.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
+
+    created = json.loads(apiserver.kubectl("create", "--dry-run=server", "-o", "json", "-f", path))
+
+    assert InferenceService.parse(created).metadata.name == path.stem.partition("-")[0]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_every_example_fits_a_small_node_and_the_embedded_model(path: Path):
+    service = InferenceService.parse(yaml.safe_load(path.read_text()))
+
+    assert service.spec.model.uri == "file:///opt/slipway/models/tiny"
+    assert parse_quantity(service.spec.resources.requests["cpu"]) <= parse_quantity("100m")
+    assert parse_quantity(service.spec.resources.limits["cpu"]) == 1
+    assert service.spec.runtime.kv_cache.fixed_bytes is not None
