@@ -1,8 +1,8 @@
 """Words to build test objects with: the values that do not matter do not appear.
 
-    a_service(replicas=3)
-    a_pod("old").slot(1).ready().streams(3)
-    seen(a_service(), a_pod().ready(), now=T0)
+a_service(replicas=3)
+a_pod("old").slot(1).ready().streams(3)
+seen(a_service(), a_pod().ready(), now=T0)
 """
 
 from collections.abc import Mapping
@@ -152,9 +152,7 @@ class APod:
         return self.but(phase="Failed", phase_reason=reason, ready=False, ready_since=None)
 
     def crashing(self, restarts: int = 1) -> "APod":
-        return self.loading().but(
-            waiting_reason="CrashLoopBackOff", restarts=restarts, last_exit="Error (exit code 1)"
-        )
+        return self.loading().but(waiting_reason="CrashLoopBackOff", restarts=restarts, last_exit="Error (exit code 1)")
 
     def cannot_pull(self) -> "APod":
         return self.but(waiting_reason="ImagePullBackOff", waiting_message="not found", ready=False)

@@ -95,7 +95,7 @@ def assign(
     creations: list[Creation] = []
     events: list[Event] = []
     remembered = [status for slot in kept if slot not in moving and (status := slots.memory_of(slot))]
-    waits: list[datetime] = []
+    waits = [moment for status in remembered if (moment := slots.forgiven_at(status.slot))]
     must_record = False
     in_backoff = 0
     for slot in [*vacant, *moving]:
@@ -225,10 +225,13 @@ class _Slots:
         recorded = self._recorded.get(slot)
         if recorded is None or not recorded.failures:
             return None
+        forgiven_at = self.forgiven_at(slot)
+        return None if forgiven_at and self._now >= forgiven_at else recorded
+
+    def forgiven_at(self, slot: int) -> datetime | None:
+        """When the slot's replica will have been ready for so long that earlier failures say nothing any more."""
         ready_since = [one.replica.ready_since for one in self.live[slot] if one.is_ready and one.replica.ready_since]
-        if ready_since and self._now - min(ready_since) >= FORGIVEN_AFTER:
-            return None
-        return recorded
+        return min(ready_since) + FORGIVEN_AFTER if ready_since else None
 
     def superseded(self, victims: Mapping[int, str]) -> list[tuple[Member, str]]:
         """Older replicas on a slot, lost ones included, whose younger one is ready."""

@@ -71,6 +71,8 @@ class ModelCluster:
         self.image_is_broken = False
         self.faults = 0  # those that take replicas away: what is left may be less than the rollout wants
         self.peak = 0
+        self.due: Any = None  # when the plan asked to be asked again
+        self._facts: Any = None
         self._next_uid = 0
 
     # --- what the operator sees and does -----------------------------------------------------------------------------
@@ -99,12 +101,14 @@ class ModelCluster:
             if die_after is not None or made.requeue_after != 0.0:
                 return made
             if self.lose_status_writes:
+                self.due = self.now
                 return made
         raise AssertionError("the plan never comes to rest")
 
     def _one_pass(self, die_after: int | None) -> Plan:
         observed = self.observed()
         made = plan(observed, self.now)
+        self.due = None if made.requeue_after is None else self.now + timedelta(seconds=made.requeue_after)
         assert made == plan(observed, self.now), "the same facts must give the same plan"
         for position, action in enumerate(made.actions):
             if die_after is not None and position >= die_after:
@@ -131,6 +135,7 @@ class ModelCluster:
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
+        self.due = self.now  # it looks at everything once
 
     def _do(self, action: Any, observed: Observed) -> None:
         self.log.append(f"{self.clock} {type(action).__name__} {getattr(action, 'name', '')} {action.reason}")
@@ -229,8 +234,22 @@ class ModelCluster:
             if not pod.replica.node and pod.replica.phase == "Pending":
                 in_use += self._schedule(pod, in_use)
             self._run(pod)
-        if reconcile:
+        if reconcile and self._is_woken():
             self.reconcile()
+
+    def _is_woken(self) -> bool:
+        """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
+        facts = (
+            self.service and (self.service.metadata, self.service.spec),
+            tuple(replace(pod.replica, sample=None) for pod in self.pods.values()),
+            tuple(self.nodes.values()),
+        )
+        samples = [pod.replica.sample for pod in self.pods.values() if pod.replica.sample and pod.answers]
+        is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0
+        is_due = self.due is not None and self.now >= self.due
+        is_woken = facts != self._facts or is_busy or is_due
+        self._facts = facts
+        return is_woken
 
     def _schedule(self, pod: ModelPod, in_use: int) -> int:
         usable = [node.name for node in self.nodes.values() if node.ready and not node.cordoned]
@@ -260,6 +279,8 @@ class ModelCluster:
             pod.replica = replace(pod.replica, ready=is_ready, ready_since=self.now if is_ready else None)
         if pod.drains and pod.running and self.now.second % 3 == 0:
             pod.running -= 1
+        if pod.drains:
+            pod.waiting = 0  # what waits gets its turn
         if pod.answers and pod.loads_for <= 0:
             sample = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
             pod.replica = replace(pod.replica, sample=sample)

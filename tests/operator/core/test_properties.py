@@ -1,0 +1,220 @@
+"""Whatever happens, in whatever order: the planner ends where the spec wants, and breaks no law on the way.
+
+Each example is a random life of one service in a model cluster: edits, crashes, evictions, lost and cordoned nodes,
+silent replicas, lost status writes, operators that die between two actions. The model checks the laws at every step;
+when the faults stop, the service must come to rest.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipway_operator.core.plan import plan
+from tests.builders import a_service, edited
+from tests.operator.core.model_cluster import ModelCluster
+
+QUICK = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+LIMITS = st.sampled_from([(1, 0), (0, 1), (2, 1), (1, 1)])
+AUTOSCALING = {
+    "maxReplicas": 4,
+    "behavior": {"scaleDown": {"stabilizationWindowSeconds": 10, "maxPods": 2, "periodSeconds": 5}},
+}
+
+NUMBERS = st.integers(0, 7)
+FAULTS = st.sampled_from(
+    [
+        "fail",
+        "evict",
+        "crash",
+        "delete",
+        "vanish",
+        "lose node",
+        "recover node",
+        "cordon",
+        "uncordon",
+        "silence",
+        "speak",
+    ]
+)
+STEPS = st.one_of(
+    st.tuples(st.just("wait"), st.integers(1, 40)),
+    st.tuples(st.just("edit"), st.integers(1, 3)),
+    st.tuples(st.just("load"), NUMBERS),
+    st.tuples(st.just("streams"), NUMBERS),
+    st.tuples(st.just("kill operator"), st.integers(0, 4)),
+    st.tuples(st.just("lose status"), st.integers(1, 3)),
+    st.tuples(FAULTS, NUMBERS),
+)
+
+
+def make(limits, *, replicas=None, **spec):
+    surge, unavailable = limits
+    scaling = {"replicas": replicas} if replicas is not None else {"autoscaling": AUTOSCALING}
+    service = a_service(
+        finalizers=(),
+        rollout={"rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}},
+        drain={"timeoutSeconds": 30, "endpointPropagationSeconds": 3},
+        **scaling,
+        **spec,
+    )
+    return ModelCluster(service, load_seconds=6)
+
+
+def live(world, number, what):
+    """Do `what` to one of the pods."""
+    chosen = [name for name, pod in sorted(world.pods.items()) if pod.replica.deleted_at is None]
+    if chosen:
+        what(chosen[number % len(chosen)])
+
+
+def happen(world, kind, number):
+    nodes = sorted(world.nodes)
+    match kind:
+        case "wait":
+            world.run(number)
+        case "edit":
+            world.service = edited(world.service, runtime={"maxModelLen": 100 * number})
+        case "load":
+            share(world, number)
+        case "streams":
+            live(world, number, lambda name: setattr(world.pods[name], "running", number))
+        case "kill operator":
+            world.reconcile(die_after=number)
+        case "lose status":
+            world.lose_status_writes = True
+            world.run(number)
+            world.lose_status_writes = False
+        case "fail":
+            live(world, number, world.fail)
+        case "evict":
+            live(world, number, lambda name: world.fail(name, "Evicted"))
+        case "crash":
+            live(world, number, lambda name: world.crash_loop(name, restarts=number))
+        case "delete":
+            world.faults += 1
+            live(world, number, lambda name: world.end(name, takes=5))
+        case "vanish":
+            world.faults += 1
+            live(world, number, lambda name: world.pods.pop(name))
+        case "lose node":
+            world.lose_node(nodes[number % len(nodes)])
+        case "recover node":
+            world.recover_node(nodes[number % len(nodes)])
+        case "cordon":
+            world.cordon(nodes[number % len(nodes)])
+        case "uncordon":
+            world.cordon(nodes[number % len(nodes)], cordoned=False)
+        case "silence" | "speak":
+            live(world, number, lambda name: setattr(world.pods[name], "answers", kind == "speak"))
+    world.tick()
+
+
+def share(world, kv):
+    def load(world):
+        for pod in world.ready:
+            pod.kv = min(1.0, kv / 2 / len(world.ready))
+
+    world.load = load
+
+
+def calm_down(world):
+    """The faults stop; what is broken by itself stays to be replaced."""
+    for node in world.nodes:
+        world.recover_node(node)
+        world.cordon(node, cordoned=False)
+    for pod in world.pods.values():
+        pod.answers = True
+        pod.running = 0
+        if pod.replica.waiting_reason and pod.replica.restarts < 5:
+            pod.replica = replace(pod.replica, waiting_reason="")  # the kubelet's next try succeeds
+    world.run(700)
+
+
+def assert_at_rest(world):
+    status = world.service.status
+    assert len(world.pods) == len(world.ready) == world.desired == status.ready_replicas, world.log[-30:]
+    assert {pod.replica.revision for pod in world.pods.values()} <= {status.update_revision}
+    assert status.current_revision == status.update_revision
+    assert len({pod.replica.slot for pod in world.pods.values()}) == len(world.pods)
+    assert world.condition("Stalled") is None
+    assert world.condition("Reconciling") is None
+    made = plan(world.observed(), world.now)
+    assert made.actions == (), made.actions
+    assert made.status == status, "a plan at rest writes nothing"
+    assert made.events == ()
+
+
+@pytest.mark.capability("OP-7")
+@QUICK
+@given(limits=LIMITS, replicas=st.one_of(st.none(), st.integers(0, 4)), life=st.lists(STEPS, min_size=1, max_size=12))
+def test_comes_to_rest_where_the_spec_wants_after_any_life(limits, replicas, life):
+    world = make(limits, replicas=replicas)
+    world.reconcile()
+    for kind, number in life:
+        happen(world, kind, number)
+    calm_down(world)
+    assert_at_rest(world)
+
+
+@QUICK
+@given(
+    limits=LIMITS,
+    replicas=st.integers(1, 4),
+    edits=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 4)), min_size=1, max_size=4),
+    streams=st.integers(0, 12),
+)
+def test_rollouts_keep_enough_replicas_ready_and_never_exceed_the_surge(limits, replicas, edits, streams):
+    surge, unavailable = limits
+    world = make(limits, replicas=replicas)
+    world.reconcile()
+    world.run(30)
+    for pod in world.pods.values():
+        pod.running = streams
+    world.peak = 0
+    for wait, length in edits:
+        world.service = edited(world.service, runtime={"maxModelLen": 100 * length})
+        for _ in range(wait):
+            world.tick()
+            assert len(world.ready) >= replicas - unavailable
+            assert len(world.live) <= replicas + surge
+    # Old replicas that drain count as well; only a loading one that is not wanted any more may overlap, for the two
+    # seconds that it takes to go.
+    assert world.peak <= replicas + surge + 1
+    calm_down(world)
+    assert_at_rest(world)
+
+
+@pytest.mark.capability("AS-6")
+@QUICK
+@given(replicas=st.integers(1, 4), streams=st.lists(st.integers(0, 20), min_size=4, max_size=4), kills=st.booleans())
+def test_deleting_a_service_drains_everything_and_never_hangs(replicas, streams, kills):
+    world = make((1, 0), replicas=replicas)
+    world.reconcile()
+    world.run(20)
+    for pod, running in zip(world.pods.values(), streams, strict=False):
+        pod.running = running
+    world.ask_for_deletion()
+    for second in range(120):
+        world.tick(reconcile=False)
+        world.reconcile(die_after=second % 3 if kills and second % 2 else None)
+    assert world.service is None
+    assert world.pods == {}
+
+
+@QUICK
+@given(life=st.lists(STEPS, min_size=1, max_size=12))
+def test_asked_again_and_again_at_the_same_moment_it_soon_has_nothing_to_do(life):
+    world = make((1, 0), replicas=2)
+    world.reconcile()
+    for kind, number in life:
+        happen(world, kind, number)
+        for _ in range(4):
+            world.reconcile()
+        made = plan(world.observed(), world.now)
+        assert [action for action in made.actions if not getattr(action, "marked", False)] == []
+        assert made.status == world.service.status

@@ -1,0 +1,182 @@
+"""A whole service that scales by its load, in virtual time: decision, pods, drain and what status tells of it."""
+
+import pytest
+
+from slipway_api.conditions import ConditionStatus
+from tests.builders import a_service, edited, minutes
+from tests.operator.core.model_cluster import ModelCluster
+
+DEMO = {
+    "maxReplicas": 3,
+    "behavior": {"scaleDown": {"stabilizationWindowSeconds": 20, "maxPods": 1, "periodSeconds": 10}},
+}
+
+
+def shared(*, kv=0.0, running=0, waiting=0):
+    """Load that is spread over whoever is ready; a draining replica keeps only what it has."""
+
+    def load(world):
+        takers = world.ready
+        for position, pod in enumerate(takers):
+            pod.kv = min(1.0, kv / len(takers))
+            pod.running = running // len(takers) + (position < running % len(takers))
+            pod.waiting = waiting // len(takers)
+
+    return load
+
+
+def fleet(**autoscaling):
+    world = ModelCluster(a_service(autoscaling={**DEMO, **autoscaling}))
+    world.reconcile()
+    world.run(30)
+    assert len(world.ready) == 1
+    return world
+
+
+@pytest.mark.capability("AS-1", "AS-6")
+def test_scales_out_under_load_and_back_in_with_a_drain():
+    world = fleet()
+    world.load = shared(kv=2.2, running=12, waiting=6)
+    world.run(60)
+    assert len(world.ready) == 3
+    world.load = shared(running=2)
+    world.run(120)
+    assert len(world.ready) == len(world.pods) == 1
+    reasons = world.event_reasons()
+    assert (reasons.count("ScaledDown"), reasons.count("ReplicaDraining"), reasons.count("ReplicaDrained")) == (2, 2, 2)
+    assert "DrainTimedOut" not in reasons
+    scaled_up = next(event for event in world.events if event.reason == "ScaledUp")
+    assert scaled_up.message.startswith("1→3: ")
+    assert "QueueDepth 6.00 > 2.00 (1/1 pods" in scaled_up.message
+
+    history = world.service.status.autoscaling.history
+    assert [(change.from_, change.to) for change in history] == [(2, 1), (3, 2), (1, 3)]
+    assert history[-1].reason == scaled_up.message
+    assert world.condition("ScalingActive").message == history[0].reason
+
+
+@pytest.mark.capability("AS-6")
+def test_the_replica_with_the_fewest_streams_is_the_one_to_go():
+    world = fleet()
+    world.load = shared(kv=2.2, waiting=6)
+    world.run(60)
+    quiet = sorted(world.pods)[0]
+
+    def load(world):
+        for name, pod in world.pods.items():
+            if pod.is_live:
+                pod.kv, pod.waiting, pod.running = 0.5, 0, 1 if name == quiet else 5
+
+    world.load = load
+    while not any(pod.drains for pod in world.pods.values()):
+        world.tick()
+    (victim,) = [name for name, pod in world.pods.items() if pod.drains]
+    assert victim == quiet
+
+
+@pytest.mark.capability("AS-3")
+def test_slow_replicas_are_waited_for():
+    world = fleet(maxReplicas=10)
+    world.load_seconds = 300
+    world.load = shared(kv=1.5)
+    world.run(200)
+    assert world.desired == 2
+    assert world.event_reasons().count("ScaledUp") == 1
+
+
+@pytest.mark.capability("AS-4")
+def test_a_metrics_outage_holds_the_number_and_says_so_and_ends_by_itself():
+    world = fleet()
+    world.load = shared(kv=2.2, running=3)
+    world.run(60)
+    assert world.desired == 3
+    for pod in world.pods.values():
+        pod.answers = False
+    world.load = shared()
+    world.run(600)
+    active = world.condition("ScalingActive")
+    assert (active.status, active.reason) == (ConditionStatus.FALSE, "MetricsMissing")
+    assert world.desired == 3
+    assert world.event_reasons().count("ScalingHeld") == 1
+    for pod in world.pods.values():
+        pod.answers = True
+    world.run(20)
+    assert world.condition("ScalingActive").status is ConditionStatus.TRUE
+
+
+@pytest.mark.capability("AS-4")
+def test_one_silent_replica_is_told_and_stops_nothing():
+    world = fleet()
+    world.load = shared(kv=2.2, waiting=6)
+    world.run(60)
+    next(iter(world.pods.values())).answers = False
+    world.run(40)
+    active = world.condition("ScalingActive")
+    assert active.reason in ("MetricsStale", "LimitedByMax")
+    world.load = shared()
+    world.run(120)
+    assert world.desired < 3
+
+
+def test_without_free_gpus_it_stops_asking_for_more():
+    world = ModelCluster(a_service(autoscaling={"maxReplicas": 10}), gpus=2)
+    world.reconcile()
+    world.run(30)
+    world.load = shared(kv=9, waiting=200)
+    world.run(120)
+    assert world.desired == 3
+    assert len(world.pods) == 3
+    assert world.condition("ScalingActive").reason == "LimitedByCapacity"
+    assert "Insufficient nvidia.com/gpu" in world.condition("ScalingActive").message
+    assert world.condition("Ready").reason == "Degraded"
+
+
+@pytest.mark.capability("AS-2")
+def test_a_new_operator_every_minute_neither_flaps_nor_gives_up_early():
+    world = fleet(behavior={"scaleDown": {"stabilizationWindowSeconds": 90, "maxPods": 1, "periodSeconds": 10}})
+    world.load = shared(kv=2.2, waiting=6)
+    world.run(60)
+    world.load = shared()
+    for _ in range(5):
+        world.run(60)
+        world.restart_operator()
+    assert world.desired == 3
+    world.run(200)
+    assert world.desired == 1
+
+
+def test_external_mode_follows_the_number_that_others_write():
+    world = ModelCluster(a_service(replicas=2, autoscaling={"mode": "External", "maxReplicas": 5}))
+    world.reconcile()
+    world.run(30)
+    assert len(world.ready) == 2
+    assert world.condition("ScalingActive").reason == "External"
+    world.service = edited(world.service, replicas=4)
+    world.run(40)
+    assert len(world.ready) == 4
+
+
+@pytest.mark.capability("AS-1")
+def test_scaling_and_rolling_out_at_once_end_where_both_want():
+    world = fleet()
+    world.load = shared(kv=2.2, waiting=6)
+    world.run(10)
+    world.service = edited(world.service, runtime={"maxModelLen": 100})
+    world.run(300)
+    assert len(world.ready) == 3
+    assert {pod.replica.revision for pod in world.pods.values()} == {world.service.status.update_revision}
+
+
+def test_steady_load_causes_a_write_a_minute_at_most():
+    world = fleet()
+    world.load = shared(kv=1.2, running=5)
+    world.run(120)
+    world.writes = 0
+
+    def wobbling(world):
+        shared(kv=1.2 + 0.4 * (world.now.second % 2), running=5)(world)
+
+    world.load = wobbling
+    world.run(minutes(10).total_seconds())
+    assert world.desired == 2
+    assert world.writes <= 10
