@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "==> Setting up $(VENV): about a minute, 3 GB of downloads the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	@$(BIN)/uv pip install --python $(BIN)/python --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/uv pip install --python $(BIN)/python --quiet --constraint constraints.txt --compile-bytecode --editable '.[dev]'
 	@touch $@
 
 cluster-binary: setup ## build the local cluster's binary once (about 10 minutes cold, cached outside the tree)

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load import LoadReport
+from e2e.cluster import build, claim, detached, preflight
+from e2e.cluster.access import Access
 from e2e.cluster.launch import GATEWAY, Cluster
 from e2e.cluster.places import cluster_folder
 from e2e.slipway import EXAMPLES, Slipway, event_time, wait_for
@@ -168,9 +170,36 @@ The cluster stays up. Try, in a shell:
     )
 
 
-def tell(cluster: Cluster, figures: Figures, keep: bool) -> bool:
-    """The story from the installed cluster on; whether it went as promised."""
-    slipway = Slipway(cluster)
+@contextmanager
+def a_cluster(keep: bool, figures: Figures) -> Iterator[Access]:
+    """A running cluster: one that ends with this block, or, to be kept, one that lives on when all went well."""
+    folder = cluster_folder("default")
+    with step(1, "A real Kubernetes 1.36 of local processes: two nodes with 8 fake GPUs each"):
+        if claim.stop(folder):
+            console.print("    [dim]ended a cluster that was still up[/]")
+        preflight.require()
+        build.ensure()
+        started = time.monotonic()
+        cluster = None if keep else Cluster(folder=folder, publish=GATEWAY)
+        if cluster:
+            cluster.start()
+            cluster.wait_for_nodes()
+        access = cluster or detached.start(folder)
+        figures.cluster_seconds = time.monotonic() - started
+        console.print(f"    KUBECONFIG={access.kubeconfig}", soft_wrap=True)
+    try:
+        yield access
+    except BaseException:
+        claim.stop(folder)
+        raise
+    if cluster:
+        with step(6, "Tear down"):
+            cluster.stop()
+
+
+def tell(access: Access, figures: Figures) -> Slipway:
+    """The story on a running cluster."""
+    slipway = Slipway(access)
     with step(2, "Install Slipway from its chart with helm"):
         slipway.install()
     with Watcher(slipway, figures):
@@ -184,10 +213,7 @@ def tell(cluster: Cluster, figures: Figures, keep: bool) -> bool:
         with step(5, "Load: replicas follow KV-cache usage and queue depth, out and back in"):
             drive_load(slipway, figures)
             time.sleep(1)  # the last events are told
-    kept = summary(figures)
-    if keep:
-        next_steps(slipway)
-    return kept
+    return slipway
 
 
 def main() -> None:
@@ -196,24 +222,15 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="leave the cluster up and print what to try next")
     keep = parser.parse_args().keep
     figures = Figures()
-    cluster = Cluster(folder=cluster_folder("demo"), publish=GATEWAY)
-    with step(1, "A real Kubernetes 1.36 of local processes: two nodes with 8 fake GPUs each"):
-        started = time.monotonic()
-        cluster.start()
-        cluster.wait_for_nodes()
-        figures.cluster_seconds = time.monotonic() - started
-        console.print(f"    KUBECONFIG={cluster.kubeconfig}", soft_wrap=True)
     try:
-        kept = tell(cluster, figures, keep)
-    except BaseException:
-        cluster.stop()
-        raise
-    if keep:
-        cluster.detach()
-    else:
-        with step(6, "Tear down"):
-            cluster.stop()
-    sys.exit(0 if kept else 1)
+        with a_cluster(keep, figures) as access:
+            slipway = tell(access, figures)
+            as_promised = summary(figures)
+            if keep:
+                next_steps(slipway)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the cluster is gone")
+    sys.exit(0 if as_promised else 1)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ def main(requests: socket.socket) -> None:
         message, fds, _, _ = socket.recv_fds(requests, 1, 4)
         if not message:
             return  # the runtime is gone
+        for fd in fds:
+            os.set_inheritable(fd, False)  # Python 3.11's recv_fds passes no flags on, so no MSG_CMSG_CLOEXEC
         pid = syscalls.fork_into(OWN_NAMESPACES)
         if pid == 0:
             become(*fds)
