@@ -45,7 +45,8 @@ def test_what_only_running_shows_becomes_a_condition_that_says_what_is_wrong(
 
 
 def test_a_request_that_cannot_be_scheduled_says_so_and_stays_one_pod(clean: Slipway) -> None:
-    clean.apply(as_yaml(static("huge", 1, resources={"gpu": {"count": 9}}, runtime={"tensorParallelSize": 9})))
+    of_tomorrow = {"gpu": {"count": 1, "resourceName": "nvidia.com/gpu-of-tomorrow"}}
+    clean.apply(as_yaml(static("huge", 1, resources=of_tomorrow)))
 
     ready = wait_for(
         "the condition names the GPUs",
