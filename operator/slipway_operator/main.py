@@ -240,11 +240,11 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
             namespaces=settings.watch_namespaces,
             on_restart=metrics.shell_restarts.inc,
         )
-        await stack.enter_async_context(
+        admin_port = await stack.enter_async_context(
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
         )
         starting = asyncio.create_task(_start_when_listed(shell, manager))
-        log.info("operator started", version=__version__, namespace=settings.namespace, identity=settings.identity)
+        log.info("operator started", version=__version__, identity=settings.identity, admin_port=admin_port)
         try:
             await manager.run(stop)
         finally:

@@ -38,7 +38,8 @@ async def serve_probes(
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     try:
-        await web.TCPSite(runner, port=port).start()
+        # Port 0 is for tests: on all addresses it would be another port for each family.
+        await web.TCPSite(runner, None if port else "127.0.0.1", port).start()
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

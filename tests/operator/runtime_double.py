@@ -35,12 +35,12 @@ class RuntimeDouble:
         return app
 
     @asynccontextmanager
-    async def serving(self, host: str = "127.0.0.1") -> AsyncIterator["RuntimeDouble"]:
-        """Listen on a free port for as long as the block lasts."""
+    async def serving(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator["RuntimeDouble"]:
+        """Listen for as long as the block lasts; without a port, on a free one."""
         runner = web.AppRunner(self.app())
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, 0)
+            site = web.TCPSite(runner, host, port)
             await site.start()
             self.port = runner.addresses[0][1]
             yield self
