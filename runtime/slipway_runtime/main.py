@@ -253,3 +253,7 @@ async def _in_daemon_thread(work: Callable[[], _T]) -> _T:
 
     threading.Thread(target=body, name="load", daemon=True).start()
     return await done
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,7 @@ def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | No
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # stderr carries JSON lines
     name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")

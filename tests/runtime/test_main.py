@@ -1,0 +1,223 @@
+"""`slipway-runtime` as a process: it starts, answers, drains on SIGTERM, and leaves with the right code."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+RUNTIME = [sys.executable, "-m", "slipway_runtime.main"]
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Process:
+    """A running replica and what it has logged so far."""
+
+    process: asyncio.subprocess.Process
+    log: list[dict[str, Any]]
+    run_directory: Path
+    port: int = 0
+    admin_port: int = 0
+
+    async def logged(self, message: str) -> dict[str, Any]:
+        async with asyncio.timeout(90):
+            while True:
+                for line in self.log:
+                    if line["message"] == message:
+                        return line
+                if self.process.returncode is not None:
+                    raise AssertionError(f"ended with {self.process.returncode} before {message!r}: {self.log}")
+                await asyncio.sleep(0.02)
+
+    async def ready(self) -> None:
+        await self.logged("ready")
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(60):
+            return await self.process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def serving(*flags: str, model: str = f"file://{TINY}", wait: bool = True) -> AsyncIterator[Process]:
+    with tempfile.TemporaryDirectory(prefix="slw") as run:
+        process = await asyncio.create_subprocess_exec(
+            *RUNTIME,
+            *("serve", model, "--host", "127.0.0.1", "--port", "0", "--admin-port", "0"),
+            *("--kv-cache-bytes", "16Mi", "--max-num-seqs", "4", *flags),
+            stderr=subprocess.PIPE,
+            env={**os.environ, **SETTINGS, "SLIPWAY_RUN_DIR": run},
+        )
+        running = Process(process, [], Path(run))
+
+        async def read() -> None:
+            assert process.stderr is not None
+            async for line in process.stderr:
+                running.log.append(json.loads(line))
+
+        reader = asyncio.create_task(read())
+        try:
+            if wait:
+                listening = await running.logged("listening")
+                running.port, running.admin_port = listening["port"], listening["admin_port"]
+            yield running
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            await reader
+
+
+@pytest.mark.capability("RD-1", "RD-3", "ST-3", "OB-7", "PF-9")
+async def test_a_replica_starts_answers_and_on_sigterm_finishes_its_streams_before_it_leaves():
+    async with serving() as replica, httpx.AsyncClient(timeout=30) as http:
+        early = await http.get(f"http://127.0.0.1:{replica.admin_port}/ready")
+        assert early.status_code == 503, "it answers before its model is there"
+        assert early.json()["reason"] in {"Loading", "WarmingUp"}
+        await replica.ready()
+        assert (await http.get(f"http://127.0.0.1:{replica.admin_port}/ready")).status_code == 200
+
+        async with AsyncOpenAI(base_url=f"{replica.url}/v1", api_key="none", max_retries=0) as client:
+            ask = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a secret story."}]}
+            stream = await client.chat.completions.create(
+                **ask, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
+            )
+            chunks = aiter(stream)
+            await anext(chunks)
+            replica.process.send_signal(signal.SIGTERM)
+            await replica.logged("draining")
+            refused = await http.post(f"{replica.url}/v1/chat/completions", json=ask)
+            rest = [chunk async for chunk in chunks]
+
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert rest[-1].choices[0].finish_reason == "length", "the stream came to its own end"
+        assert await replica.ended() == 0
+    assert {line["part"] for line in replica.log} == {"runtime"}
+    assert "secret" not in json.dumps(replica.log)
+
+
+@pytest.mark.capability("RD-1", "RD-2")
+async def test_the_drain_verb_waits_for_the_last_stream_and_sigterm_then_ends_at_once():
+    async with serving("--drain-timeout", "60") as replica, httpx.AsyncClient(timeout=30) as http:
+        await replica.ready()
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "ignore_eos": True}
+        asking = asyncio.create_task(http.post(f"{replica.url}/v1/chat/completions", json=body))
+        signals = f"http://127.0.0.1:{replica.admin_port}/signals"
+        while '"running":1' not in (await http.get(signals)).text:  # noqa: ASYNC110  another process's number
+            await asyncio.sleep(0.01)
+
+        drain = await asyncio.create_subprocess_exec(
+            *RUNTIME, "drain", "--timeout", "30", env={**os.environ, "SLIPWAY_RUN_DIR": str(replica.run_directory)}
+        )
+        assert await drain.wait() == 0
+        assert (await asking).status_code == 200
+
+        replica.process.send_signal(signal.SIGTERM)
+        assert await replica.ended() == 0
+
+
+@pytest.mark.capability("RD-2")
+async def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event_and_the_process_with_0():
+    async with serving("--drain-timeout", "0.3") as replica, httpx.AsyncClient(timeout=30) as http:
+        await replica.ready()
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", f"{replica.url}/v1/chat/completions", json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            replica.process.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines if line]
+
+        assert json.loads(rest[-2][6:])["error"]["code"] == 503
+        assert rest[-1] == "data: [DONE]"
+        assert await replica.ended() == 0
+
+
+async def test_sigterm_while_loading_ends_the_process_at_once():
+    async with serving() as replica:
+        replica.process.send_signal(signal.SIGTERM)
+
+        assert await replica.ended() == 0
+
+
+@pytest.mark.capability("PF-12", "ST-3")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tokenizer-sha256", "0" * 64], "refusing to start"),
+        (["--model-digest", "sha256:" + "0" * 64], "refusing to start"),
+        (["--max-model-len", "100000"], "2048"),
+    ],
+)
+async def test_what_cannot_be_honoured_refuses_to_start_with_a_sentence(flags: list[str], words: str):
+    async with serving(*flags) as replica:
+        assert await replica.ended() == 1
+
+    assert words in replica.log[-1]["reason"]
+
+
+@pytest.mark.capability("ST-2")
+async def test_pickled_weights_refuse_to_start(tmp_path: Path):
+    shutil.copytree(TINY, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+    async with serving(model=f"file://{tmp_path}/pickled") as replica:
+        assert await replica.ended() == 1
+
+    assert "pickle" in replica.log[-1]["reason"]
+
+
+def test_a_senseless_command_line_is_a_sentence_and_not_a_traceback():
+    result = subprocess.run(
+        [*RUNTIME, "serve", "file:///x", "--kv-cache-bytes", "lots"], capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("slipway-runtime: ")
+
+
+def test_drain_without_a_replica_says_so(tmp_path: Path):
+    result = subprocess.run(
+        [*RUNTIME, "drain"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SLIPWAY_RUN_DIR": str(tmp_path)},
+    )
+
+    assert result.returncode == 1
+    assert "no replica answers" in result.stderr
+
+
+def test_pull_prints_what_to_pin():
+    result = subprocess.run([*RUNTIME, "pull", f"file://{TINY}"], capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout)
+
+    assert found["path"] == str(TINY)
+    assert found["digest"].startswith("sha256:")
+    assert len(found["tokenizerSha256"]) == 64
+
+
+def test_the_api_side_never_imports_torch():
+    code = (
+        "import sys; import slipway_runtime.main, slipway_runtime.server.app, slipway_runtime.engine.client;"
+        " sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
