@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import ipaddress
 import json
+import math
 import random
 import sys
 import time
@@ -68,7 +69,7 @@ class Percentiles:
         ordered = sorted(values)
         if not ordered:
             return cls()
-        return cls(*(ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.50, 0.95, 0.99)))
+        return cls(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.50, 0.95, 0.99)))
 
 
 @dataclass

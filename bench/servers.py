@@ -63,11 +63,12 @@ def a_runtime(*flags: str, model: Path = EMBEDDED_MODEL, name: str = MODEL_NAME,
 
 
 @contextmanager
-def a_gateway(*routes: tuple[str, str]) -> Iterator[Server]:
-    """`slipway-gateway --static`, ready, with these pairs of model and URL."""
+def a_gateway(*routes: tuple[str, str], environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """`slipway-gateway`, ready: with these pairs of model and URL, or watching the cluster of `environment`."""
     with tempfile.TemporaryDirectory(prefix="slipway-run-") as run:
-        static = ",".join(f"{model}={url}" for model, url in routes)
-        with _serving([_script("slipway-gateway"), "--static", static], Path(run) / "gateway.log", {}) as server:
+        static = ["--static", ",".join(f"{model}={url}" for model, url in routes)] if routes else []
+        command = [_script("slipway-gateway"), *static]
+        with _serving(command, Path(run) / "gateway.log", environment or {}) as server:
             yield server
 
 

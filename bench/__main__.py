@@ -1,0 +1,47 @@
+"""`python -m bench [gateway] [runtime] [cluster]`: measure, name the machine, print; without names: all of it."""
+
+import argparse
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.figures import Section
+from bench.machine import this_machine
+
+BENCHMARKS = ("gateway", "runtime", "cluster")
+
+
+def main() -> int:
+    """Run what was asked for; exit status 1 when one of them could not be measured."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=" | ".join(BENCHMARKS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = parser.parse_args()
+    if unknown := set(options.benchmarks) - set(BENCHMARKS):
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    console, machine = Console(), this_machine()
+    console.print(f"[bold]{machine}[/]", soft_wrap=True)
+    console.print("Figures of different machines, or of busy ones, cannot be compared; ratios are within this run.\n")
+    sections: list[Section] = []
+    failures = 0
+    for name in options.benchmarks or BENCHMARKS:
+        with console.status(f"{name} …"):
+            try:
+                sections.append(importlib.import_module(f"bench.{name}").measure())
+            except Exception as failure:  # noqa: BLE001  one benchmark that cannot run must not hide the others
+                failures += 1
+                console.print(f"[red]{name} could not be measured:[/] {type(failure).__name__}: {failure}")
+                continue
+        console.print(sections[-1].table(), "")
+    if options.json:
+        body = {"machine": asdict(machine), "sections": [asdict(section) for section in sections]}
+        options.json.write_text(json.dumps(body, indent=2) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

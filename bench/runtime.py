@@ -1,0 +1,83 @@
+"""The embedded model in our runtime: TTFT, ITL and tokens per second at 1, 8 and 32 at once, against a peer.
+
+The peer is `transformers.generate` with one static batch of the same size, the same prompts, threads and precision, in
+the same run; both make the same number of tokens for every prompt.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from bench.figures import Figure, Section
+from bench.load import LoadPlan, LoadReport, Percentiles, run_load
+from bench.servers import EMBEDDED_MODEL, MODEL_NAME, a_runtime
+
+CONCURRENCY = (1, 8, 32)
+MAX_TOKENS = 64
+ROUNDS = 3  # answers per user
+PEER_SECONDS = 600
+
+
+def measure(concurrency: Sequence[int] = CONCURRENCY, rounds: int = ROUNDS) -> Section:
+    """All figures of the runtime."""
+    with a_runtime("--dtype", "fp32") as server:
+        base_url = f"{server.url}/v1"
+        asyncio.run(_load(base_url, 1, 1))  # warm-up
+        figures: list[Figure] = []
+        for users in concurrency:  # one after the other, so that a busy neighbour hits both
+            figures += _figures(users, asyncio.run(_load(base_url, users, rounds)), _peer(users, rounds))
+        figures.append(Figure("memory after all of it", server.rss_bytes() / 2**20, "MiB", "runtime process"))
+    title = f"Runtime: embedded model, fp32, {MAX_TOKENS} tokens an answer, 1 thread"
+    return Section(title, tuple(figures))
+
+
+async def _load(base_url: str, users: int, rounds: int) -> LoadReport:
+    plan = LoadPlan(
+        base_url=base_url,
+        model=MODEL_NAME,
+        concurrency=users,
+        duration_seconds=300,
+        max_requests=users * rounds,
+        max_tokens=MAX_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+    )
+    report = await run_load(plan)
+    if report.failed:
+        raise RuntimeError(f"{report.failed} of {report.sent} requests failed: {report.failures}")
+    return report
+
+
+def _peer(users: int, rounds: int) -> dict[str, list[float]]:
+    command = [sys.executable, "-m", "bench.peer_transformers", "--concurrency", str(users)]
+    command += ["--rounds", str(rounds), "--max-tokens", str(MAX_TOKENS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command,
+        cwd=EMBEDDED_MODEL.parent.parent,
+        env=environment,
+        capture_output=True,
+        timeout=PEER_SECONDS,
+        check=True,
+    )
+    result: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _figures(users: int, ours: LoadReport, peer: dict[str, list[float]]) -> list[Figure]:
+    theirs = float(peer["tokens_per_second"])  # type: ignore[arg-type]
+    ttft, itl = Percentiles.of(peer["ttft"]), Percentiles.of(peer["gaps"])
+    at = f"{users} at once"
+    return [
+        Figure(f"{at}: tokens/s", ours.tokens_per_second, "tok/s", f"{ours.finished} answers"),
+        Figure(
+            f"{at}: ÷ transformers.generate", ours.tokens_per_second / theirs, "×", f"{theirs:.0f} tok/s, static batch"
+        ),
+        Figure(f"{at}: TTFT p50", ours.ttft.p50 * 1e3, "ms", f"{ttft.p50 * 1e3:.0f} ms for the peer's batch"),
+        Figure(f"{at}: TTFT p99", ours.ttft.p99 * 1e3, "ms"),
+        Figure(f"{at}: ITL p50", ours.itl.p50 * 1e3, "ms", f"{itl.p50 * 1e3:.1f} ms for the peer"),
+        Figure(f"{at}: ITL p99", ours.itl.p99 * 1e3, "ms"),
+    ]

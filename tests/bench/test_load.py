@@ -1,0 +1,133 @@
+"""The load generator is honest about what happened, obeys 429s, stays within its bounds and on this machine."""
+
+import asyncio
+
+import pytest
+
+from bench.load import LoadPlan, LoadReport, Percentiles, main, run_load
+from bench.prompts import prompts
+from tests.gateway.doubles import (
+    MODEL,
+    Runtime,
+    be_draining,
+    begin_stream,
+    chunk,
+    die_after_two_words,
+    end_without_saying_why,
+    event,
+    hang_up,
+    speak,
+)
+
+
+async def load(runtime: Runtime, **plan) -> LoadReport:
+    defaults = {"concurrency": 2, "max_requests": 6, "duration_seconds": 30.0}
+    return await run_load(LoadPlan(base_url=f"{runtime.url}/v1", model=MODEL, **defaults | plan))
+
+
+async def test_a_good_run_sends_what_was_planned_and_measures_it():
+    async with Runtime() as runtime:
+        report = await load(runtime)
+
+    assert (report.sent, report.finished, report.failed, report.retries_429) == (6, 6, 0, 0)
+    assert report.output_tokens == 30, "usage, as the server counts it"
+    assert report.prompt_tokens == 42
+    assert 0 < report.ttft.p50 <= report.ttft.p99
+    assert report.tokens_per_second > 0
+    assert len({body["messages"][0]["content"] for body in runtime.bodies}) > 1
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (die_after_two_words, "Client"),
+        (end_without_saying_why, "the stream ended without saying why"),
+        (be_draining, "status 503"),
+        (hang_up, "ServerDisconnectedError"),
+    ],
+)
+async def test_whatever_does_not_end_as_promised_has_failed(behaviour, sentence):
+    async with Runtime(behaviour) as runtime:
+        report = await load(runtime, max_requests=2)
+
+    assert (report.finished, report.failed) == (0, 2)
+    assert all(failure.startswith(sentence) for failure in report.failures)
+
+
+async def test_an_error_event_is_a_failure():
+    async def fail(runtime, request):
+        response = await begin_stream(request)
+        await response.write(event(chunk("Once")) + event({"error": {"message": "x", "type": "BadGatewayError"}}))
+        return response
+
+    async with Runtime(fail) as runtime:
+        report = await load(runtime, max_requests=1)
+
+    assert report.failures == {"error event: BadGatewayError": 1}
+
+
+async def test_a_429_is_obeyed_counted_apart_and_no_failure():
+    async def full_at_first(runtime, request):
+        if runtime.asked <= 3:
+            from aiohttp import web
+
+            return web.json_response({}, status=429, headers={"Retry-After": "1", "retry-after-ms": "20"})
+        return await speak(runtime, request)
+
+    async with Runtime(full_at_first) as runtime:
+        report = await load(runtime, max_requests=4)
+
+    assert (report.sent, report.finished, report.failed, report.retries_429) == (4, 4, 0, 3)
+    assert report.shed_wait.p50 > 0
+
+
+async def test_the_open_loop_does_not_wait_for_answers():
+    async with Runtime().hold() as runtime:
+        running = asyncio.create_task(load(runtime, rate=1000.0, concurrency=5, max_requests=5))
+        while runtime.asked < 5:  # noqa: ASYNC110  the requests arrive through sockets
+            await asyncio.sleep(0.005)
+        runtime.allow(100)
+
+        assert (await running).finished == 5
+
+
+async def test_stopping_ends_the_sending_and_lets_running_streams_finish():
+    async with Runtime().hold() as runtime:
+        stop = asyncio.Event()
+        plan = LoadPlan(base_url=f"{runtime.url}/v1", model=MODEL, concurrency=3, duration_seconds=60)
+        running = asyncio.create_task(run_load(plan, stop=stop))
+        while runtime.asked < 3:  # noqa: ASYNC110  the requests arrive through sockets
+            await asyncio.sleep(0.005)
+        stop.set()
+        runtime.allow(1000)
+        report = await running
+
+    assert (report.sent, report.finished) == (3, 3)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.1/v1", "http://example.com/v1", "http://0.0.0.0/v1", "no url"])
+def test_other_machines_are_refused(url, capsys):
+    with pytest.raises(ValueError, match="only to this machine"):
+        LoadPlan(base_url=url, model=MODEL)
+    with pytest.raises(SystemExit):
+        main(["--base-url", url, "--model", MODEL])
+    assert "only to this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", [{"concurrency": 100_000}, {"duration_seconds": 1e9}, {"concurrency": 0}])
+def test_the_load_is_bounded(bound):
+    with pytest.raises(ValueError, match="not"):
+        LoadPlan(base_url="http://127.0.0.1:8000/v1", model=MODEL, **bound)
+
+
+def test_the_same_seed_gives_the_same_prompts():
+    first, second, other = prompts(1), prompts(1), prompts(2)
+
+    assert [next(first) for _ in range(20)] == [next(second) for _ in range(20)]
+    assert next(first) != next(other)
+
+
+def test_percentiles_are_nearest_rank():
+    assert Percentiles.of([float(number) for number in range(1, 101)]) == Percentiles(50.0, 95.0, 99.0)
+    assert Percentiles.of([3.0, 1.0]) == Percentiles(1.0, 3.0, 3.0)
+    assert Percentiles.of([]) == Percentiles()
