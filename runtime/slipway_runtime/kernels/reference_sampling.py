@@ -33,20 +33,21 @@ def draw(
     positions: Tensor,
 ) -> Tensor:
     """One token a row. logits: (R, V) float32; the rest (R,); seeds and positions int64."""
-    tokens = logits.argmax(dim=-1)
     random = temperature >= GREEDY_BELOW
-    whole = random & (top_p >= 1.0) & (top_k <= 0) & (min_p <= 0.0)
-    for rows, candidates in ((whole, None), (random & ~whole, CANDIDATES)):
-        index = rows.nonzero().squeeze(-1)
-        if len(index) == 0:
-            continue
-        scaled = logits[index] / temperature[index, None]
-        keys = (seeds[index], positions[index])
-        if candidates is None:
-            everything = torch.arange(logits.shape[1], device=logits.device).expand_as(scaled)
-            tokens[index] = (scaled + gumbel(*keys, everything)).argmax(dim=-1)
-        else:
-            tokens[index] = _draw_truncated(scaled, top_k[index], top_p[index], min_p[index], *keys, candidates)
+    truncated = random & ((top_p < 1.0) | (top_k > 0) | (min_p > 0.0))
+    if bool(truncated.all()):  # the common batch: one kind of row, nothing to sort out
+        scaled = logits / temperature[:, None]
+        return _draw_truncated(scaled, top_k, top_p, min_p, seeds, positions, CANDIDATES)
+    tokens = logits.argmax(dim=-1)
+    if len(rows := (random & ~truncated).nonzero().squeeze(-1)):
+        scaled = logits[rows] / temperature[rows, None]
+        everything = torch.arange(logits.shape[1], device=logits.device)
+        tokens[rows] = (scaled + gumbel(seeds[rows], positions[rows], everything[None, :])).argmax(dim=-1)
+    if len(rows := truncated.nonzero().squeeze(-1)):
+        scaled = logits[rows] / temperature[rows, None]
+        tokens[rows] = _draw_truncated(
+            scaled, top_k[rows], top_p[rows], min_p[rows], seeds[rows], positions[rows], CANDIDATES
+        )
     return tokens
 
 
@@ -78,19 +79,11 @@ def _keep(
     floor = values[:, :1] + torch.log(min_p.clamp(min=0.0))[:, None]  # log(0) = -inf: everything
     k = torch.where(top_k <= 0, vocabulary, top_k)[:, None]
     kept = (values >= floor) & (torch.arange(count, device=scaled.device)[None, :] < k)
-    ends_here = (
-        (k.squeeze(1) <= count)
-        | (values[:, -1] < floor.squeeze(1))
-        | torch.full_like(k[:, 0], count == vocabulary, dtype=torch.bool)
-    )
-    among_candidates = values.masked_fill(~kept, float("-inf")).logsumexp(dim=-1)
-    total = (
-        among_candidates
-        if bool(ends_here.all())
-        else torch.where(
-            ends_here, among_candidates, scaled.masked_fill(scaled < floor, float("-inf")).logsumexp(dim=-1)
-        )
-    )
+    ends_here = (k.squeeze(1) <= count) | (values[:, -1] < floor.squeeze(1)) | (count == vocabulary)
+    total = values.masked_fill(~kept, float("-inf")).logsumexp(dim=-1)
+    if not bool(ends_here.all()):  # top-p is a share of everything that min-p keeps, seen here or not
+        beyond = scaled.masked_fill(scaled < floor, float("-inf")).logsumexp(dim=-1)
+        total = torch.where(ends_here, total, beyond)
     probabilities = (values - total[:, None]).exp().masked_fill(~kept, 0.0)
     mass = probabilities.cumsum(dim=-1)
     kept &= (mass - probabilities < top_p[:, None]) | (top_p >= 1.0)[:, None]
