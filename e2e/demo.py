@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +39,6 @@ class Figures:
     stream_tokens_per_second: float = 0.0
     most_replicas: int = 1
     load: LoadReport | None = None
-    scaled: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -52,25 +51,29 @@ def step(number: int, title: str) -> Iterator[None]:
 
 
 class Watcher:
-    """Prints each new event and each change of a condition of the service while its block runs."""
+    """Prints each new event and each change of a condition of the service while a block of `watching` runs."""
 
     def __init__(self, slipway: Slipway, figures: Figures) -> None:
         self.slipway, self.figures = slipway, figures
         self.told: set[tuple[str, str, str]] = set()
         self.conditions: dict[str, tuple[str, str]] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Watcher":
-        self._thread.start()
-        return self
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Tell what happens until the block ends, and what its end has left to tell."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._run, args=(over,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(timeout=10)
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(timeout=10)
-
-    def _run(self) -> None:
-        while not self._over.wait(0.5):
+    def _run(self, over: threading.Event) -> None:
+        last = False
+        while not last:
+            last = over.wait(0.5)
             try:
                 self.tell()
             except Exception as exc:  # noqa: BLE001  narration must not end the demo
@@ -84,9 +87,7 @@ class Watcher:
                 self.told.add(identity)
                 colour = "yellow" if event.type == "Warning" else "green"
                 at = event_time(event).astimezone().strftime("%H:%M:%S")
-                console.print(f"    [dim]{at}[/] [{colour}]{event.reason:<17}[/] {event.note}")
-                if event.reason in ("ScaledUp", "ScaledDown"):
-                    self.figures.scaled.append(event.note)
+                console.print(f"    [dim]{at}[/] [{colour}]{event.reason:<17}[/] {event.note}", soft_wrap=True)
         status = self.slipway.service(SERVICE).get("status", {})
         self.figures.most_replicas = max(self.figures.most_replicas, status.get("readyReplicas", 0))
         for condition in status.get("conditions", []):
@@ -94,7 +95,8 @@ class Watcher:
             if condition["type"] in ("Ready", "Stalled") and self.conditions.get(condition["type"]) != now:
                 self.conditions[condition["type"]] = now
                 mark = f"{condition['type']}={condition['status']}"
-                console.print(f"             [blue]{mark:<17}[/] {condition['reason']}: {condition.get('message', '')}")
+                sentence = f"{condition['reason']}: {condition.get('message', '')}"
+                console.print(f"             [blue]{mark:<17}[/] {sentence}", soft_wrap=True)
 
 
 def stream_one_answer(slipway: Slipway, figures: Figures) -> None:
@@ -202,17 +204,16 @@ def tell(access: Access, figures: Figures) -> Slipway:
     slipway = Slipway(access)
     with step(2, "Install Slipway from its chart with helm"):
         slipway.install()
-    with Watcher(slipway, figures):
-        with step(3, f"kubectl apply -f {EXAMPLES.name}/chat.yaml"):
-            started = time.monotonic()
-            slipway.apply(EXAMPLES / "chat.yaml")
-            slipway.wait_ready(SERVICE, replicas=1)
-            figures.ready_seconds = time.monotonic() - started
-        with step(4, "One request, with the stock openai client"):
-            stream_one_answer(slipway, figures)
-        with step(5, "Load: replicas follow KV-cache usage and queue depth, out and back in"):
-            drive_load(slipway, figures)
-            time.sleep(1)  # the last events are told
+    watcher = Watcher(slipway, figures)
+    with step(3, f"kubectl apply -f {EXAMPLES.name}/chat.yaml"), watcher.watching():
+        started = time.monotonic()
+        slipway.apply(EXAMPLES / "chat.yaml")
+        slipway.wait_ready(SERVICE, replicas=1)
+        figures.ready_seconds = time.monotonic() - started
+    with step(4, "One request, with the stock openai client"):
+        stream_one_answer(slipway, figures)
+    with step(5, "Load: replicas follow KV-cache usage and queue depth, out and back in"), watcher.watching():
+        drive_load(slipway, figures)
     return slipway
 
 
