@@ -30,9 +30,10 @@ from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.thread import Engine
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.control import ask_for_drain, serve_control
+from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder
-from slipway_runtime.server.replica import Identity, LoadedModel, Replica
+from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.tokenizer import TokenizerFiles, TokenizerMismatch, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings, arguments_of, cache_directory, run_directory, serve_settings
@@ -40,6 +41,7 @@ from slipway_runtime.storage.fetch import FetchError, check_digest, fetch, weigh
 
 log = structlog.get_logger()
 
+LOADER = "load"
 LAST_WORDS_SECONDS = 5.0  # after the engine's death, for the streams to hear of it
 _T = TypeVar("_T")
 
@@ -66,6 +68,8 @@ def run(argv: Sequence[str]) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve(settings))
     sys.stderr.flush()
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        os._exit(code)  # a load that nobody waits for: tearing torch down under its feet could crash
     return code
 
 
@@ -94,10 +98,6 @@ def pull(uri: str, cache: Path) -> int:
 
 async def serve(settings: RuntimeSettings) -> int:
     """Serve until SIGTERM or until it cannot go on; the exit code."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     replica = Replica(
         Identity(
             model=settings.model_name,
@@ -108,6 +108,7 @@ async def serve(settings: RuntimeSettings) -> int:
         drain_timeout=settings.drain_timeout,
         stall_seconds=settings.stall_seconds,
     )
+    stop = _stop_signal(replica)
     serving = serving_app(replica, max_body_bytes=settings.max_body_bytes)
     admin = admin_app(replica, token_digests=settings.admin_token_digests)
     async with (
@@ -123,8 +124,10 @@ async def serve(settings: RuntimeSettings) -> int:
             code = loading.result()
         else:
             replica.drain(settings.drain_timeout, "SIGTERM")
-            await replica.drained()
-            log.info("drained")
+            with contextlib.suppress(TimeoutError):  # a step loop that hangs must not keep the process for ever
+                async with asyncio.timeout(settings.drain_timeout + LAST_WORDS_SECONDS):
+                    await replica.drained()
+            log.info("drained", left=replica.drain_status().running)
             code = 0
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -134,10 +137,27 @@ async def serve(settings: RuntimeSettings) -> int:
     return code
 
 
+def _stop_signal(replica: Replica) -> asyncio.Event:
+    """Set by SIGTERM and by Ctrl-C; a second one does not wait for what still runs."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            replica.drain(0, "a second signal")
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
+
+
 async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
     """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
     try:
-        loaded = await _in_daemon_thread(lambda: _load(settings))
+        loop = asyncio.get_running_loop()
+        loaded = await _in_daemon_thread(
+            lambda: _load(settings, on_warm_up=lambda: loop.call_soon_threadsafe(replica.warming_up))
+        )
     except (FetchError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
         log.error("cannot serve this model", model=settings.model_uri, reason=str(error))
         return 1
@@ -153,7 +173,6 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
     await client.start()
     try:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt") as threads:
-            replica.warming_up()
             model = _model(settings, loaded, client, threads)
             replica.ready_with(model, loaded.times)
             log.info("ready", model=settings.model_name, **loaded.times.model_dump(exclude_none=True))
@@ -191,7 +210,7 @@ class _Loaded:
     times: StartupTimes
 
 
-def _load(settings: RuntimeSettings) -> _Loaded:
+def _load(settings: RuntimeSettings, on_warm_up: Callable[[], object]) -> _Loaded:
     """Everything that takes long, on a thread of its own: the download, torch, the weights, the first steps."""
     began = time.monotonic()
     directory = fetch(settings.model_uri, cache=settings.cache_directory)
@@ -221,6 +240,7 @@ def _load(settings: RuntimeSettings) -> _Loaded:
         kv_cache_bytes=settings.kv_cache_bytes or None,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         extra_eos_token_ids=() if eos_id is None else (eos_id,),
+        on_warm_up=on_warm_up,
     )
     times = StartupTimes(
         download_seconds=round(fetched - began, 3),
@@ -251,7 +271,7 @@ async def _in_daemon_thread(work: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=body, name="load", daemon=True).start()
+    threading.Thread(target=body, name=LOADER, daemon=True).start()
     return await done
 
 

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,11 +35,13 @@ def build_engine(
     gpu_memory_utilization: float = 0.85,
     extra_eos_token_ids: tuple[int, ...] = (),
     device: str = "auto",
+    on_warm_up: Callable[[], object] = lambda: None,
 ) -> Engine:
     """Load a checkpoint, size its KV cache and warm it up: seconds to minutes, and ready when it returns.
 
     dtype: auto, bf16, fp16 or fp32. None means: chosen for this model and machine. Raises ModelRefusedError, a
     sentence for the user, for a checkpoint or settings that cannot be honoured. The facts hold the timings.
+    `on_warm_up` is called when the weights are there and the first steps begin.
     """
     started = time.perf_counter()
     config = read_config(model_path)
@@ -88,6 +91,7 @@ def build_engine(
             eos_token_ids=frozenset(eos),
         )
 
+    on_warm_up()
     warm_up(new_scheduler(), runner)
     warm = time.perf_counter()
     facts = EngineFacts(

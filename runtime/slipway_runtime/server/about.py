@@ -8,8 +8,9 @@ from starlette.responses import JSONResponse, Response
 
 import slipway_api
 from slipway_runtime.server.errors import ApiError, unknown_model
+from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import DetokenizeRequest, TokenizeRequest
-from slipway_runtime.server.replica import LoadedModel, Replica
+from slipway_runtime.server.replica import Replica
 
 router = APIRouter()
 probes = APIRouter()  # on both ports

@@ -23,9 +23,10 @@ from slipway_runtime.messages import FinishReason, Request
 from slipway_runtime.server import sampling
 from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Delta, Generation
+from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.openai_types import GenerationRequest
-from slipway_runtime.server.replica import LoadedModel, Replica
+from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sse import DONE, ClientGone, EventStream, event, while_connected
 
 log = structlog.get_logger()
@@ -115,7 +116,6 @@ async def answer(
     except EngineError as error:
         refusal = of_engine(error)
         metrics.refused(refusal.status)
-        log.info("refused", request_id=http.state.request_id, tenant=caller.tenant, status=refusal.status)
         raise refusal from None
     replica.opened(request.id)
     generation = Generation(

@@ -7,6 +7,7 @@ import re
 import uuid
 from typing import Final
 
+import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipway_api import names
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.replica import Replica
+
+log = structlog.get_logger()
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -54,6 +57,7 @@ class Door:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         send = self._signing(send, request_id)
+        send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
             await _discard_body(receive)
             return await refusal.response()(scope, receive, send)
@@ -91,6 +95,23 @@ class Door:
             return message
 
         return counting
+
+    def _logging(self, send: Send, scope: Scope, headers: Headers, request_id: str) -> Send:
+        """A line for each answer without tokens; those with tokens leave a line of their own when they end."""
+
+        async def logging(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                log.info(
+                    "refused",
+                    request_id=request_id,
+                    tenant=headers.get(names.HEADER_TENANT, "")[:128],
+                    method=scope["method"],
+                    path=scope["path"][:100],
+                    status=message["status"],
+                )
+            await send(message)
+
+        return logging
 
     def _signing(self, send: Send, request_id: str) -> Send:
         """Name the model, its revision and its tokenizer in every response."""

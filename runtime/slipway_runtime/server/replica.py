@@ -16,8 +16,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -32,65 +31,13 @@ from slipway_api.runtime_api import (
     StartupTimes,
     State,
 )
-from slipway_runtime.engine.client import OutputStream
-from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Request
+from slipway_runtime.messages import EngineStats, FinishReason
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
-from slipway_runtime.server.metrics import Metrics
-from slipway_runtime.server.prompt import PromptEncoder
-from slipway_runtime.settings import SamplingDefaults
+from slipway_runtime.server.loaded import Identity, LoadedModel
 
 log = structlog.get_logger()
 
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
-
-
-class Engine(Protocol):
-    """What the server needs of the engine's client."""
-
-    facts: EngineFacts
-    error: str
-
-    @property
-    def alive(self) -> bool: ...  # noqa: D102  see EngineClient
-    @property
-    def draining(self) -> bool: ...  # noqa: D102
-    def generate(self, request: Request) -> OutputStream: ...  # noqa: D102
-    def abort(self, request_id: str, reason: FinishReason) -> None: ...  # noqa: D102
-    def stats(self) -> EngineStats: ...  # noqa: D102
-    def drain(self) -> None: ...  # noqa: D102
-    def undrain(self) -> None: ...  # noqa: D102
-    async def wait_drained(self) -> None: ...  # noqa: D102
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """Who answers: the same words in headers, bodies and metrics."""
-
-    model: str
-    revision: str = ""
-    namespace: str = ""
-    uri: str = ""
-
-    def answers_to(self, name: str) -> bool:
-        """Whether a request for `name` is for this model; no name means the one that is here."""
-        return name in {"", self.model, f"{self.namespace}/{self.model}"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """Everything that answers requests, once it is there."""
-
-    engine: Engine
-    prompts: PromptEncoder
-    metrics: Metrics
-    defaults: SamplingDefaults
-    max_output_tokens: int = 0
-    created: int = 0
-
-    @property
-    def tokenizer_sha256(self) -> str:
-        """What wrote the prompts."""
-        return self.prompts.files.sha256
 
 
 class Replica:

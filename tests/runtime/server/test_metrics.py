@@ -146,6 +146,11 @@ async def test_each_request_leaves_one_log_line_with_its_stages_and_without_its_
     lines = [line for line in logged if line["event"] == "request"]
     assert [line["finish_reason"] for line in lines][-1] == "cancelled"
     assert len(lines) == 3
+    refused = [line for line in logged if line["event"] == "refused"]
+    assert [(line["status"], line["path"]) for line in refused] == [
+        (400, "/v1/chat/completions"),
+        (400, "/v1/completions"),
+    ]
     first = lines[0]
     assert (first["request_id"], first["tenant"], first["model"]) == ("r1", "acme", "tiny")
     assert first["completion_tokens"] <= 4
