@@ -39,18 +39,11 @@ class Environment:
     python: Path  # the environment's interpreter
     prefixes: tuple[Path, ...]  # folders that interpreter needs
 
-    @property
-    def version(self) -> str:
-        """The version of Slipway in the checkout: its images' tag."""
-        source = (self.checkout / "api" / "slipway_api" / "__init__.py").read_text()
-        match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
-        if match is None:
-            raise ValueError("api/slipway_api/__init__.py does not state __version__")
-        return match[1]
-
     def fill(self, text: str) -> str:
         """Replace {python}, {bin}, {checkout} and {version}."""
-        return text.format(python=self.python, bin=self.python.parent, checkout=self.checkout, version=self.version)
+        return text.format(
+            python=self.python, bin=self.python.parent, checkout=self.checkout, version=version_of(self.checkout)
+        )
 
 
 class Catalogue:
@@ -67,6 +60,15 @@ class Catalogue:
     def find(self, name: str) -> Image | None:
         """The image of that name or id; None when it cannot be pulled."""
         return self._found.get(name.removeprefix("docker.io/"))
+
+
+def version_of(checkout: Path) -> str:
+    """The version of Slipway in a checkout: the tag of its images."""
+    source = (checkout / "api" / "slipway_api" / "__init__.py").read_text()
+    match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+    if match is None:
+        raise ValueError("api/slipway_api/__init__.py does not state __version__")
+    return match[1]
 
 
 def _image(name: str, entry: Mapping[str, Any], environment: Environment) -> Image:

@@ -53,7 +53,7 @@ def main(requests: socket.socket) -> None:
         if not message:
             return  # the runtime is gone
         for fd in fds:
-            os.set_inheritable(fd, False)  # Python 3.11's recv_fds passes no flags on, so no MSG_CMSG_CLOEXEC
+            os.set_inheritable(fd, False)  # or the report pipe stays open in the program; recv_fds passes no flags on
         pid = syscalls.fork_into(OWN_NAMESPACES)
         if pid == 0:
             become(*fds)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from e2e.cluster import build, components, pki, preflight, stubs
 from e2e.cluster.access import STATE, Access
+from e2e.cluster.catalogue import version_of
 from e2e.cluster.claim import Claim
 from e2e.cluster.components import API_IP, API_PORT, IN_CLUSTER_URL, SERVICE_RANGE, Node, Service
 from e2e.cluster.namespaces import Program, Space, closed_ancestors
@@ -126,6 +127,11 @@ class Cluster(Access):
         if self._claim:
             self._claim.release()
             self._claim = None
+
+    @property
+    def catalogue_version(self) -> str:
+        """The tag of Slipway's images here: slipway/runtime:<this>."""
+        return version_of(CHECKOUT)
 
     @property
     def ended(self) -> list[str]:

@@ -1,0 +1,45 @@
+"""Nodes that break and are mended."""
+
+import pytest
+
+from e2e.cluster.launch import Cluster
+from tests.cluster.story import Pods, is_ready, is_up, node_status, server, wait_until
+
+pytestmark = pytest.mark.cluster
+
+
+def test_pods_outlive_the_kubelet_and_are_found_again(pods: Pods) -> None:
+    cluster = pods.cluster
+    pods.create(server("one", nodeName="node-a"))
+    before = pods.ready("one")["containerStatuses"][0]
+
+    cluster.stop_kubelet("node-a")
+    wait_until(lambda: not is_ready(node_status(cluster, "node-a")))
+    assert cluster.processes_of(pods.namespace, "one")
+
+    cluster.start_kubelet("node-a")
+    wait_until(lambda: is_up(cluster, "node-a"))
+    after = pods.ready("one")["containerStatuses"][0]
+    assert (after["containerID"], after["restartCount"]) == (before["containerID"], before["restartCount"])
+
+
+def test_a_node_that_loses_power_loses_its_pods_and_comes_back_empty(pods: Pods) -> None:
+    cluster = pods.cluster
+    pods.create(server("one", nodeName="node-b"))
+    pods.ready("one")
+
+    cluster.kill_node("node-b")
+    wait_until(lambda: not is_ready(node_status(cluster, "node-b")))
+    wait_until(lambda: (pods.find("one") or {"metadata": {}})["metadata"].get("deletionTimestamp"))
+
+    cluster.start_node("node-b")
+    wait_until(lambda: is_up(cluster, "node-b"))
+    pods.gone("one")
+
+
+def test_a_node_cut_off_the_network_is_missed_and_welcomed_back(cluster: Cluster) -> None:
+    cluster.cut_node("node-b")
+    wait_until(lambda: not is_ready(node_status(cluster, "node-b")))
+
+    cluster.cut_node("node-b", cut=False)
+    wait_until(lambda: is_up(cluster, "node-b"))
