@@ -54,12 +54,13 @@ class PaperWorker:
                 slot = self._slot(row, position)
                 assert slot not in written, "two rows of one step write to the same place"
                 written[slot] = self.memory[slot] = tokens[position]
+            if not samples:
+                drawn.append(-1)
+                continue
             read = [self.memory[self._slot(row, position)] for position in range(computed + new)]
-            assert read == tokens[: computed + new], "the cache holds other tokens than the sequence"
-            token = next_token(read) if samples else -1
-            if samples:
-                tokens.append(token)
-            drawn.append(token)
+            assert read == tokens, "the cache holds other tokens than the sequence"
+            tokens.append(next_token(read))
+            drawn.append(tokens[-1])
         return StepResult(step=plan.step, token_ids=tuple(drawn))
 
     def _slot(self, row: int, position: int) -> int:

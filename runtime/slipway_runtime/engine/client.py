@@ -65,7 +65,7 @@ class EngineClient:
         self.facts = engine.facts
         self.error: str = ""
         self._clock = clock
-        self._admission = Admission(limits or QueueLimits())
+        self._admission = Admission(limits or QueueLimits(), engine.facts.max_num_seqs)
         self._streams: dict[str, OutputStream] = {}
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
         self._sent_count = 0

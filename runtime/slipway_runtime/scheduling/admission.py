@@ -72,18 +72,22 @@ class QueueLimits:
 class Admission:
     """Measures how fast the queue moves, and turns away what would wait too long.
 
-    The pace is requests started in the last seconds while others waited. A queue that does not move at all
-    has no pace: then the time it stands still is the best guess for one place in it.
+    The pace is requests started per second since the queue was last empty, at most WINDOW_SECONDS back. While none
+    has started, all that is known is how long the queue stands still: each batch ahead is taken to need as long.
     """
 
-    def __init__(self, limits: QueueLimits) -> None:
+    def __init__(self, limits: QueueLimits, max_num_seqs: int) -> None:
         self.limits = limits
-        self._seen: deque[tuple[float, int]] = deque()  # (time, requests started so far) while the queue was not empty
+        self._max_num_seqs = max_num_seqs
+        self._started = 0
+        self._seen: deque[tuple[float, int]] = deque()  # (time, requests started so far) since the queue was empty
 
     def observe(self, stats: EngineStats, now: float) -> None:
         """Learn the pace from the numbers of one step."""
+        self._started = stats.started
         if stats.waiting == 0:
             self._seen.clear()
+            return
         self._seen.append((now, stats.started))
         while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_SECONDS:
             self._seen.popleft()
@@ -93,9 +97,8 @@ class Admission:
         if waiting == 0 or not self._seen:
             return 0.0
         since, started = self._seen[0]
-        seconds = max(now - since, 0.0)
-        starts = max(self._seen[-1][1] - started, 1)
-        return waiting * seconds / starts
+        seconds, starts = max(now - since, 0.0), self._started - started
+        return seconds * (waiting / starts if starts else max(1.0, waiting / self._max_num_seqs))
 
     def admit(self, *, waiting: int, waiting_tokens: int, prompt_tokens: int, now: float) -> None:
         """Let a request of `prompt_tokens` join the queue, or raise Overloaded with the time to come back."""
@@ -108,6 +111,8 @@ class Admission:
         elif limits.max_wait_seconds is not None and wait > limits.max_wait_seconds:
             reason = f"a request would wait about {math.ceil(wait)} s, the limit is {limits.max_wait_seconds:g} s"
         else:
+            if not self._seen:
+                self._seen.append((now, self._started))  # the queue begins here
             return
         # Half of the queue gone is soon enough to be let in, and late enough not to meet everybody at the door.
         raise Overloaded(reason, min(max(wait / 2, 1.0), LONGEST_RETRY_SECONDS))

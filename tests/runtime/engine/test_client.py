@@ -179,7 +179,7 @@ async def test_a_full_queue_refuses_before_anything_is_queued():
     await stage.client.stop()
 
 
-@pytest.mark.capability("KV-6", "API-8")
+@pytest.mark.capability("KV-6")
 async def test_what_can_never_fit_is_refused_at_once(stage):
     with pytest.raises(Refused, match="200 tokens"):
         stage.generate("a", (1,) * 200)

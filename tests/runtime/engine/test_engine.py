@@ -90,7 +90,7 @@ def test_greedy_text_survives_chunks_and_prefix_hits(oracle):
     assert texts["beside"] == greedy(model, [7, 7], 24)
 
 
-@pytest.mark.capability("API-6", "BS-1")
+@pytest.mark.capability("BS-1")
 def test_sampled_text_depends_on_the_seed_and_on_nothing_beside_it(oracle):
     _, path = oracle
     how = {"temperature": 1.0, "top_p": 0.95, "frequency_penalty": 0.3}
@@ -133,7 +133,7 @@ def test_ends_where_the_checkpoint_says_and_not_before_min_tokens(oracle):
     assert all(eos not in o.token_ids and 2 not in o.token_ids for o in held_back[: first + 1])
 
 
-@pytest.mark.capability("KN-4", "PF-8", "KV-4")
+@pytest.mark.capability("KV-4")
 def test_a_new_engine_is_warm_and_empty(oracle):
     engine = an_engine(oracle[1])
     stats = engine.stats(0.0)
@@ -141,7 +141,7 @@ def test_a_new_engine_is_warm_and_empty(oracle):
     assert (stats.blocks_live, stats.blocks_cached, stats.admitted, stats.steps) == (0, 0, 0, 0)
 
 
-@pytest.mark.capability("KV-5", "KV-6")
+@pytest.mark.capability("KV-6")
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -19,7 +19,6 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v).flatten(1)
 
 
-@pytest.mark.capability("KN-1", "KN-2")
 @pytest.mark.parametrize("groups", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(
@@ -63,7 +62,6 @@ def test_paged_attention_is_attention(groups, block_size, work):
     torch.testing.assert_close(ours, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.capability("KN-2")
 def test_the_mask_of_a_long_chunk_never_exceeds_a_tile_of_rows():
     plan = reference.plan_attention(
         np.array([10_000]), np.array([1_000]), np.arange(1, 690)[None, :], 16, torch.zeros(1)

@@ -37,7 +37,6 @@ def expected(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top
     return p * keep / (p * keep).sum()
 
 
-@pytest.mark.capability("API-6")
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -58,13 +57,12 @@ def test_draws_follow_the_distribution(parameters):
     assert (got - wanted).abs().max() < 4 * math.sqrt(0.25 / 4000)
 
 
-@pytest.mark.capability("API-6")
 def test_a_temperature_of_zero_takes_the_likeliest():
     logits = torch.randn(V)
     assert drawn(logits, n=50, temperature=0.0)[logits.argmax()] == 1
 
 
-@pytest.mark.capability("API-6", "BS-1")
+@pytest.mark.capability("BS-1")
 def test_a_row_draws_the_same_alone_and_among_others():
     torch.manual_seed(0)
     logits = torch.randn(6, 1000)
@@ -108,7 +106,6 @@ def test_noise_is_a_function_of_seed_position_and_token():
         assert abs(torch.corrcoef(torch.cat((one, other)))[0, 1].item()) < 0.06
 
 
-@pytest.mark.capability("API-6")
 def test_penalties_follow_their_definitions():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
     prompt, output = torch.tensor([[1.0, 0, 0, 0]]), torch.tensor([[0, 2.0, 1.0, 0]])

@@ -28,7 +28,6 @@ def test_reads_the_shape():
     assert config.rope_theta == 10_000
 
 
-@pytest.mark.capability("PF-2")
 def test_kv_memory_counts_key_value_heads_not_attention_heads():
     assert parse_config(LLAMA).kv_bytes_per_token(2) == 2 * 2 * 2 * 8 * 2
 

@@ -20,7 +20,7 @@ def stats(started: int, waiting: int) -> EngineStats:
 
 
 def a_queue_that_starts(per_second: float, waiting: int = 10, seconds: int = 8, **limits: object) -> Admission:
-    admission = Admission(QueueLimits(**limits))
+    admission = Admission(QueueLimits(**limits), max_num_seqs=2)
     for second in range(seconds + 1):
         admission.observe(stats(started=int(per_second * second), waiting=waiting), float(second))
     return admission
@@ -28,7 +28,8 @@ def a_queue_that_starts(per_second: float, waiting: int = 10, seconds: int = 8, 
 
 @pytest.mark.capability("BS-4")
 def test_an_empty_queue_lets_everybody_in():
-    Admission(QueueLimits(max_requests=1, max_tokens=1)).admit(waiting=0, waiting_tokens=0, prompt_tokens=99, now=0.0)
+    admission = Admission(QueueLimits(max_requests=1, max_tokens=1), max_num_seqs=2)
+    admission.admit(waiting=0, waiting_tokens=0, prompt_tokens=99, now=0.0)
 
 
 @pytest.mark.capability("BS-4")
@@ -59,16 +60,26 @@ def test_who_would_wait_too_long_is_told_at_once():
 @pytest.mark.capability("BS-4")
 def test_a_queue_that_stands_still_gets_longer_waits_the_longer_it_stands():
     admission = a_queue_that_starts(per_second=0, waiting=5)
-    soon, late = admission.predicted_wait_seconds(5, 2.0), admission.predicted_wait_seconds(5, 8.0)
-    assert soon < late == 40
+    assert admission.predicted_wait_seconds(1, 8.0) == 8
+    assert admission.predicted_wait_seconds(5, 2.0) == 5  # two and a half batches of two seconds
+    assert admission.predicted_wait_seconds(5, 8.0) == 20
 
 
 @pytest.mark.capability("BS-4")
 def test_an_empty_moment_forgets_the_old_pace():
     admission = a_queue_that_starts(per_second=0, waiting=5)
     admission.observe(stats(started=5, waiting=0), 9.0)
-    admission.observe(stats(started=15, waiting=5), 10.0)
-    assert admission.predicted_wait_seconds(5, 10.0) == 0.5
+    admission.observe(stats(started=5, waiting=5), 10.0)
+    admission.observe(stats(started=15, waiting=5), 11.0)
+    assert admission.predicted_wait_seconds(5, 11.0) == 0.5
+
+
+@pytest.mark.capability("BS-4")
+def test_a_burst_after_a_long_silence_is_let_in():
+    admission = Admission(QueueLimits(max_wait_seconds=1), max_num_seqs=2)
+    admission.observe(stats(started=3, waiting=0), 1.0)
+    for waiting in range(100):
+        admission.admit(waiting=waiting, waiting_tokens=0, prompt_tokens=9, now=1000.0 + waiting / 1e6)
 
 
 @pytest.mark.capability("BS-4")

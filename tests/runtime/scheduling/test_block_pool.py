@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.live == 0
 
 
-@pytest.mark.capability("KV-1", "KV-2", "KV-3")
+@pytest.mark.capability("KV-1", "KV-2")
 class TestPool(PoolMachine.TestCase):
     """Used + free = total after any operation; nothing is read under another key, nothing freed while held."""
 
@@ -154,7 +154,6 @@ def test_freeing_a_duplicate_does_not_drop_the_published_block():
     assert pool.cached == 0
 
 
-@pytest.mark.capability("KV-3")
 def test_keys_differ_by_model_adapter_salt_and_everything_before():
     roots = {
         root_key(),

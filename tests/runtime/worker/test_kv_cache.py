@@ -11,7 +11,6 @@ CONFIG = parse_config(LLAMA)  # 2 layers × 2 heads × 8 values, keys and values
 MEMINFO = "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"
 
 
-@pytest.mark.capability("KV-5")
 def test_the_budget_pays_for_the_blocks_and_the_null_block():
     size = size_cache(CONFIG, dtype=torch.float32, block_size=16, budget_bytes=11 * 16 * 256)
     assert size == CacheSize(num_blocks=10, block_size=16, bytes_per_token=256)
@@ -23,7 +22,6 @@ def test_no_more_than_could_be_used_is_taken():
     assert size.num_blocks == 7
 
 
-@pytest.mark.capability("KV-5")
 def test_too_small_a_budget_is_refused_with_its_arithmetic():
     with pytest.raises(ModelRefusedError, match="9000 bytes for the KV cache hold 1 blocks of 16 tokens at 256 bytes"):
         size_cache(CONFIG, dtype=torch.float32, block_size=16, budget_bytes=9000)

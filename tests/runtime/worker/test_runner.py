@@ -68,7 +68,6 @@ def test_a_fork_continues_from_a_copy_and_leaves_the_original_alone(tmp_path):
     assert go_on(0, len(prompt)) == start(3, pool.allocate(2), 0, [*prompt, first])
 
 
-@pytest.mark.capability("API-6")
 def test_penalties_count_the_prompt_and_the_output_apart(tmp_path):
     a_checkpoint(tmp_path)
     bench = Bench(tmp_path)
