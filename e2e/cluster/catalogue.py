@@ -73,7 +73,8 @@ def version_of(checkout: Path) -> str:
 
 def _image(name: str, entry: Mapping[str, Any], environment: Environment) -> Image:
     code = [environment.checkout / folder for folder in CODE] if entry.get("code") else []
-    own = {str(path): str(path) for path in (*environment.prefixes, *code) if not str(path).startswith("/usr/")}
+    needed = {str(path) for path in (*environment.prefixes, *code)}
+    own = {path: path for path in sorted(needed) if not f"{path}/".startswith("/usr/")}  # every container has /usr
     extra = {target: environment.fill(source) for target, source in entry.get("binds", {}).items()}
     path = f"{environment.python.parent}:{SYSTEM_PATH}" if entry.get("code") else SYSTEM_PATH
     return Image(

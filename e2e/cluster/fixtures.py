@@ -35,7 +35,8 @@ def cluster() -> "Iterator[Cluster]":
     """The whole cluster: two nodes with 8 fake GPUs each, both Ready; the gateway's port is `port("gateway")`."""
     from e2e.cluster.launch import GATEWAY, Cluster
 
-    with Cluster(folder=_free_folder("tests"), publish=GATEWAY) as cluster:
+    published = GATEWAY | {"stand-in": ("stand-in", "stand-in", 8000)}  # the second one is for the cluster's own tests
+    with Cluster(folder=_free_folder("tests"), publish=published) as cluster:
         cluster.wait_for_nodes()
         yield cluster
         assert not cluster.ended, f"{cluster.ended} ended during the tests, see {cluster.logs}"

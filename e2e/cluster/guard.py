@@ -16,6 +16,7 @@ from e2e.cluster.places import cache_folder
 NEEDING = {"apiserver", "cluster"}  # fixtures that need the binary
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
 _before = pytest.StashKey[set[int]]()
+_needing = pytest.StashKey[set[str]]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -24,8 +25,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build what the selected tests need; a machine that cannot is told in one sentence."""
-    needed = any(NEEDING & set(getattr(item, "fixturenames", ())) for item in session.items)
-    if not needed or session.config.option.collectonly:
+    needing = {item.nodeid for item in session.items if NEEDING & set(getattr(item, "fixturenames", ()))}
+    session.config.stash[_needing] = needing
+    if not needing or session.config.option.collectonly:
         return
     from e2e.cluster import build, preflight
 
@@ -51,7 +53,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Where to look when a test on the cluster failed."""
     failed = terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", [])
-    if any(report.keywords.keys() & NEEDING for report in failed):
+    needing = terminalreporter.config.stash.get(_needing, set())
+    if any(report.nodeid in needing for report in failed):
         terminalreporter.write_line(f"logs of the clusters: {cache_folder()}/clusters/*/logs")
 
 

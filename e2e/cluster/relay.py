@@ -8,6 +8,7 @@ a side that reads slowly slows the other down.
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import Callable
 from typing import cast
 
@@ -46,7 +47,7 @@ class Side(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self.other is not None and self.other.transport is not None:
             if error or not self.has_ended:
-                self.other.transport.abort()
+                _break(self.other.transport)
             else:
                 self.other.transport.close()
 
@@ -92,17 +93,17 @@ class Accepted(Side):
         near = cast(asyncio.Transport, self.transport)
         target = self._resolve(near.get_extra_info("sockname")[:2])
         if target is None:
-            near.abort()
+            _break(near)
             return
         other = Side(self)
         try:
             connection = asyncio.get_running_loop().create_connection(lambda: other, *target)
             far, _ = await asyncio.wait_for(connection, CONNECT_LIMIT)
         except (OSError, TimeoutError):
-            near.abort()
+            _break(near)
             return
         if near.is_closing():
-            far.abort()
+            _break(far)
             return
         self.other = other
         far.write(b"".join(self._early))
@@ -111,3 +112,11 @@ class Accepted(Side):
         elif self._early:
             near.resume_reading()
         self._early.clear()
+
+
+def _break(transport: asyncio.Transport) -> None:
+    """End a connection so that the other end sees a failure (a reset), not the regular end of what was said."""
+    with contextlib.suppress(OSError):
+        given = transport.get_extra_info("socket")
+        given.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()

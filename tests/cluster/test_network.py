@@ -56,36 +56,31 @@ while True:
 """
 
 
-def test_the_gateways_port_on_the_host_streams_and_passes_each_sides_end_on(cluster: Cluster) -> None:
-    with socket.create_connection(("127.0.0.1", cluster.port("gateway"))) as early:
-        early.settimeout(5)
-        with pytest.raises(ConnectionResetError):
-            assert early.recv(1) == b"never"  # nothing is behind it yet
-    cluster.api("POST", "/api/v1/namespaces", {"metadata": {"name": "slipway-system"}})
-    pods = Pods(cluster, "slipway-system")
+def test_a_published_port_streams_and_passes_each_sides_end_on(cluster: Cluster) -> None:
+    def tokens() -> list[bytes] | None:
+        """Each piece as it arrives; what was collected on the way would arrive as one."""
+        with socket.create_connection(("127.0.0.1", cluster.port("stand-in")), timeout=5) as client:
+            try:
+                client.sendall(b"once upon a time")
+                client.shutdown(socket.SHUT_WR)
+                return list(iter(lambda: client.recv(100), b""))
+            except ConnectionError:
+                return None
+
+    assert tokens() is None, "there is no such Service yet"
+
+    cluster.api("POST", "/api/v1/namespaces", {"metadata": {"name": "stand-in"}})
+    pods = Pods(cluster, "stand-in")
     try:
         stream = container("stream", PYTHON, ("-c", STREAM), ports=[{"name": "http", "containerPort": 8000}])
         pods.create(pod("stand-in", stream, labels={"app": "stand-in"}))
         pods.ready("stand-in")
         spec = {"selector": {"app": "stand-in"}, "ports": [{"name": "http", "port": 8000, "targetPort": "http"}]}
-        manifest = {"metadata": {"name": "slipway-gateway"}, "spec": spec}
-        cluster.api("POST", "/api/v1/namespaces/slipway-system/services", manifest)
-        wait_until(lambda: pods.endpoints("slipway-gateway"))
-
-        def tokens() -> list[bytes] | None:
-            """Each piece as it arrives; what was collected on the way would arrive as one."""
-            with socket.create_connection(("127.0.0.1", cluster.port("gateway")), timeout=5) as client:
-                try:
-                    client.sendall(b"once upon a time")
-                    client.shutdown(socket.SHUT_WR)
-                    return list(iter(lambda: client.recv(100), b""))
-                except ConnectionResetError:
-                    return None
+        cluster.api("POST", "/api/v1/namespaces/stand-in/services", {"metadata": {"name": "stand-in"}, "spec": spec})
 
         assert wait_until(tokens) == [b"once", b"upon", b"a", b"time"]
     finally:
         pods.remove()
-        wait_until(lambda: "slipway-system" not in cluster.kubectl("get", "namespaces"))
 
 
 def test_pods_have_no_way_out(pods: Pods) -> None:
