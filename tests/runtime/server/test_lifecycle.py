@@ -159,7 +159,6 @@ async def test_the_drain_socket_answers_when_the_last_stream_has_ended():
 # --- the token
 
 
-@pytest.mark.capability("SE-2")
 async def test_the_admin_port_wants_the_pods_token_except_for_probes():
     token, other = admin_token(b"master", "team-a", "pod-1"), admin_token(b"master", "team-a", "pod-2")
     previous = admin_token(b"old master", "team-a", "pod-1")

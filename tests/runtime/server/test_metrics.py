@@ -58,7 +58,7 @@ async def samples(replica: Running, url: str | None = None) -> dict[str, float]:
     return found
 
 
-@pytest.mark.capability("OB-1", "OB-2")
+@pytest.mark.capability("OB-1")
 async def test_the_names_are_those_of_vllm(replica: Running):
     await replica.chat(max_tokens=6, ignore_eos=True)
     found = await samples(replica)

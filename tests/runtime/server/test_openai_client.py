@@ -118,7 +118,6 @@ async def test_the_model_may_be_named_with_its_namespace_or_not_at_all(replica: 
         assert answer.model == "tiny"
 
 
-@pytest.mark.capability("API-8")
 async def test_a_prompt_beyond_the_context_is_a_400_in_the_words_that_libraries_know(replica: Running):
     before = replica.client.stats().admitted
     for words in (3_000, 200_000):

@@ -34,7 +34,6 @@ def encoder(template: str = "") -> PromptEncoder:
     return PromptEncoder(files, max_model_len=2048, threads=THREADS)
 
 
-@pytest.mark.capability("API-11")
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT), min_size=1, max_size=4), st.booleans()
@@ -48,7 +47,6 @@ def test_a_chat_has_the_ids_that_transformers_gives_it(turns: list[tuple[str, st
     assert list(ours) == theirs["input_ids"]
 
 
-@pytest.mark.capability("API-11")
 @settings(deadline=None)
 @given(TEXT)
 def test_a_text_has_the_ids_that_transformers_gives_it(text: str):
