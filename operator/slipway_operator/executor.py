@@ -226,9 +226,8 @@ class Executor:
 
     def _tell(self, key: ServiceKey, action: Action) -> None:
         self._count(action, "done")
-        if isinstance(action, DrainPod) and action.marked:
-            return  # a repetition: its decision was told when the label was set
-        log.info(type(action).__name__, service=str(key), object=_object_of(action), reason=action.reason)
+        # The decision behind it is told once, as an event; this is for whoever follows single steps.
+        log.debug(type(action).__name__, service=str(key), object=_object_of(action), reason=action.reason)
 
     def _count(self, action: Action, outcome: str) -> None:
         self._metrics.actions.labels(type(action).__name__, outcome).inc()

@@ -194,7 +194,7 @@ def stage(installed: tuple[Access, Path], tmp_path: Path) -> Iterator[Stage]:
         yield stage
 
 
-@pytest.mark.capability("OP-1", "OP-2", "SE-3", "OB-3", "OB-7", "RD-1")
+@pytest.mark.capability("OP-1", "OP-2", "SE-3", "OB-3")
 async def test_the_life_of_a_service_from_apply_to_the_end_of_its_drain(stage: Stage) -> None:
     operator = stage.start_operator()
     stage.apply(SERVICE)

@@ -253,7 +253,6 @@ def test_a_change_that_the_watch_missed_is_found_by_the_next_resync_and_counted(
     run_in_virtual_time(story())
 
 
-@pytest.mark.capability("OP-6")
 def test_decisions_become_events_about_the_service(tmp_path):
     async def story() -> None:
         async with a_town(tmp_path) as town:
