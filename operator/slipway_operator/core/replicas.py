@@ -52,7 +52,6 @@ class Assignment:
     creations: tuple[Creation, ...] = ()
     leaving: tuple[tuple[Member, str], ...] = ()  # each with the reason
     attempts: tuple[AttemptStatus, ...] = ()  # what status has to carry
-    in_backoff: int = 0  # wanted slots without a replica, because the last ones failed
     events: tuple[Event, ...] = ()
     must_record: bool = False  # a creation waits until status carries its attempt
     again_at: datetime | None = None
@@ -97,7 +96,6 @@ def assign(
     remembered = [status for slot in kept if slot not in moving and (status := slots.memory_of(slot))]
     waits = [moment for status in remembered if (moment := slots.forgiven_at(status.slot))]
     must_record = False
-    in_backoff = 0
     for slot in [*vacant, *moving]:
         following = slots.next_attempt(slot)
         status = following.status
@@ -110,8 +108,6 @@ def assign(
             waits.append(status.not_before)
         else:
             creations.append(Creation(slot, status.attempt, following.because or f"slot {slot} has no replica"))
-        if slot not in moving and status.failures and (status.not_before and now < status.not_before):
-            in_backoff += 1
 
     return Assignment(
         creations=tuple(creations),
@@ -122,7 +118,6 @@ def assign(
             *slots.lost_and_not_needed(keep_at_most),
         ),
         attempts=tuple(sorted(remembered, key=lambda status: status.slot)),
-        in_backoff=in_backoff,
         events=tuple(events),
         must_record=must_record,
         again_at=earliest(*waits),

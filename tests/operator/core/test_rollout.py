@@ -90,7 +90,6 @@ def story(replicas=3, **spec):
     world = ModelCluster(a_service(replicas=replicas, **spec))
     world.reconcile()
     world.run(40)
-    world.peak = 0
     for pod in world.pods.values():
         pod.running = 4
     return world
