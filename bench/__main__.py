@@ -23,7 +23,7 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.benchmarks) - set(BENCHMARKS):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    console, machine = Console(), this_machine()
+    console, machine = Console(width=None if sys.stdout.isatty() else 120), this_machine()
     console.print(f"[bold]{machine}[/]", soft_wrap=True)
     console.print("Figures of different machines, or of busy ones, cannot be compared; ratios are within this run.\n")
     sections: list[Section] = []

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+import prometheus_client
 import structlog
 import uvloop
 
@@ -47,6 +48,7 @@ def main() -> None:
     try:
         settings = read_settings(sys.argv[1:], os.environ)
         configure("gateway", settings.log_level)
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, drawn by nobody
         status = uvloop.run(serve(settings))
     except (SettingsError, KubeError, OSError) as error:
         sys.exit(f"slipway-gateway: {error}")
