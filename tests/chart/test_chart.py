@@ -233,6 +233,7 @@ MAY = [
     ("operator", "delete", "pods"),
     ("operator", "list", "nodes"),
     ("operator", "patch", "poddisruptionbudgets.policy"),
+    ("operator", "delete", "services"),
     ("operator", "create", "events.events.k8s.io"),
     ("gateway", "watch", "pods"),
     ("gateway", "list", "inferenceservices.slipway.dev"),

@@ -169,10 +169,12 @@ subjects:
 {{- end }}
 - apiGroups: [""]
   resources: [services]
-  verbs: [create, patch]  # server-side apply
+  # get: to leave alone what somebody else made. delete: the API server asks for it before an owner may change, which
+  # happens when a service is deleted and applied again before its old children are collected.
+  verbs: [get, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [create, patch]
+  verbs: [get, create, patch, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]
