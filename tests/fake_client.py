@@ -44,7 +44,7 @@ class InProcessClient(Client):
         try:
             async with asyncio.timeout(seconds), self._calls:
                 await asyncio.sleep(0)
-                answer = await self._server.answer(Request(method, path, params or {}, decoded, content_type))
+                answer = await self._server.answer(Request(method, path, dict(params or {}), decoded, content_type))
                 await asyncio.sleep(0)
         except TimeoutError as exc:
             raise Unreachable(f"{method} {path}: no answer within {seconds:g} s") from exc

@@ -59,7 +59,7 @@ class Store:
         self.compacted = 0  # history up to here is gone
         self.history: list[Happening] = []
         self._kinds: dict[str, dict[Where, _Kept]] = {}
-        self._snapshots: dict[int, list[Object]] = {}
+        self._snapshots: dict[str, tuple[int, list[Object]]] = {}  # of lists whose later pages may be asked for
         self._now = now
 
     # Reading
@@ -75,17 +75,19 @@ class Store:
     def page(self, kind: str, namespace: str, matches: Callable[[Object], bool], limit: int, token: str) -> Object:
         """One page of a consistent list; the later pages come from the same snapshot, until it is compacted."""
         if token:
-            at, start = json.loads(base64.urlsafe_b64decode(token))
-            if at not in self._snapshots:
+            snapshot, start = json.loads(base64.urlsafe_b64decode(token))
+            if snapshot not in self._snapshots:
                 raise Refused(410, "The provided continue parameter is too old", "Expired")
-            items = self._snapshots[at]
         else:
-            at, start = self.version, 0
-            items = [one for one in self.all(kind, namespace) if matches(one)]
-        metadata = {"resourceVersion": str(at)}
+            snapshot, start = uuid.uuid4().hex, 0
+            self._snapshots[snapshot] = self.version, [one for one in self.all(kind, namespace) if matches(one)]
+        version, items = self._snapshots[snapshot]
+        metadata = {"resourceVersion": str(version)}
         if limit and start + limit < len(items):
-            self._snapshots[at] = items
-            metadata["continue"] = base64.urlsafe_b64encode(json.dumps([at, start + limit]).encode()).decode()
+            rest = json.dumps([snapshot, start + limit]).encode()
+            metadata["continue"] = base64.urlsafe_b64encode(rest).decode()
+        elif not token:
+            del self._snapshots[snapshot]  # a list of one page: nobody can ask for more
         return {"metadata": metadata, "items": items[start : start + limit] if limit else items}
 
     def events_after(

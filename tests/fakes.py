@@ -60,6 +60,7 @@ class _Watch:
     wants_bookmark: bool = False
 
 
+BOOKMARK_SECONDS = 60.0  # as the real one, more or less
 Matcher = Callable[[Object], bool]
 
 
@@ -170,6 +171,11 @@ class FakeApiServer:
             watch.wants_bookmark = True
         self._tell()
 
+    async def watched(self, count: int = 1) -> None:
+        """Return when so many watches are open."""
+        while len(self._watches) < count:
+            await asyncio.sleep(0.005)
+
     def compact(self) -> None:
         self.store.compact()
 
@@ -232,10 +238,12 @@ class FakeApiServer:
                         yield line
                     version = max(version, self.store.version)
                 try:
-                    async with asyncio.timeout_at(ends):
+                    async with asyncio.timeout_at(min(ends, loop.time() + BOOKMARK_SECONDS)):
                         await news.wait()
                 except TimeoutError:
-                    return
+                    if loop.time() >= ends:
+                        return
+                    this.wants_bookmark = True
             raise Dropped
         finally:
             self._watches.discard(this)

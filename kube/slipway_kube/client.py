@@ -104,6 +104,8 @@ class Client:
             async with asyncio.timeout(self._timeout):
                 response = await self._send("GET", path, params=params)
             async with response:
+                if response.status == 401:
+                    self._connection.credentials.forget()
                 if response.status >= 300:
                     raise from_response(response.status, await response.read(), response.headers.get("Retry-After"))
                 async with aclosing(_lines(response.content)) as lines:

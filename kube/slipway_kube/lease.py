@@ -31,6 +31,7 @@ FENCE_SECONDS: Final = 7.0
 RETRY_SECONDS: Final = 2.0
 CALL_SECONDS: Final = 2.5  # two tries fit between a renewal and the fence, even when the first one hangs
 RELEASE_SECONDS: Final = 2.0
+SHORTEST_PAUSE: Final = 0.05
 
 log = structlog.get_logger()
 
@@ -103,9 +104,9 @@ class Elector:
         self._namespace = namespace
         self._clock = clock
         self._sleep = sleep
-        self._lease: dict[str, Any] | None = None  # as last read or written, with its resourceVersion
-        self._record: dict[str, Any] | None = None  # its spec, as a standby first saw it …
-        self._record_seen = 0.0  # … and when
+        self._lease: dict[str, Any] | None = None  # as last read or written, with its resourceVersion; None: absent
+        self._record: dict[str, Any] = {}  # the last spec that we saw …
+        self._record_seen = 0.0  # … and when it first looked so
         self._renewed = float("-inf")  # when the last successful renewal was begun
         self._log = log.bind(lease=name, identity=self.identity)
 
@@ -143,17 +144,17 @@ class Elector:
                 self._log.warning("cannot campaign", error=str(error))
             # Jitter downwards only, and never sleep past the end of the present holder's time.
             pause = RETRY_SECONDS * random.uniform(0.8, 1.0)  # noqa: S311
-            await self._sleep(max(0.1, min(pause, self._free_in() or pause)))
+            await self._sleep(max(SHORTEST_PAUSE, min(pause, self._free_in() or pause)))
 
     async def _hold(self) -> None:
         pause = RETRY_SECONDS
         while True:
-            await self._sleep(min(pause, self.seconds_left()))
+            await self._sleep(max(SHORTEST_PAUSE, min(pause, self.seconds_left())))
             if not self.is_leader():
                 raise LeadershipLost(f"no renewal of {self._name} succeeded for {FENCE_SECONDS:g} s")
             try:
                 if not await self._renew():
-                    raise LeadershipLost(f"{self._name} is held by {_holder(self._lease)}")
+                    raise LeadershipLost(f"{self._name} is held by {self._holder or 'someone faster'}")
                 pause = RETRY_SECONDS
             except LeadershipLost:
                 raise
@@ -166,7 +167,7 @@ class Elector:
         try:
             self._see(await self._client.get(self._path, timeout=CALL_SECONDS))
         except NotFound:
-            self._lease = None
+            self._lease = None  # deleted by hand: its holder may not know yet, so what we saw of it still counts
         if self._free_in() > 0.0:
             return False
         try:
@@ -187,7 +188,7 @@ class Elector:
         """Create the lease, or replace the version that we know, in our name."""
         begun = self._clock()
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        old = self._lease["spec"] if self._lease else {}
+        old = self._record
         is_renewal = old.get("holderIdentity") == self.identity
         spec = {
             "holderIdentity": self.identity,
@@ -214,7 +215,7 @@ class Elector:
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
                 self._see(await self._client.get(self._path, timeout=RELEASE_SECONDS))
-                if self._lease is not None and _holder(self._lease) == self.identity:
+                if self._lease is not None and self._holder == self.identity:
                     spec = self._lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
                     await self._client.replace(self._path, self._lease | {"spec": spec}, timeout=RELEASE_SECONDS)
                     self._log.info("gave the lease back")
@@ -230,12 +231,12 @@ class Elector:
 
     def _free_in(self) -> float:
         """Seconds until the lease may be taken, as far as we have seen; 0 when it is free, or ours."""
-        if self._lease is None or _holder(self._lease) in ("", self.identity):
+        if self._holder in ("", self.identity):
             return 0.0
         # A holder that was started with a longer lease is owed that longer time.
-        duration = max(LEASE_SECONDS, self._lease["spec"].get("leaseDurationSeconds") or 0)
+        duration = max(LEASE_SECONDS, self._record.get("leaseDurationSeconds") or 0)
         return max(0.0, self._record_seen + duration - self._clock())
 
-
-def _holder(lease: dict[str, Any] | None) -> str:
-    return (lease or {}).get("spec", {}).get("holderIdentity") or ""
+    @property
+    def _holder(self) -> str:
+        return self._record.get("holderIdentity") or ""

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from slipway_kube.client import DEFAULT_TIMEOUT, Client
-from slipway_kube.errors import AlreadyExists, Conflict, KubeError, NotFound, NotLeader, StatusError, TooManyRequests
+from slipway_kube.errors import (
+    AlreadyExists,
+    Conflict,
+    KubeError,
+    NotFound,
+    NotLeader,
+    StatusError,
+    TooManyRequests,
+    Unreachable,
+)
 from slipway_kube.expectations import Expectations, Pending
 from slipway_kube.lease import Fence
 from slipway_kube.objects import Key
@@ -143,7 +152,7 @@ class Writer:
         except StatusError:
             self.expectations.retract_delete(uid)
             raise
-        except KubeError:
+        except Unreachable:
             if expected is not None:
                 self.expectations.expect_delete(expected, uid, now=self._clock(), unsure=True)
             raise
@@ -249,12 +258,12 @@ class Writer:
         return max(SHORTEST_TIMEOUT, min(DEFAULT_TIMEOUT, self._fence.seconds_left()))
 
     def _unexpect_create(self, owner: Key, name: str, error: KubeError) -> None:
-        if isinstance(error, StatusError) and not isinstance(error, AlreadyExists):
-            self.expectations.retract_create(owner, name)
-        elif not isinstance(error, NotLeader):
-            # It exists but we have not seen it, or it may exist. The event that would show it may have come before
-            # we began to expect it, so do not insist.
+        if isinstance(error, Unreachable | AlreadyExists):
+            # It may exist, or does, unseen by us. The event that would show it may have come before we began to
+            # expect it, so do not insist.
             self.expectations.expect_create(owner, name, now=self._clock(), unsure=True)
+        elif isinstance(error, StatusError):
+            self.expectations.retract_create(owner, name)
 
     def _tell(self, write: Write, outcome: str) -> None:
         if self._on_write is not None:
