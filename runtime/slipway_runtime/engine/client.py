@@ -68,10 +68,10 @@ class EngineClient:
         self._admission = Admission(limits or QueueLimits(), engine.facts.max_num_seqs)
         self._streams: dict[str, OutputStream] = {}
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
-        self._sent_count = 0
         self._draining = False
         self._drained = asyncio.Event()
         self._stats = engine.stats(clock())
+        self._sent_count = self._stats.admitted
         self._thread = StepThread(engine, clock)
         self._started = False
         self._dead = asyncio.Event()
