@@ -106,8 +106,11 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
     groups: list[DecodeGroup] = []
     if num_decodes:
         blocks = -(-lengths[:num_decodes] // block_size)
-        sizes = np.ceil(np.log2(blocks)).astype(np.int64)  # similar: within the same power of two
-        for size in np.unique(sizes):
+        if int(blocks.max()) <= 2 * int(blocks.min()):
+            sizes = np.zeros(num_decodes, dtype=np.int64)  # all alike, as they mostly are
+        else:
+            sizes = np.ceil(np.log2(blocks)).astype(np.int64)  # alike: within the same power of two
+        for size in np.unique(sizes) if sizes.any() else (0,):
             members = np.flatnonzero(sizes == size)
             everything = len(members) == num_decodes and not chunks
             groups.append(_plan_group(members, lengths[members], block_tables, block_size, like, everything))

@@ -92,16 +92,16 @@ def _keep(
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """-log(-log(u)), u uniform in (0, 1), hashed from seed, position and token. seeds, positions: (R,)  ids: (R, N)."""
-    low, high = seeds & _MASK, (seeds >> 32) & _MASK
-    key = _mix(low ^ _mix(high ^ _mix(positions & _MASK)))
-    bits = _mix(_mix((token_ids * 0x9E3779B1) & _MASK ^ key[:, None]) ^ high[:, None])
-    uniform = ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23  # 23 bits: neither 0 nor 1 can come out
-    return -torch.log(-torch.log(uniform))
+    """-log(-log(u)), u uniform in (0, 1), hashed from seed, position and token. seeds, positions: (R,)  ids: (R, N).
 
-
-def _mix(x: Tensor) -> Tensor:
-    """The finalizer of murmur3: 32 bits in an int64, every input bit reaches every output bit."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    64 bits of key from seed and position, then murmur3's finalizer over the token with half of the key put in before
+    and half in the middle. Products wrap around, as they do in 64-bit integers.
+    """
+    key = seeds * 0x5851F42D4C957F2D + positions * 0x14057B7EF767814F
+    key = (key ^ (key >> 32)) * 0x2545F4914F6CDD1D
+    key = (key ^ (key >> 29))[:, None]
+    x = (token_ids * 0x9E3779B1 ^ key) & _MASK
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B ^ (key >> 32)) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
+    uniform = (((x ^ (x >> 16)) >> 9).to(torch.float32) + 0.5) * 2.0**-23  # 23 bits: neither 0 nor 1 can come out
+    return -torch.log(-torch.log(uniform))

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 from slipway_runtime.messages import NewRow, StepPlan
 
 Ints = npt.NDArray[np.int64]
@@ -25,6 +26,7 @@ class Rows:
         self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.greedy = np.zeros(max_num_seqs, dtype=bool)
         self.penalized = np.zeros(max_num_seqs, dtype=bool)
         self.stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
 
@@ -52,6 +54,7 @@ class Rows:
         self.frequency[row] = params.frequency_penalty
         self.seed[row] = np.uint64(params.seed & 0xFFFF_FFFF_FFFF_FFFF).astype(np.int64)
         self.min_tokens[row] = params.min_tokens
+        self.greedy[row] = params.temperature < GREEDY_BELOW
         self.penalized[row] = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 from slipway_runtime.worker.rows import Ints, Rows
 
 
@@ -23,10 +22,11 @@ class Sampler:
     def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Ints:
         """logits: (R, V) of `row_ids`; the tokens will stand at `positions`."""
         rows = self._rows
-        self._hold_back_ends(logits, row_ids, positions)
+        if rows.min_tokens[row_ids].any():
+            self._hold_back_ends(logits, row_ids, positions)
         if rows.penalized[row_ids].any():
             logits = self._penalize(logits, row_ids, positions)
-        if (rows.temperature[row_ids] < GREEDY_BELOW).all():
+        if rows.greedy[row_ids].all():
             return logits.argmax(dim=-1).cpu().numpy()
 
         def of_rows(values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
