@@ -93,9 +93,9 @@ class Executor:
                 except (NotFound, Conflict, Invalid) as exc:
                     if isinstance(action, AddFinalizer | RemoveFinalizer):
                         raise StaleView(f"{key} changed before its finalizer could") from exc
-                    return self._stopped(key, action, exc, done, actions[position:])
+                    return self._stopped(action, exc, done, actions[position:])
                 except StatusError as exc:
-                    return self._stopped(key, action, exc, done, actions[position:])
+                    return self._stopped(action, exc, done, actions[position:])
                 if not reached:
                     self._count(action, "name taken")
                     return Execution(tuple(done), tuple(actions[position:]))
@@ -215,12 +215,9 @@ class Executor:
         except ReplicaError as exc:
             log.info("replica did not take the drain; the plan repeats it", service=str(key), error=str(exc))
 
-    def _stopped(
-        self, key: ServiceKey, action: Action, exc: StatusError, done: list[Action], left: Sequence[Action]
-    ) -> Execution:
+    def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: Sequence[Action]) -> Execution:
         what = f"{type(action).__name__} {_object_of(action)}".rstrip()
         self._count(action, "refused")
-        log.warning("action refused", service=str(key), action=what, error=str(exc), why=action.reason)
         failure = Failure(action=what, reason=exc.reason or str(exc.status), message=exc.message, at=self._now())
         return Execution(tuple(done), tuple(left), failure)
 
