@@ -173,7 +173,7 @@ class FakeApiServer:
 
     async def watched(self, count: int = 1) -> None:
         """Return when so many watches are open."""
-        while len(self._watches) < count:
+        while len(self._watches) < count:  # noqa: ASYNC110  rare, and simpler than one more event
             await asyncio.sleep(0.005)
 
     def compact(self) -> None:
@@ -290,6 +290,7 @@ class FakeApiServer:
                 return new, 200
             case "DELETE":
                 options = body or {}
+                dry_run = options.get("dryRun") == ["All"] if body else dry_run  # a body outweighs the query
                 uid = options.get("preconditions", {}).get("uid", "")
                 grace = options.get("gracePeriodSeconds")
                 return self.store.delete(route.kind, where, uid=uid, grace=grace, dry_run=dry_run), 200

@@ -140,7 +140,9 @@ class Client:
             options["gracePeriodSeconds"] = grace_seconds
         if propagation:
             options["propagationPolicy"] = propagation
-        return await self._call("DELETE", path, params=_dry(dry_run), body=options, timeout=timeout)
+        if dry_run:
+            options["dryRun"] = ["All"]  # beside a body the server ignores the query, and would really delete
+        return await self._call("DELETE", path, body=options, timeout=timeout)
 
     async def apply(
         self,

@@ -212,7 +212,7 @@ async def test_a_changed_spec_is_a_new_generation(world):
     await world.service("chat")
     await world.client.merge_patch(world.path(INFERENCE_SERVICES, "chat"), {"metadata": {"labels": {"a": "b"}}})
     assert (await world.get(INFERENCE_SERVICES, "chat"))["metadata"]["generation"] == 1
-    await world.client.merge_patch(world.path(INFERENCE_SERVICES, "chat"), {"spec": {"servedName": "tiny"}})
+    await world.client.merge_patch(world.path(INFERENCE_SERVICES, "chat"), {"spec": {"model": {"servedName": "tiny"}}})
     assert (await world.get(INFERENCE_SERVICES, "chat"))["metadata"]["generation"] == 2
 
 
@@ -308,7 +308,7 @@ async def test_a_lease_is_won_renewed_and_given_back(world):
         await elector.leading.wait()
         first = (await world.get(LEASES, "op"))["spec"]
         assert first["holderIdentity"] == elector.identity
-        while (await world.get(LEASES, "op"))["spec"]["renewTime"] == first["renewTime"]:
+        while (await world.get(LEASES, "op"))["spec"]["renewTime"] == first["renewTime"]:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
