@@ -217,7 +217,7 @@ def test_pull_prints_what_to_pin():
 
 def test_the_api_side_never_imports_torch():
     code = (
-        "import sys; import slipway_runtime.main, slipway_runtime.server.app, slipway_runtime.engine.client;"
+        "import sys; import slipway_runtime.serve, slipway_runtime.server.app, slipway_runtime.engine.client;"
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -51,16 +51,3 @@ async def _listen(
 
 def _make_room(path: Path) -> None:
     path.unlink(missing_ok=True)  # left by a predecessor that was killed
-
-
-async def ask_for_drain(path: Path, timeout_seconds: float | None) -> dict[str, Any]:
-    """Ask the replica of this pod to drain; returns when it has."""
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        body = {} if timeout_seconds is None else {"timeoutSeconds": timeout_seconds}
-        writer.write(json.dumps(body).encode() + b"\n")
-        await writer.drain()
-        answer: dict[str, Any] = json.loads(await reader.readline() or b"{}")
-        return answer
-    finally:
-        writer.close()

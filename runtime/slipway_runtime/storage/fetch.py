@@ -44,6 +44,8 @@ class HubModel:
 def parse(uri: str) -> LocalModel | HubModel:
     """What an address means; raises FetchError where it means nothing."""
     parts = urlsplit(uri)
+    if uri and not parts.scheme:
+        return LocalModel(Path(uri).resolve())  # as people type it: slipway-runtime serve models/tiny
     if parts.scheme == "file":
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise FetchError(f"{uri} is no local path: write file:///absolute/path")

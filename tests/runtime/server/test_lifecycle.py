@@ -10,7 +10,8 @@ import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
 from slipway_api.runtime_api import DrainStatus, Ready, ReadyReason, Signals, StartupTimes, State
-from slipway_runtime.server.control import ask_for_drain, serve_control
+from slipway_runtime.drain import ask_for_drain
+from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.replica import DRAINED_OUT
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 
@@ -149,7 +150,7 @@ async def test_the_drain_socket_answers_when_the_last_stream_has_ended():
             asking = asyncio.create_task(replica.chat(ignore_eos=True, max_tokens=60))
             await replica.until(lambda stats: stats.running == 1)
 
-            answer = await ask_for_drain(directory / "drain.sock", 30)
+            answer = await asyncio.to_thread(ask_for_drain, directory / "drain.sock", 30)
 
             assert answer == {"draining": True, "running": 0, "waiting": 0}
             assert asking.done() or (await asking).status_code == 200

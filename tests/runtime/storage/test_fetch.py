@@ -41,6 +41,8 @@ def hub(running_hub: Hub) -> Hub:
     [
         ("file:///opt/models/tiny", LocalModel(Path("/opt/models/tiny"))),
         ("file://localhost/opt/a%20b", LocalModel(Path("/opt/a b"))),
+        ("/opt/models/tiny", LocalModel(Path("/opt/models/tiny"))),
+        ("models/tiny", LocalModel(Path.cwd() / "models/tiny")),
         ("hf://org/name@abc123", HubModel("org/name", "abc123")),
         ("hf://org/name@refs/pr/1", HubModel("org/name", "refs/pr/1")),
         ("hf://org/name", HubModel("org/name", None)),
@@ -54,8 +56,6 @@ def test_addresses_are_understood(uri: str, meaning: object):
     "uri",
     [
         "",
-        "tiny",
-        "/opt/models/tiny",
         "file://opt/tiny",
         "hf://name",
         "hf://a/b/c",

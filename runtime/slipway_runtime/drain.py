@@ -1,0 +1,31 @@
+"""`slipway-runtime drain`: ask the replica of this pod to drain, through its socket, and wait until it has.
+
+The other end is `server/control.py`. Standard library only: this is what a preStop hook runs.
+"""
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def drain(control: Path, timeout_seconds: float | None) -> int:
+    """Drain, at most for that long where it is given; the exit code."""
+    try:
+        ask_for_drain(control, timeout_seconds)
+    except OSError as error:
+        print(f"slipway-runtime: no replica answers at {control}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def ask_for_drain(control: Path, timeout_seconds: float | None) -> dict[str, Any]:
+    """What the replica answers when it has drained. Blocks."""
+    body = {} if timeout_seconds is None else {"timeoutSeconds": timeout_seconds}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(control))
+        connection.sendall(json.dumps(body).encode() + b"\n")
+        with connection.makefile("rb") as answers:
+            answer: dict[str, Any] = json.loads(answers.readline() or b"{}")
+            return answer
