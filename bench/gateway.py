@@ -1,6 +1,7 @@
-"""What the gateway adds per chunk and per request: delay and CPU, against the same upstream called directly.
+"""What the gateway adds per chunk and per request: delay and CPU, against the upstream called directly.
 
-Direct and through the gateway take turns in one run, so that a busy neighbour hits both.
+The peer is `bench.bare_proxy`, the least that passes a stream on with the same library. All three take turns in one
+run, so that a busy neighbour hits all of them.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import uvloop
 
 from bench.figures import Figure, Section
 from bench.load import Percentiles
-from bench.servers import MODEL_NAME, Server, a_gateway, an_upstream
+from bench.servers import MODEL_NAME, Server, a_gateway, a_module
 
 STREAMS = 100
 INTERVAL_MS = 50  # 20 chunks a second, as a comfortable reader gets
@@ -29,30 +30,35 @@ class Samples:
     first: list[float] = field(default_factory=list)  # seconds to the first event
     delay: list[float] = field(default_factory=list)  # seconds from written to read, per event
     short: list[float] = field(default_factory=list)  # seconds of a request that is not streamed
-    cpu_streams: float = 0.0  # of the gateway's process
+    cpu_streams: float = 0.0  # of the server's process
     cpu_requests: float = 0.0
 
 
 def measure(rounds: int = ROUNDS, streams: int = STREAMS) -> Section:
     """All figures of the gateway."""
-    with an_upstream() as upstream, a_gateway((MODEL_NAME, upstream.url)) as gateway:
-        direct, through = Samples(), Samples()
+    with (
+        a_module("upstream") as upstream,
+        a_module("bare_proxy", "--upstream", upstream.url) as bare,
+        a_gateway((MODEL_NAME, upstream.url)) as gateway,
+    ):
+        ways = {"direct": (upstream, Samples()), "bare": (bare, Samples()), "through": (gateway, Samples())}
         for _ in range(rounds):
-            for samples, server in ((direct, upstream), (through, gateway)):
-                uvloop.run(_round(samples, server, gateway, streams))
-        return _section(direct, through, gateway, rounds, streams)
+            for server, samples in ways.values():
+                uvloop.run(_round(samples, server, streams))
+        samples_of = {way: samples for way, (_, samples) in ways.items()}
+        return _section(**samples_of, gateway=gateway, rounds=rounds, streams=streams)
 
 
-async def _round(samples: Samples, server: Server, gateway: Server, streams: int) -> None:
+async def _round(samples: Samples, server: Server, streams: int) -> None:
     url = f"{server.url}/v1/chat/completions"
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        before = gateway.cpu_seconds()
+        before = server.cpu_seconds()
         await asyncio.gather(*(_stream(session, url, samples) for _ in range(streams)))
-        between = gateway.cpu_seconds()
+        between = server.cpu_seconds()
         await asyncio.gather(*(_requests(session, url, samples, REQUESTS // 8) for _ in range(8)))
         samples.cpu_streams += between - before
-        samples.cpu_requests += gateway.cpu_seconds() - between
+        samples.cpu_requests += server.cpu_seconds() - between
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, samples: Samples) -> None:
@@ -80,22 +86,26 @@ async def _requests(session: aiohttp.ClientSession, url: str, samples: Samples, 
         samples.short.append(time.monotonic() - started)
 
 
-def _section(direct: Samples, through: Samples, gateway: Server, rounds: int, streams: int) -> Section:
+def _section(
+    *, direct: Samples, bare: Samples, through: Samples, gateway: Server, rounds: int, streams: int
+) -> Section:
     chunks, requests = rounds * streams * (CHUNKS + 1), rounds * REQUESTS
     how = f"{streams} streams × {1000 // INTERVAL_MS} chunks/s"
     figures = [
-        Figure("gateway CPU per chunk", through.cpu_streams / chunks * 1e6, "µs", how),
-        Figure("gateway CPU per request", through.cpu_requests / requests * 1e6, "µs", "8 at a time, not streamed"),
-        Figure("gateway memory", gateway.rss_bytes() / 2**20, "MiB", f"after {chunks:,} chunks"),
+        Figure("CPU per chunk", through.cpu_streams / chunks * 1e6, "µs", how),
+        Figure("CPU per chunk ÷ bare proxy", through.cpu_streams / bare.cpu_streams, "×", "bench.bare_proxy, same run"),
+        Figure("CPU per request", through.cpu_requests / requests * 1e6, "µs", "8 at a time, not streamed"),
+        Figure("CPU per request ÷ bare proxy", through.cpu_requests / bare.cpu_requests, "×", "same run"),
+        Figure("memory", gateway.rss_bytes() / 2**20, "MiB", f"after {chunks:,} chunks"),
     ]
     for name, mine, theirs in (
         ("chunk delay", through.delay, direct.delay),
+        ("chunk delay of the bare proxy", bare.delay, direct.delay),
         ("short request", through.short, direct.short),
     ):
         a, b = Percentiles.of(mine), Percentiles.of(theirs)
         figures += [
             Figure(f"{name}, added at p50", (a.p50 - b.p50) * 1e3, "ms", f"{b.p50 * 1e3:.2f} direct"),
             Figure(f"{name}, added at p99", (a.p99 - b.p99) * 1e3, "ms", f"{b.p99 * 1e3:.2f} direct"),
-            Figure(f"{name}, p50 through ÷ direct", a.p50 / b.p50 if b.p50 else 0.0, "×", "same run"),
         ]
     return Section("Gateway: what it adds to an upstream that computes nothing", tuple(figures))

@@ -73,11 +73,12 @@ def a_gateway(*routes: tuple[str, str], environment: Mapping[str, str] | None = 
 
 
 @contextmanager
-def an_upstream() -> Iterator[Server]:
-    """`bench.upstream`: a server that streams on schedule and computes nothing."""
+def a_module(name: str, *flags: str) -> Iterator[Server]:
+    """`python -m bench.<name>`: a server that exists to be measured against."""
     with tempfile.TemporaryDirectory(prefix="slipway-run-") as run:
         environment = {"PYTHONPATH": str(EMBEDDED_MODEL.parent.parent)}
-        with _serving([sys.executable, "-m", "bench.upstream"], Path(run) / "upstream.log", environment) as server:
+        command = [sys.executable, "-m", f"bench.{name}", *flags]
+        with _serving(command, Path(run) / f"{name}.log", environment) as server:
             yield server
 
 

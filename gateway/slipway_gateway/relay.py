@@ -55,7 +55,7 @@ class Relay:
             chunk = splitter.feed(reply.first)
             await response.write(chunk)
             record.forward(chunk)
-            async for piece in reply.rest():
+            while piece := await reply.more():
                 before = splitter.events
                 if chunk := splitter.feed(piece):
                     await response.write(chunk)
@@ -86,7 +86,7 @@ class Relay:
             if reply.first:
                 await response.write(reply.first)
             record.forward(reply.first)
-            async for piece in reply.rest():
+            while piece := await reply.more():
                 await response.write(piece)
                 record.forward(piece)
         except LostError as lost:

@@ -190,10 +190,8 @@ class Requests:
         else:
             return None
         body = reply.first
-        async for piece in reply.rest():
+        while len(body) <= MOST_REFUSAL_BYTES and (piece := await reply.more()):
             body += piece
-            if len(body) > MOST_REFUSAL_BYTES:
-                break
         reply.headers.popall("Content-Length", None)  # of the body as it was sent, not as we kept it
         return _No(setback, reply.status, reply.headers, body)
 

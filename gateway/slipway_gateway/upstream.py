@@ -8,7 +8,7 @@ UpstreamError
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -52,27 +52,65 @@ class UpstreamTimeouts:
 class Reply:
     """A replica's answer from its first byte on."""
 
-    __slots__ = ("_response", "first", "first_at", "headers", "status")
+    __slots__ = ("_response", "_silence", "first", "first_at", "headers", "status")
 
-    def __init__(self, response: aiohttp.ClientResponse, first: bytes, first_at: float) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, first: bytes, silence: "Silence") -> None:
         self._response = response
+        self._silence = silence
         self.status = response.status
         self.headers = _for_client(response.headers)
         self.first = first  # b"": the answer has no body
-        self.first_at = first_at
+        self.first_at = time.monotonic()
 
     @property
     def is_stream(self) -> bool:
         """Whether these are server-sent events."""
         return self._response.content_type == "text/event-stream"
 
-    async def rest(self) -> AsyncIterator[bytes]:
-        """What comes after `first`, as it comes; reading no faster than the caller asks is the back-pressure."""
+    async def more(self) -> bytes:
+        """What came after `first` and has not been read yet, as soon as there is something; b"" at the end.
+
+        Reading no faster than the caller asks is the back-pressure.
+        """
         try:
-            async for chunk in self._response.content.iter_any():
-                yield chunk
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise LostError(_class_of(error)) from error
+            piece = await self._response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise LostError("timed out" if self._silence.expired else "connection lost") from error
+        self._silence.heard()
+        return piece
+
+
+class Silence:
+    """Cuts a connection on which nothing was heard for too long.
+
+    One timer a connection, which looks again when it fires: moving a timer at every chunk costs a tenth of the whole.
+    """
+
+    __slots__ = ("_cut", "_handle", "_heard_at", "_loop", "_seconds", "expired")
+
+    def __init__(self, seconds: float, cut: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._cut = cut
+        self._heard_at = self._loop.time()
+        self._handle = self._loop.call_later(seconds, self._look)
+        self.expired = False
+
+    def heard(self) -> None:
+        """Something came."""
+        self._heard_at = self._loop.time()
+
+    def stop(self) -> None:
+        """Nobody waits any more."""
+        self._handle.cancel()
+
+    def _look(self) -> None:
+        left = self._heard_at + self._seconds - self._loop.time()
+        if left > 0:
+            self._handle = self._loop.call_later(left, self._look)
+        else:
+            self.expired = True
+            self._cut()
 
 
 class Upstream:
@@ -80,9 +118,8 @@ class Upstream:
 
     def __init__(self, timeouts: UpstreamTimeouts | None = None) -> None:
         timeouts = timeouts or UpstreamTimeouts()
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=timeouts.connect_seconds, sock_read=timeouts.silence_seconds
-        )
+        self._silence_seconds = timeouts.silence_seconds
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect_seconds)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Upstream":
@@ -113,24 +150,34 @@ class Upstream:
 
         Leaving before the end closes the connection: that is how a cancelled request reaches the runtime.
         """
-        assert self._session is not None, "used outside `async with`"
-        try:
-            response = await self._session.post(
-                URL(endpoint.url + path, encoded=True), data=body, headers=headers, allow_redirects=False
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise UnreachableError(_class_of(error)) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise LostError(_class_of(error)) from error
+        response = await self._post(endpoint, path, body, headers)
+        silence = Silence(self._silence_seconds, response.close)
         try:
             try:
                 first = await response.content.readany()
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise LostError(_class_of(error)) from error
-            yield Reply(response, first, time.monotonic())
+            except (aiohttp.ClientError, OSError) as error:
+                raise LostError("timed out" if silence.expired else "connection lost") from error
+            yield Reply(response, first, silence)
         finally:
+            silence.stop()
             # After the last byte this gives the connection back; before it, it cuts the connection.
             response.release() if response.content.at_eof() else response.close()
+
+    async def _post(
+        self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Send the request; returns with the answer's headers."""
+        assert self._session is not None, "used outside `async with`"
+        url = URL(endpoint.url + path, encoded=True)
+        try:
+            async with asyncio.timeout(self._silence_seconds):
+                return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise UnreachableError("no connection") from error
+        except TimeoutError as error:
+            raise LostError("timed out") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise LostError("connection lost") from error
 
 
 def request_headers(from_client: Mapping[str, str], request_id: str) -> dict[str, str]:
@@ -160,12 +207,3 @@ def _keepalive_socket(address: Any) -> socket.socket:
         if hasattr(socket, option):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return made
-
-
-def _class_of(error: BaseException) -> str:
-    """Words for what happened; never the exception's own text, which may name addresses."""
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-        return "timed out"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "no connection"
-    return "connection lost"

@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from bench.servers import MODEL_NAME, Server, a_gateway, a_runtime, stop
+from bench.servers import MODEL_NAME, Server, a_gateway, a_runtime
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -139,20 +139,24 @@ async def test_the_runtimes_refusals_pass_in_its_own_words(runtime: Server, gate
         assert refused.value.param == "temperature" or "temperature" in str(refused.value)
 
 
+async def logged(server: Server, request_id: str) -> dict:
+    """The line about this request; it is written after the answer's last byte, so it may take a moment."""
+    while True:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.endswith("}")]
+        found = [line for line in lines if line.get("request_id") == request_id and line["message"] == "request"]
+        if found:
+            return found[0]
+        await asyncio.sleep(0.05)
+
+
 @pytest.mark.capability("OB-7")
 async def test_gateway_and_runtime_log_one_request_under_one_id_and_without_its_text(runtime: Server, gateway: Server):
     answer = await a_client(gateway).chat.completions.create(**GREEDY, extra_headers={"X-Request-Id": "story-7"})
-    lines = {}
+    ours, theirs = [await logged(server, "story-7") for server in (gateway, runtime)]
     for server in (runtime, gateway):
         text = server.log.read_text()
         assert "Quillington" not in text
         assert (answer.choices[0].message.content or "")[:40] not in text
-        parsed = [json.loads(line) for line in text.splitlines()]
-        lines[server] = [
-            line for line in parsed if line.get("request_id") == "story-7" and line["message"] == "request"
-        ]
-
-    (ours,), (theirs,) = lines[gateway], lines[runtime]
     assert ours["model"] == MODEL_NAME
     assert ours["prompt_tokens"] == theirs["prompt_tokens"]
     assert ours["output_tokens"] == theirs["completion_tokens"]
@@ -169,4 +173,4 @@ async def test_on_sigterm_the_gateway_finishes_its_streams_and_exits_with_0(runt
         parts += [part async for part in stream]
 
         assert parts[-1].choices[0].finish_reason == "length"
-        assert await asyncio.to_thread(stop, gateway) == 0
+        assert await asyncio.to_thread(gateway.process.wait, 30) == 0

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +27,6 @@ endpoints = st.lists(st.tuples(st.integers(0, 9), revisions), unique_by=lambda p
 )
 
 
-@pytest.mark.capability("RG-1")
 @given(weights, st.sets(revisions))
 def test_of_evenly_spaced_draws_every_ready_revision_gets_exactly_its_weight(shares, ready):
     total = sum(weight for revision, weight in shares.items() if revision in ready)
