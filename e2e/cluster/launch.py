@@ -27,12 +27,12 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from e2e.cluster import build, components, pki, preflight, stubs
+from e2e.cluster import build, components, network, pki, preflight, stubs
 from e2e.cluster.access import STATE, Access
 from e2e.cluster.catalogue import version_of
 from e2e.cluster.claim import Claim
-from e2e.cluster.components import API_IP, API_PORT, IN_CLUSTER_URL, SERVICE_RANGE, Node, Service
-from e2e.cluster.namespaces import Program, Space, closed_ancestors
+from e2e.cluster.components import API_IP, API_PORT, IN_CLUSTER_URL, Node, Service
+from e2e.cluster.namespaces import Program, Space, closed_ancestors, outermost
 from e2e.cluster.places import CHECKOUT, SYSTEM_PATH, cache_folder, cluster_folder
 from e2e.cluster.space_init import FIRST_ID
 
@@ -114,7 +114,8 @@ class Cluster(Access):
 
     def stop(self) -> None:
         """End every process; namespaces, mounts and interfaces go with them. The folder with the logs stays."""
-        (self.folder / STATE).unlink(missing_ok=True) if self._claim else None
+        if self._claim:
+            (self.folder / STATE).unlink(missing_ok=True)
         if cluster := self._spaces.pop("cluster", None):
             cluster.close()
         for space in self._spaces.values():
@@ -254,22 +255,9 @@ class Cluster(Access):
             os.chown(path, FIRST_ID, FIRST_ID)
 
     def _start_cluster_space(self) -> None:
-        seen = (CHECKOUT, cache_folder(), self.folder, sys.prefix, sys.base_prefix)
-        self._keeps = _outermost(str(path) for path in seen)
+        self._keeps = outermost([CHECKOUT, cache_folder(), self.folder, Path(sys.prefix), Path(sys.base_prefix)])
         covers = dict.fromkeys(closed_ancestors(self._keeps), 0o755) | COVERS
-        space = self._spaces["cluster"] = Space(
-            None,
-            covers,
-            self._keeps,
-            f"""
-            ip link set lo up
-            ip link add nodes0 type bridge
-            ip addr add {API_IP}/24 dev nodes0
-            ip link set nodes0 up
-            ip route add local {SERVICE_RANGE} dev lo
-            echo 1 > /proc/sys/net/ipv4/ip_forward
-            """,
-        )
+        space = self._spaces["cluster"] = Space(None, covers, self._keeps, network.of_cluster())
         assert self._claim is not None
         self._claim.holds(space.pid)
 
@@ -288,25 +276,8 @@ class Cluster(Access):
         node, cluster = self.nodes[name], self._spaces["cluster"]
         space = self._spaces[name] = Space(cluster, COVERS, self._keeps)
         link = self._links[name] = f"{name[:10]}-{os.urandom(2).hex()}"  # the old one may take a moment to go
-        cluster.run(
-            f"""
-            ip link add {link} type veth peer name eth0 netns {space.pid_in_parent}
-            ip link set {link} master nodes0 up
-            ip route replace {node.pod_range} via {node.ip}
-            """
-        )
-        space.run(
-            f"""
-            ip link set lo up
-            ip addr add {node.ip}/24 dev eth0
-            ip link set eth0 up
-            ip route add default via {API_IP}
-            ip link add pods0 type bridge
-            ip addr add {node.pod_gateway}/24 dev pods0
-            ip link set pods0 up
-            echo 1 > /proc/sys/net/ipv4/ip_forward
-            """
-        )
+        cluster.run(network.between(link, space.pid_in_parent, node))
+        space.run(network.of_node(node))
         self._start(name, f"node/{name}", components.node(sys.executable, self._binary, CHECKOUT, node))
 
     def _write_state(self) -> None:
@@ -350,12 +321,6 @@ def _has_gpus(status: Mapping[str, list[dict[str, str]]], count: int) -> bool:
     ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in status["conditions"])
     allocatable: Mapping[str, str] = status.get("allocatable", {})  # type: ignore[assignment]
     return ready and allocatable.get("nvidia.com/gpu", "0") == str(count)
-
-
-def _outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that are not below another one of them."""
-    resolved = {str(Path(path).resolve()) for path in paths}
-    return sorted(p for p in resolved if not any(p.startswith(other + "/") for other in resolved))
 
 
 def _command_line(pid: int) -> str:

@@ -33,12 +33,16 @@ class Machine:
     user: int
     python: tuple[int, int]
     max_user_namespaces: int
+    closed: tuple[str, ...]  # folders that pods need and other users may not read
     find: Callable[[str], str | None]  # where a command is
 
 
 def this_machine() -> Machine:
     """The facts of the machine this runs on."""
-    return Machine(platform.system(), os.geteuid(), sys.version_info[:2], _max_user_namespaces(), shutil.which)
+    checkout = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    needed = [checkout, os.path.join(checkout, "api"), sys.prefix, sys.base_prefix]
+    closed = tuple(folder for folder in needed if os.stat(folder).st_mode & 0o005 != 0o005)
+    return Machine(platform.system(), os.geteuid(), sys.version_info[:2], _max_user_namespaces(), closed, shutil.which)
 
 
 def missing(machine: Machine) -> list[str]:
@@ -53,6 +57,9 @@ def missing(machine: Machine) -> list[str]:
         found.append("The local cluster needs root, once, to map a range of user ids: run this with sudo or as root.")
     if machine.max_user_namespaces == 0:
         found.append("User namespaces are switched off here: set the sysctl user.max_user_namespaces to 10000.")
+    found += [
+        f"Pods run as another user, who may not read {folder}: run chmod -R o+rX {folder}" for folder in machine.closed
+    ]
     for command, reason in COMMANDS.items():
         if not machine.find(command):
             found.append(f"The command {command} is missing: {reason}.")

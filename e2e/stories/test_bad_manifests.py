@@ -2,7 +2,7 @@
 
 import pytest
 
-from e2e.cluster.access import CommandFailed
+from e2e.cluster.access import CommandError
 from e2e.manifests import as_yaml, chat, static
 from e2e.slipway import Slipway, wait_for
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cluster
 def test_what_the_api_server_can_judge_is_refused_at_once(clean: Slipway) -> None:
     both = chat("both", replicas=2)
 
-    with pytest.raises(CommandFailed) as refused:
+    with pytest.raises(CommandError) as refused:
         clean.apply(as_yaml(both))
 
     assert "replicas" in refused.value.stderr

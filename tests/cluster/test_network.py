@@ -59,13 +59,13 @@ while True:
 def test_a_published_port_streams_and_passes_each_sides_end_on(cluster: Cluster) -> None:
     def tokens() -> list[bytes] | None:
         """Each piece as it arrives; what was collected on the way would arrive as one."""
-        with socket.create_connection(("127.0.0.1", cluster.port("stand-in")), timeout=5) as client:
-            try:
+        try:
+            with socket.create_connection(("127.0.0.1", cluster.port("stand-in")), timeout=5) as client:
                 client.sendall(b"once upon a time")
                 client.shutdown(socket.SHUT_WR)
                 return list(iter(lambda: client.recv(100), b""))
-            except ConnectionError:
-                return None
+        except ConnectionError:
+            return None
 
     assert tokens() is None, "there is no such Service yet"
 

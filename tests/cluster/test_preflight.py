@@ -6,7 +6,9 @@ import pytest
 
 from e2e.cluster.preflight import Machine, missing
 
-GOOD = Machine(system="Linux", user=0, python=(3, 11), max_user_namespaces=1000, find=lambda name: f"/usr/bin/{name}")
+GOOD = Machine(
+    system="Linux", user=0, python=(3, 11), max_user_namespaces=1000, closed=(), find=lambda name: f"/usr/bin/{name}"
+)
 
 
 def test_a_machine_that_has_everything_hears_nothing() -> None:
@@ -20,6 +22,7 @@ def test_a_machine_that_has_everything_hears_nothing() -> None:
         (replace(GOOD, user=1000), "needs root"),
         (replace(GOOD, python=(3, 9)), "needs Python 3.11 or newer, and this is 3.9"),
         (replace(GOOD, max_user_namespaces=0), "User namespaces are switched off"),
+        (replace(GOOD, closed=("/src/slipway",)), "chmod -R o+rX /src/slipway"),
     ],
 )
 def test_what_is_missing_is_named(machine: Machine, words: str) -> None:

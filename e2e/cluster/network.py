@@ -1,0 +1,42 @@
+"""Who is connected to whom: the shell scripts that lay the cables. Pure text.
+
+The cluster's namespace has a bridge `nodes0`, and every address of the Service range is
+local there. Each node has a cable to that bridge, and a bridge `pods0` of its own.
+"""
+
+from e2e.cluster.components import API_IP, SERVICE_RANGE, Node
+
+
+def of_cluster() -> str:
+    """Inside the cluster's new network namespace."""
+    return f"""
+        ip link set lo up
+        ip link add nodes0 type bridge
+        ip addr add {API_IP}/24 dev nodes0
+        ip link set nodes0 up
+        ip route add local {SERVICE_RANGE} dev lo
+        echo 1 > /proc/sys/net/ipv4/ip_forward
+    """
+
+
+def between(link: str, pid: int, node: Node) -> str:
+    """In the cluster's namespace: a cable `link` to the node whose init is `pid`, and the way to its pods."""
+    return f"""
+        ip link add {link} type veth peer name eth0 netns {pid}
+        ip link set {link} master nodes0 up
+        ip route replace {node.pod_range} via {node.ip}
+    """
+
+
+def of_node(node: Node) -> str:
+    """In the node's namespace, at the other end of that cable."""
+    return f"""
+        ip link set lo up
+        ip addr add {node.ip}/24 dev eth0
+        ip link set eth0 up
+        ip route add default via {API_IP}
+        ip link add pods0 type bridge
+        ip addr add {node.pod_gateway}/24 dev pods0
+        ip link set pods0 up
+        echo 1 > /proc/sys/net/ipv4/ip_forward
+    """
