@@ -3,9 +3,9 @@
 RollingUpdate with Kubernetes' words. Two laws hold at every step, for D desired replicas:
 
 - at least D - maxUnavailable replicas are ready before a ready one is asked to go;
-- no more than D + maxSurge replicas exist. Old ones that drain count, because they hold their GPU until they are
-  gone, so a rollout needs no spare GPU beyond maxSurge. What others took away (deleted, evicted, on a lost node) does
-  not count: its replacement does not wait for a drain of minutes.
+- no more than D + maxSurge replicas exist. Those that drain count, because they hold their GPU until they are gone,
+  so a rollout needs no spare GPU beyond maxSurge. What others took away (deleted, evicted, on a lost node) does not
+  count: its replacement does not wait for a drain of minutes.
 
     D=3, maxSurge=1, maxUnavailable=0:  ooo -> ooo+n -> (n ready) oo~+n -> (~ gone) oo+nn -> ... -> nnn
     D=3, maxSurge=0, maxUnavailable=1:  ooo -> oo~   -> (~ gone)  oo+n  -> (n ready) o~+n -> ... -> nnn
@@ -13,11 +13,14 @@ RollingUpdate with Kubernetes' words. Two laws hold at every step, for D desired
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from slipway_api.inference_service import RollingUpdate
 from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
 from slipway_operator.core.observed import Node
+
+REPLACED: Final = "a newer revision replaces it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +46,14 @@ def step(
     new = [member for member in members if member.replica.revision == revision]
     old = [member for member in members if member.replica.revision != revision]
     old_live = [member for member in old if member.is_live]
-    still_draining = [member for member in old if _holds_its_gpu(member)]
+    still_draining = [member for member in members if _drains_for_a_rollout(member, revision)]
     doubles = _doubles(new)
 
     new_ready = _ready(new)
     serves_instead = new_ready >= desired
     room = desired + limits.max_surge - len(old_live) - len(still_draining) - doubles
     return RolloutStep(
-        is_rolling=bool(old_live or still_draining),
+        is_rolling=bool(old_live) or any(member in old for member in still_draining),
         create_up_to=max(0, min(desired, room)),
         # Moving a replica off a cordoned node takes the same surge; while a rollout runs it does the moving itself.
         moves=0 if old_live else max(0, limits.max_surge - doubles),
@@ -74,7 +77,7 @@ def _old_that_may_go(
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
     leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
     spare = max(0, len(serving) + new_ready - must_stay)
-    leaving += [(member, "a newer revision replaces it") for member in serving[:spare]]
+    leaving += [(member, REPLACED) for member in serving[:spare]]
     # Whoever is on a lost node may still serve streams; it goes when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
@@ -121,6 +124,12 @@ def _doubles(members: Sequence[Member]) -> int:
     return len(live) - len(set(live))
 
 
-def _holds_its_gpu(member: Member) -> bool:
-    """Whether we asked this replica to go and it has not gone yet."""
-    return member.replica.state == STATE_DRAINING and member.stage in (Stage.DRAINING, Stage.TERMINATING)
+def _drains_for_a_rollout(member: Member, revision: str) -> bool:
+    """Whether a rollout asked this replica to go and it holds its GPU still; a spec set back finds its own among them.
+
+    Draining for a scale-down does not count: load that comes back gets its replicas at once.
+    """
+    replica = member.replica
+    if replica.state != STATE_DRAINING or member.stage not in (Stage.DRAINING, Stage.TERMINATING):
+        return False
+    return replica.revision != revision or replica.drain_reason == REPLACED

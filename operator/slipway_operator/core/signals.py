@@ -9,6 +9,7 @@ looks busy to all three.
 | ready, with a fresh sample | its value  | its value    |                                         |
 | ready, silent              | 0          | the target   | silence never tips the balance          |
 | wanted, not ready yet      | 0          | not counted  | it is coming capacity, not load         |
+| ready just now, not asked  | 0          | not counted  | the same: the first question is on its way |
 | crashing, or overdue       | not counted| not counted  | nobody should wait for it               |
 """
 
@@ -21,6 +22,7 @@ from slipway_api.autoscaling import Metric, MetricType
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Sample
 
+FIRST_QUESTION = timedelta(seconds=10)  # a replica that is ready for less may not have been asked yet
 ROUNDING = 1e-9  # 0.8 × 3 / 0.8 is a little more than 3
 
 
@@ -67,7 +69,7 @@ def read(
     members: Sequence[Member], *, wanted: int, slots_in_backoff: int, stale_after: timedelta, now: datetime
 ) -> Readings:
     """Sort the replicas by what may be said of their load. `wanted` is the number that there should be."""
-    ready = [member.replica for member in members if member.is_ready]
+    ready = [member.replica for member in members if member.is_ready and not _is_new(member, now)]
     fresh = [one.sample for one in ready if one.sample is not None and now - one.sample.at <= stale_after]
     broken = sum(member.stage.is_broken for member in members) + slots_in_backoff
     return Readings(
@@ -77,6 +79,11 @@ def read(
         pending=max(0, wanted - len(ready) - broken),
         broken=broken,
     )
+
+
+def _is_new(member: Member, now: datetime) -> bool:
+    since = member.replica.ready_since
+    return member.replica.sample is None and since is not None and now - since < FIRST_QUESTION
 
 
 def measure(metric: Metric, readings: Readings) -> Value | None:

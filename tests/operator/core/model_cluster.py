@@ -98,10 +98,10 @@ class ModelCluster:
             if self.service is None:
                 return made
             made = self._one_pass(die_after)
-            if die_after is not None or made.requeue_after != 0.0:
-                return made
             if self.lose_status_writes:
-                self.due = self.now
+                self.due = self.now  # the shell sees the write fail and tries again
+                return made
+            if die_after is not None or made.requeue_after != 0.0:
                 return made
         raise AssertionError("the plan never comes to rest")
 
