@@ -30,7 +30,8 @@ def main() -> None:
         "--port", type=_port, action="append", default=[], metavar="NAME=PORT", help="api=6443 gateway=8000"
     )
     up.add_argument("--emulated-version", help="behave like this release of Kubernetes: 1.34")
-    for verb in ("stop", "env", "build"):
+    verbs.add_parser("stop").add_argument("--all", action="store_true", help="every cluster of this checkout")
+    for verb in ("env", "build"):
         verbs.add_parser(verb)
     for tool in ("kubectl", "helm"):
         verbs.add_parser(tool, add_help=False, prefix_chars="\0").add_argument("args", nargs="*")
@@ -39,7 +40,8 @@ def main() -> None:
     if options.verb == "up":
         up_until_stopped(folder, options)
     elif options.verb == "stop":
-        print("stopped" if claim.stop(folder) else "nothing was running")
+        found = [claim.stop(each) for each in (all_folders() if options.all else [folder])]
+        print("stopped" if any(found) else "nothing was running")
     elif options.verb == "build":
         from e2e.cluster import build, preflight
 
@@ -76,6 +78,12 @@ def up_until_stopped(folder: Path, options: argparse.Namespace) -> None:
             raise SystemExit(f"{', '.join(cluster.ended)} ended; see {cluster.logs}")
     except claim.BusyError as busy:
         raise SystemExit(str(busy)) from None
+
+
+def all_folders() -> list[Path]:
+    """The folders of all clusters that this checkout ever had."""
+    pattern = cluster_folder("*")
+    return [pid.with_suffix("") for pid in pattern.parent.glob(f"{pattern.name}.pid")]
 
 
 def tell(access: Access) -> None:

@@ -14,7 +14,7 @@ import pytest
 from e2e.cluster.places import cache_folder
 
 NEEDING = {"apiserver", "cluster"}  # fixtures that need the binary
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
+COMPANIONS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
 _before = pytest.StashKey[set[int]]()
 _needing = pytest.StashKey[set[str]]()
 
@@ -43,7 +43,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = {pid: _command_line(pid) for pid in _children() if pid not in session.stash.get(_before, set())}
-    left = {pid: line for pid, line in left.items() if line and not any(helper in line for helper in HELPERS)}
+    left = {pid: line for pid, line in left.items() if line and not any(name in line for name in COMPANIONS)}
     if left:
         for pid, line in left.items():
             print(f"\nleft running by the tests: {pid} {line}")

@@ -88,7 +88,7 @@ def refused(path):
 pathlib.Path("/scratch/x").write_text("x"); pathlib.Path("/dev/shm/x").write_text("x")
 print(refused("/x"), refused("/usr/x"), refused("/tmp/x"), refused("/sys/kernel/x"), sep=";")
 print(os.environ["HOME"], pwd.getpwuid(os.getuid()).pw_name, os.environ["HOSTNAME"])
-print(sorted(os.listdir("/")), os.path.exists("/root/.cache"), os.path.exists("/home"))
+print(sorted(os.listdir("/")), os.path.exists("/boot"), os.path.exists("/var/lib"))
 print(sum(name.isdigit() for name in os.listdir("/proc")), os.stat("/dev/null").st_rdev == os.makedev(1, 3))
 """
 
