@@ -5,6 +5,7 @@ attempt uses, deleted by uid, and everything else is applied to an end state.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -132,15 +133,23 @@ class Executor:
                     owner=key,
                 )
             case ApplyChild():
-                await self._writer.apply(
-                    CHILDREN[action.manifest["kind"]],
-                    key.namespace,
-                    action.manifest["metadata"]["name"],
-                    action.manifest,
-                    field_manager=names.FIELD_MANAGER,
-                )
-                memory.applied[action.key] = action.digest
+                await self._apply_child(key, action, memory)
         return True
+
+    async def _apply_child(self, key: ServiceKey, action: ApplyChild, memory: Memory) -> None:
+        """Make the child as it should be. One that somebody else made is left alone, and told."""
+        resource, name = CHILDREN[action.manifest["kind"]], action.manifest["metadata"]["name"]
+        if action.key not in memory.applied:
+            with contextlib.suppress(NotFound):
+                there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, name)))
+                if there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY:
+                    kind = action.manifest["kind"]
+                    advice = "rename it, or name the InferenceService otherwise"
+                    raise Conflict(
+                        409, f"a {kind} {name} is there that Slipway did not make: {advice}", reason="NameConflict"
+                    )
+        await self._writer.apply(resource, key.namespace, name, action.manifest, field_manager=names.FIELD_MANAGER)
+        memory.applied[action.key] = action.digest
 
     async def _set_finalizers(
         self, key: ServiceKey, service: StoredService, *, add: str | None = None, remove: str | None = None

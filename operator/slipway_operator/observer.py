@@ -20,6 +20,9 @@ from slipway_operator.memory import Memory
 SampleOf = Callable[[str], seen.Sample | None]
 
 
+LAST_WORDS_SHOWN = 300  # characters of a termination message that go into a condition
+
+
 class PodIndex:
     """Which pods carry which service's label: kept by the informer's changes, so no pass walks over all pods."""
 
@@ -154,14 +157,16 @@ def node_facts(node: Node) -> seen.Node:
 
 
 def _last_exit(pod: Pod) -> str:
-    """How the server's last run ended: `OOMKilled (exit code 137)`."""
+    """How the server's last run ended: `OOMKilled (exit code 137)`, with the word that it left, where it did."""
     server = pod.container(names.SERVER_CONTAINER)
     if server is None:
         return ""
     ended = server.state.terminated or server.last_state.terminated
     if ended is None:
         return ""
-    return f"{ended.reason or 'Error'} (exit code {ended.exit_code})"
+    how = f"{ended.reason or 'Error'} (exit code {ended.exit_code})"
+    word = " ".join(ended.message.split())[:LAST_WORDS_SHOWN]
+    return f"{how}: {word}" if word else how
 
 
 def _number(text: str | None) -> int:
