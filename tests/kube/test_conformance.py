@@ -72,13 +72,13 @@ async def world(request) -> AsyncIterator[World]:
         return
     access = request.getfixturevalue("apiserver")
     access.kubectl("apply", "--server-side", "-f", CRDS)
-    access.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
     namespace = f"kube-{uuid4().hex[:8]}"
     async with Client(auth.load(str(access.kubeconfig))) as client:
         await client.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
         account = {"metadata": {"name": "default"}}
         with suppress(errors.AlreadyExists):  # no controller may be there to make it
             await client.create(f"/api/v1/namespaces/{namespace}/serviceaccounts", account)
+        await _served(client, INFERENCE_SERVICES)
         yield World(client, namespace, is_real=True)
         await client.delete(f"/api/v1/namespaces/{namespace}")
 
@@ -337,6 +337,18 @@ async def test_events_are_taken_and_counted(world):
     events = msgspec.json.decode(await world.client.get(world.path(EVENTS)))["items"]
     counts = {event["note"]: (event.get("series") or {}).get("count", 1) for event in events}
     assert counts == {"1 → 2 replicas": 2, "2 → 3 replicas": 1, "no such image": 1}
+
+
+async def _served(client: Client, resource: Resource) -> None:
+    """Return when the server has taken up the kind."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await client.get(resource.path())
+            except (errors.NotFound, errors.TooManyRequests):  # not yet there, and "storage is (re)initializing"
+                await asyncio.sleep(0.2)
+            else:
+                return
 
 
 def _status(name: str, value: str, *, kind: str = "Ready") -> dict[str, Any]:

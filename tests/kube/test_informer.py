@@ -99,7 +99,8 @@ async def test_bookmarks_keep_it_young_and_spare_a_relist(server, pods, listener
     assert pods.age() <= 121  # a watch may have ended just before its bookmark
     for index in range(50):
         server.put(NODES, {"metadata": {"name": f"n{index}"}})  # history moves on, nothing of it is ours
-    await asyncio.sleep(61)
+    server.bookmark()
+    await asyncio.sleep(1)
     server.compact()
     server.drop_watches()
     await asyncio.sleep(10)
