@@ -68,6 +68,19 @@ async def test_a_namesake_is_a_deletion_and_an_addition(server, pods, listener):
 
 
 @in_virtual_time
+async def test_events_that_come_twice_are_told_once(server, pods, listener):
+    server.put(PODS, a_pod("a", labels={"step": "1"}))
+    server.put(PODS, a_pod("a", labels={"step": "2"}))
+    server.delete(PODS, "team", "b")
+    await asyncio.sleep(1)
+    listener.changes.clear()
+    server.repeat(3)
+    await asyncio.sleep(1)
+    assert listener.changes == []
+    assert pods.get("team", "a").labels == {"step": "2"}
+
+
+@in_virtual_time
 async def test_a_half_open_connection_is_left_after_a_while_of_silence(server, pods, listener):
     server.stall_watches()
     server.put(PODS, a_pod("c"))
