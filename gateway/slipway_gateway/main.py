@@ -11,7 +11,6 @@ import sys
 
 import prometheus_client
 import structlog
-import uvloop
 
 from slipway_api.logs import configure
 from slipway_gateway.gateway import Gateway
@@ -49,7 +48,7 @@ def main() -> None:
         settings = read_settings(sys.argv[1:], os.environ)
         configure("gateway", settings.log_level)
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, drawn by nobody
-        status = uvloop.run(serve(settings))
+        status = asyncio.run(serve(settings))
     except (SettingsError, KubeError, OSError) as error:
         sys.exit(f"slipway-gateway: {error}")
     sys.exit(status)
