@@ -19,7 +19,7 @@ from e2e.cluster import build, claim, detached, preflight
 from e2e.cluster.access import Access
 from e2e.cluster.launch import GATEWAY, Cluster
 from e2e.cluster.places import cluster_folder
-from e2e.slipway import EXAMPLES, Slipway, event_time, wait_for
+from e2e.slipway import EXAMPLES, Slipway, wait_for
 
 SERVICE = "chat"
 QUESTION = "Tell me a short story about a lighthouse."
@@ -82,11 +82,11 @@ class Watcher:
     def tell(self) -> None:
         """Print what is new."""
         for event in self.slipway.events(SERVICE):
-            identity = (event.metadata.uid, event.reason, event.note)
+            identity = (event.uid, event.reason, event.note)
             if identity not in self.told:
                 self.told.add(identity)
                 colour = "yellow" if event.type == "Warning" else "green"
-                at = event_time(event).astimezone().strftime("%H:%M:%S")
+                at = event.at.astimezone().strftime("%H:%M:%S")
                 console.print(f"    [dim]{at}[/] [{colour}]{event.reason:<17}[/] {event.note}", soft_wrap=True)
         status = self.slipway.service(SERVICE).get("status", {})
         self.figures.most_replicas = max(self.figures.most_replicas, status.get("readyReplicas", 0))

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,29 @@ def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every
     raise NotInTimeError(f"not within {timeout:.0f} s: {what} (last seen: {last!r})")
 
 
+@dataclass(frozen=True)
+class Event:
+    """What an event says; the official client refuses some that are valid, so this is read from the wire."""
+
+    type: str
+    reason: str
+    note: str
+    at: datetime  # when it was last seen
+    uid: str
+
+    @classmethod
+    def of(cls, raw: Json) -> "Event":
+        """From the API server's JSON."""
+        series, first = raw.get("series") or {}, raw.get("eventTime") or raw["metadata"]["creationTimestamp"]
+        return cls(
+            type=raw.get("type", ""),
+            reason=raw.get("reason", ""),
+            note=raw.get("note", ""),
+            at=datetime.fromisoformat(series.get("lastObservedTime") or first),
+            uid=raw["metadata"]["uid"],
+        )
+
+
 class Slipway:
     """One installation on one cluster."""
 
@@ -62,7 +86,6 @@ class Slipway:
         self.core = client.CoreV1Api(api)
         self.apps = client.AppsV1Api(api)
         self.objects = client.CustomObjectsApi(api)
-        self.events_api = client.EventsV1Api(api)
 
     # Installing
 
@@ -132,10 +155,11 @@ class Slipway:
         selector = f"{names.LABEL_SERVICE}={name}"
         return list(self.core.list_namespaced_pod(namespace, label_selector=selector).items)
 
-    def events(self, name: str, namespace: str = USER_NAMESPACE) -> list[Any]:
+    def events(self, name: str, namespace: str = USER_NAMESPACE) -> list[Event]:
         """Slipway's events about the service, oldest first."""
-        found = self.events_api.list_namespaced_event(namespace, field_selector=f"regarding.name={name}").items
-        return sorted(found, key=event_time)
+        path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events?fieldSelector=regarding.name={name}"
+        items = self.access.api("GET", path)["items"]
+        return sorted(map(Event.of, items), key=lambda event: event.at)
 
     def story(self, name: str) -> str:
         """Status and events in a few lines, for a failure message."""
@@ -221,8 +245,3 @@ class Load:
             raise self._error
         assert self._report is not None, "the load did not end within ten minutes"
         return self._report
-
-
-def event_time(event: Any) -> datetime:
-    """When an event was last seen."""
-    return event.series.last_observed_time if event.series else event.event_time or event.metadata.creation_timestamp
