@@ -7,9 +7,10 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from kubernetes import client
 
 from bench.load import LoadPlan, LoadReport, Progress, run_load
 from e2e.cluster.access import Access
+from e2e.cluster.launch import Cluster
 from slipway_api import names
 
 T = TypeVar("T")
@@ -29,6 +31,8 @@ RELEASE_NAMESPACE = "slipway-system"
 USER_NAMESPACE = "default"
 PLURAL = "inferenceservices"
 GATEWAY = "gateway"
+
+RELEARNING = timedelta(seconds=10)  # of its roles, by an API server that has just started
 
 Json = dict[str, Any]
 
@@ -86,16 +90,25 @@ class Slipway:
         self.core = client.CoreV1Api(api)
         self.apps = client.AppsV1Api(api)
         self.objects = client.CustomObjectsApi(api)
+        self.outages: list[tuple[datetime, datetime]] = []  # of the API server, until it knows its roles again
 
     # Installing
 
     def install(self, *settings: str) -> None:
-        """`helm install` of the chart; returns when operator and gateway are available."""
+        """`helm install` of the chart; returns when operator and gateway are available, and admission knows the kind."""
         sets = [part for setting in settings for part in ("--set", setting)]
         self.access.helm(
             "upgrade", "--install", "slipway", str(CHART),
             "--namespace", RELEASE_NAMESPACE, "--create-namespace", "--wait", "--timeout", "180s", *sets,
         )  # fmt: skip
+        wait_for("owners of the new kind are admitted", self._admits_owners, timeout=60)
+
+    def _admits_owners(self) -> bool:
+        """OwnerReferencesPermissionEnforcement learns of a new kind only every few seconds, and refuses until then."""
+        owner = {"apiVersion": names.API_VERSION, "kind": "InferenceService", "name": "nobody", "uid": "0"}
+        body = {"metadata": {"generateName": "probe-", "ownerReferences": [owner | {"blockOwnerDeletion": True}]}}
+        self.access.api("POST", f"/api/v1/namespaces/{USER_NAMESPACE}/configmaps?dryRun=All", body)
+        return True
 
     # Services
 
@@ -182,6 +195,22 @@ class Slipway:
         """The logs of all pods behind the selector, previous containers left out."""
         pods = self.core.list_namespaced_pod(namespace, label_selector=selector).items
         return "\n".join(self.core.read_namespaced_pod_log(p.metadata.name, namespace) for p in pods)
+
+    @contextmanager
+    def api_server_away(self, cluster: Cluster) -> Iterator[None]:
+        """The API server is down inside the block. When it is back it refuses everybody until it has read its roles."""
+        started = datetime.now(UTC)
+        cluster.stop_apiserver()
+        try:
+            yield
+        finally:
+            cluster.start_apiserver()
+            wait_for("the API server is back", lambda: self.core.list_node().items)
+            self.outages.append((started, datetime.now(UTC) + RELEARNING))
+
+    def was_away(self, at: datetime) -> bool:
+        """Whether the API server was down then, or had not read its roles again."""
+        return any(start <= at <= end for start, end in self.outages)
 
     # Clients
 

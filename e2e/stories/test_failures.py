@@ -78,14 +78,10 @@ def test_clients_are_served_while_the_api_server_is_away(clean: Slipway, cluster
     clean.apply(as_yaml(static("steady", 1)))
     clean.wait_ready("steady", replicas=1)
 
-    cluster.stop_apiserver()
-    try:
+    with clean.api_server_away(cluster):
         answer = clean.openai().chat.completions.create(
             model="steady", messages=[{"role": "user", "content": "Hello"}], max_tokens=8
         )
-    finally:
-        cluster.start_apiserver()
-    wait_for("the API server is back", lambda: clean.core.list_node().items)
 
     assert answer.choices[0].message.content
     clean.apply(as_yaml(static("steady", 2)))
