@@ -78,6 +78,7 @@ up: cluster-binary ## a local cluster that stays up; `make down` ends it
 down: ## end the cluster of `make up` or `make demo KEEP=1`
 	@test ! -x $(BIN)/python || $(BIN)/python -m e2e.cluster stop
 
-clean: down ## leave nothing running, and remove what was made here
+clean: ## leave nothing running, and remove what was made here
+	@test ! -x $(BIN)/python || $(BIN)/python -m e2e.cluster stop --all
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -95,7 +95,7 @@ class Slipway:
     # Installing
 
     def install(self, *settings: str) -> None:
-        """`helm install` of the chart; returns when operator and gateway are available, and admission knows the kind."""
+        """`helm install` of the chart; returns when operator and gateway are up, and admission knows the kind."""
         sets = [part for setting in settings for part in ("--set", setting)]
         self.access.helm(
             "upgrade", "--install", "slipway", str(CHART),
