@@ -170,7 +170,8 @@ class Slipway:
 
     def events(self, name: str, namespace: str = USER_NAMESPACE) -> list[Event]:
         """Slipway's events about the service, oldest first."""
-        path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events?fieldSelector=regarding.name={name}"
+        about = f"regarding.kind=InferenceService,regarding.name={name}"  # its Service and its budget share the name
+        path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events?fieldSelector={about}"
         items = self.access.api("GET", path)["items"]
         return sorted(map(Event.of, items), key=lambda event: event.at)
 
