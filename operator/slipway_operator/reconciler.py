@@ -30,6 +30,7 @@ from slipway_operator.executor import Executor, StaleView
 from slipway_operator.memory import Memory
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.observer import Observer
+from slipway_operator.reading import read
 from slipway_operator.services import ServiceStore, StoredService
 
 log = structlog.get_logger()
@@ -116,10 +117,11 @@ class Reconciler:
             raise
 
     async def _bring_closer(self, key: ServiceKey, stored: StoredService) -> float | None:
-        service = stored.parse()
+        reading = read(stored.body)
+        service = reading.service
         memory = self._memories[key]
 
-        observed = self._observer.observe(key, service, memory)
+        observed = self._observer.observe(key, service, memory, fault=reading.fault)
         self._note_ages(observed)
         plan = self._plan(observed, self._now())
         execution = await self._executor.execute(key, stored, plan.actions, memory)

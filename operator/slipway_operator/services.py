@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 
 REMEMBERED_DELETIONS = 10_000
@@ -27,10 +26,6 @@ class StoredService:
     uid: str
     version: int
     body: Mapping[str, Any]
-
-    def parse(self) -> InferenceService:
-        """The typed resource; unknown fields are ignored, so an older operator survives a newer resource."""
-        return InferenceService.model_validate(self.body)
 
 
 class ServiceStore:

@@ -16,7 +16,7 @@ def news(before: InferenceServiceStatus, after: InferenceServiceStatus, decided:
         *_scaled(before, decided),
         *_rolled(before, after),
         *_became_ready(before, decided),
-        *_warned(before, after),
+        *warnings(before, after),
     )
 
 
@@ -71,7 +71,7 @@ _WARNINGS = {
 }
 
 
-def _warned(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
+def warnings(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
     """A condition that takes a reason which deserves a warning."""
     events = []
     for (type, reason), warning in _WARNINGS.items():

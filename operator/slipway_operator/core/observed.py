@@ -121,6 +121,8 @@ class Observed:
     """One service and everything around it, at one moment."""
 
     service: InferenceService  # its status as last written or read, whichever is newer
+    fault: str = ""
+    """Why the stored spec cannot be followed, naming the field; `service.spec` then holds only what could be read."""
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
     defaults: Defaults

@@ -31,7 +31,8 @@ from slipway_operator.core.children import children
 from slipway_operator.core.drain import DrainRules, let_go
 from slipway_operator.core.explain import no_room
 from slipway_operator.core.health import Member, Stage, judge, next_change
-from slipway_operator.core.news import news
+from slipway_operator.core.invalid import invalid_status
+from slipway_operator.core.news import news, warnings
 from slipway_operator.core.observed import Observed, PastRecommendation
 from slipway_operator.core.pod import build_pod, pod_name
 from slipway_operator.core.replicas import assign
@@ -61,6 +62,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
     members = _our_replicas(observed, now)
     if service.is_being_deleted:
         return _say_farewell(observed, members, now)
+    if observed.fault:
+        return _leave_alone(observed, members, now)
 
     revision = resolve(service, observed.defaults.runtime_image)
     scaling = _autoscale(observed, members, now)
@@ -247,6 +250,12 @@ def _say_farewell(observed: Observed, members: tuple[Member, ...], now: datetime
         events=steps.events,
         requeue_after=_seconds_until(earliest(steps.again_at, *ends), now),
     )
+
+
+def _leave_alone(observed: Observed, members: tuple[Member, ...], now: datetime) -> Plan:
+    """Of a spec that cannot be read nobody knows what it wants: touch nothing, and say what is wrong with it."""
+    status = invalid_status(observed, members, now)
+    return Plan(status=status, events=tuple(warnings(observed.service.status, status)))
 
 
 def _is_past_its_grace(member: Member, now: datetime) -> bool:
