@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import answers
-from answers import Turn
+import facts
+from facts import Turn
 from grammar import expand, spin
 from stories import Story, brief, chapters, tell
 
@@ -138,9 +139,9 @@ def mixed(rng: random.Random) -> Document:
     """A longer talk that jumps between subjects, as people do in a demo."""
     sources = [
         answers.talk,
-        answers.fact,
+        facts.fact,
         answers.concept,
-        answers.numbers,
+        facts.numbers,
         answers.talk,
         answers.poem,
         answers.process,
@@ -159,8 +160,8 @@ MIX: list[tuple[float, Callable[[random.Random], Document]]] = [
     (0.09, story_question),
     (0.06, story_text),
     (0.02, field_text),
-    (0.17, chat("fact", answers.fact)),
-    (0.08, chat("number", answers.numbers)),
+    (0.17, chat("fact", facts.fact)),
+    (0.08, chat("number", facts.numbers)),
     (0.14, chat("field", answers.concept, answers.concept, answers.concept, answers.difference, answers.process)),
     (0.03, chat("decide", answers.decide)),
     (0.07, chat("talk", answers.talk)),
