@@ -14,10 +14,13 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help setup cluster-binary demo test test-unit test-apiserver test-cluster check format generate e2e bench up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster check format generate e2e bench up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+preflight: ## say in one sentence each what this machine lacks for the local cluster
+	@$(PYTHON) e2e/cluster/preflight.py
 
 setup: $(VENV)/.ready ## create the environment in .venv (about a minute; 3 GB the first time)
 
@@ -30,13 +33,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/uv pip install --python $(BIN)/python --quiet --constraint constraints.txt --compile-bytecode --editable '.[dev]'
 	@touch $@
 
-cluster-binary: setup ## build the local cluster's binary once (about 10 minutes cold, cached outside the tree)
+cluster-binary: preflight setup ## build the local cluster's binary once (about 10 minutes cold, cached outside the tree)
 	@$(BIN)/python -m e2e.cluster build
 
-demo: setup ## from nothing to streamed tokens, scaling and draining on a real Kubernetes (KEEP=1 leaves it up)
+demo: preflight setup ## from nothing to streamed tokens, scaling and draining on a real Kubernetes (KEEP=1 leaves it up)
 	@$(BIN)/python -m e2e.demo $(if $(KEEP),--keep)
 
-test: setup ## all tests: unit, real API server, user stories on the local cluster
+test: preflight setup ## all tests: unit, real API server, user stories on the local cluster
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-apiserver
 	@$(MAKE) --no-print-directory test-cluster

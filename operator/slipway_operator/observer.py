@@ -78,9 +78,7 @@ class Observer:
         self._defaults = defaults
         self._token_digests = token_digests
 
-    def observe(
-        self, key: ServiceKey, service: InferenceService, memory: Memory, *, fault: str = ""
-    ) -> seen.Observed:
+    def observe(self, key: ServiceKey, service: InferenceService, memory: Memory, *, fault: str = "") -> seen.Observed:
         """Everything that a decision about `service` may know, now."""
         pods = self._pods.of(key)
         node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
