@@ -6,7 +6,7 @@ from e2e.cluster.access import CommandError
 from e2e.manifests import as_yaml, chat, static
 from e2e.slipway import Slipway, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.mark.capability("OP-1", "BS-3")

@@ -7,7 +7,7 @@ from e2e.cluster.launch import Cluster
 from e2e.manifests import as_yaml, static
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def slots_in_use(slipway: Slipway, name: str) -> list[str]:

@@ -6,7 +6,7 @@ from e2e.manifests import as_yaml, chat, static
 from e2e.slipway import EXAMPLES, Slipway
 from slipway_api import names
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.mark.capability("OP-1", "OP-2", "OP-3", "API-1", "API-2", "API-9", "DD-1", "ST-2")

@@ -5,7 +5,7 @@ import pytest
 from e2e.manifests import as_yaml, static
 from e2e.slipway import Slipway, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.mark.capability("OP-7", "RD-1", "PF-7")

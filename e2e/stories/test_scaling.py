@@ -6,7 +6,7 @@ import pytest
 
 from e2e.slipway import EXAMPLES, Slipway, wait_for
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 EVIDENCE = re.compile(r"\d+→\d+: (KVCacheUtilization|QueueDepth) [\d.]+ [<>] [\d.]+ \(\d+/\d+ pods")
 
@@ -32,3 +32,17 @@ def test_replicas_follow_the_load_out_and_in_and_no_request_fails(clean: Slipway
     history = clean.service("chat")["status"]["autoscaling"]["history"]
     assert {"time", "from", "to", "reason"} <= set(history[0])
     assert max(entry["to"] for entry in history) <= 3
+
+
+@pytest.mark.capability("OP-7", "DD-1")
+def test_in_external_mode_kubectl_scale_decides_and_the_operator_follows(clean: Slipway) -> None:
+    clean.apply(EXAMPLES / "external-scaling.yaml")
+    (name,) = clean.services()
+    clean.wait_ready(name)
+
+    clean.access.kubectl("scale", f"infsvc/{name}", "--replicas=2")
+    clean.wait_ready(name, replicas=2)
+    clean.access.kubectl("scale", f"infsvc/{name}", "--replicas=1")
+    clean.wait_ready(name, replicas=1)
+
+    assert (clean.condition(name, "ScalingActive") or {})["reason"] == "External"

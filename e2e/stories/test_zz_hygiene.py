@@ -7,7 +7,7 @@ import pytest
 from e2e.manifests import as_yaml, static
 from e2e.slipway import RELEASE_NAMESPACE, Slipway
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SECRET_WORDS = "the zebra wears a violet raincoat"
 
