@@ -1,0 +1,48 @@
+"""The status of a service whose stored spec cannot be read: what is wrong, beside what is there.
+
+Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stands, so that
+a corrected spec continues from there.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final
+
+from slipway_api import names
+from slipway_api.conditions import ConditionStatus, ConditionType, Reason, remove_condition, set_condition
+from slipway_api.inference_status import InferenceServiceStatus
+from slipway_operator.core.health import Member
+from slipway_operator.core.observed import Observed
+
+ADVICE: Final = "correct it; until then its replicas are left as they are"
+
+
+def invalid_status(observed: Observed, members: Sequence[Member], now: datetime) -> InferenceServiceStatus:
+    """Stalled and not Ready, for the same reason, in the same words."""
+    service, before = observed.service, observed.service.status
+    ready = sum(member.is_ready for member in members)
+    told = before.conditions
+    # What is under way has stopped, and nothing scales.
+    for type in (ConditionType.RECONCILING, ConditionType.SCALING_ACTIVE):
+        told = remove_condition(told, type)
+
+    def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+        nonlocal told
+        generation = service.metadata.generation
+        told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
+
+    tell(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    tell(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    if not ready:
+        nobody = "no replica is ready, and none is started until the spec is valid"
+        for type in (ConditionType.WORKLOAD_AVAILABLE, ConditionType.ROUTE_READY):
+            tell(type, False, Reason.NO_READY_REPLICAS, nobody)
+    return before.model_copy(
+        update={
+            "observed_generation": service.metadata.generation,
+            "conditions": told,
+            "replicas": len(members),
+            "ready_replicas": ready,
+            "draining_replicas": sum(one.replica.state == names.STATE_DRAINING for one in members),
+        }
+    )
