@@ -16,6 +16,7 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.observed import (
     Defaults,
     Failure,
+    Namesake,
     Node,
     Observed,
     PastRecommendation,
@@ -49,6 +50,7 @@ def a_service(
     status: InferenceServiceStatus | Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
     uid: str = UID,
+    created_at: datetime | None = None,
     **spec: Any,
 ) -> InferenceService:
     """A service; every keyword of `spec` is a field of its spec as the user writes it, None leaves it out."""
@@ -60,6 +62,7 @@ def a_service(
                 "namespace": "demo",
                 "uid": uid,
                 "generation": generation,
+                "creationTimestamp": created_at,
                 "finalizers": finalizers,
                 "deletionTimestamp": deleted_at,
             },
@@ -184,6 +187,8 @@ def seen(
     taken_names: frozenset[str] = frozenset(),
     failures: tuple[Failure, ...] = (),
     applied: Mapping[str, str] | None = None,
+    namesakes: tuple[Namesake, ...] = (),
+    fault: str = "",
 ) -> Observed:
     """The snapshot of a service and these pods."""
     return Observed(
@@ -196,6 +201,8 @@ def seen(
         taken_names=taken_names,
         failures=failures,
         applied=applied or {},
+        namesakes=namesakes,
+        fault=fault,
     )
 
 

@@ -100,6 +100,7 @@ class Manager:
             self.world.pods,
             self.world.nodes,
             self._scraper.sample,
+            self.world.services.namesakes,
             defaults=Defaults(runtime_image=settings.runtime_image, gateway_url=settings.gateway_url),
             token_digests=masters.digests,
         )

@@ -16,8 +16,10 @@ from slipway_kube.informer import Change
 from slipway_kube.objects import Key, Node, Pod
 from slipway_operator.core import observed as seen
 from slipway_operator.memory import Memory
+from slipway_operator.services import StoredService, key_of
 
 SampleOf = Callable[[str], seen.Sample | None]
+NamesakesOf = Callable[[ServiceKey], Iterable[StoredService]]
 
 
 LAST_WORDS_SHOWN = 300  # characters of a termination message that go into a condition
@@ -68,6 +70,7 @@ class Observer:
         pods: PodIndex,
         nodes: Mapping[Key, Node],
         sample_of: SampleOf,
+        namesakes: NamesakesOf,
         *,
         defaults: seen.Defaults,
         token_digests: seen.TokenDigests,
@@ -75,6 +78,7 @@ class Observer:
         self._pods = pods
         self._nodes = nodes
         self._sample_of = sample_of
+        self._namesakes = namesakes
         self._defaults = defaults
         self._token_digests = token_digests
 
@@ -85,6 +89,10 @@ class Observer:
         return seen.Observed(
             service=service,
             fault=fault,
+            namesakes=tuple(
+                seen.Namesake(name=key_of(other.body).name, created_at=other.created_at)
+                for other in self._namesakes(key)
+            ),
             replicas=tuple(replica(pod, self._sample_of(pod.uid)) for pod in pods),
             nodes={
                 name: node_facts(node)

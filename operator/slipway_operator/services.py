@@ -1,12 +1,14 @@
 """Our InferenceServices as last seen: kopf's watch feeds this store, a periodic paged list corrects it.
 
 kopf never tells of objects deleted while its watch was broken, so the list is what finds such ghosts. Both sources
-race: what is newer wins by resourceVersion, and a uid that was deleted never comes back.
+race: what is newer wins by resourceVersion, and a uid that was deleted never comes back. Whoever comes, goes or takes
+another served name wakes the others of that name: which of them is routed to may have changed.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from slipway_api.types import ServiceKey
@@ -27,12 +29,29 @@ class StoredService:
     version: int
     body: Mapping[str, Any]
 
+    @property
+    def served_name(self) -> str:
+        """What clients shall say as `model`; also where the spec cannot be read."""
+        spec = self.body.get("spec")
+        model = spec.get("model") if isinstance(spec, Mapping) else None
+        name = model.get("servedName") if isinstance(model, Mapping) else None
+        return name if name and isinstance(name, str) else str(self.body["metadata"]["name"])
+
+    @property
+    def created_at(self) -> datetime | None:
+        """When the API server took it in."""
+        text = self.body["metadata"].get("creationTimestamp")
+        return datetime.fromisoformat(text) if text else None
+
 
 class ServiceStore:
     """The newest known version of every InferenceService that this operator watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_contest: Callable[[ServiceKey], None] = lambda _: None) -> None:
+        """`on_contest` hears of each service whose claim to its name may be another because of somebody else."""
+        self._on_contest = on_contest
         self._services: dict[ServiceKey, StoredService] = {}
+        self._claims: defaultdict[tuple[str, str], set[ServiceKey]] = defaultdict(set)  # by namespace and served name
         self._deleted: OrderedDict[str, None] = OrderedDict()  # uids
         self._listed = 0  # version of the newest list taken in
 
@@ -47,6 +66,12 @@ class ServiceStore:
         """The newest version of one service."""
         return self._services.get(key)
 
+    def namesakes(self, key: ServiceKey) -> list[StoredService]:
+        """The other services of the namespace that shall be served under the same name, by their own names."""
+        stored = self._services.get(key)
+        claims = self._claims.get((key.namespace, stored.served_name), set()) if stored is not None else set()
+        return [self._services[other] for other in sorted(claims) if other != key]
+
     def put(self, body: Mapping[str, Any]) -> bool:
         """Take in an object seen alive; False when something as new was known already."""
         # Unknown and older than the last list: it died before that list, and this is late news of its life.
@@ -57,7 +82,7 @@ class ServiceStore:
         known = self._services.get(key)
         if uid in self._deleted or version <= (newer_than if known is None else known.version):
             return False
-        self._services[key] = StoredService(uid, version, body)
+        self._set(key, StoredService(uid, version, body))
         return True
 
     def remove(self, key: ServiceKey, uid: str) -> bool:
@@ -69,8 +94,28 @@ class ServiceStore:
         known = self._services.get(key)
         if known is None or known.uid != uid:
             return False
-        del self._services[key]
+        self._set(key, None)
         return True
+
+    def _set(self, key: ServiceKey, new: StoredService | None) -> None:
+        old = self._services.get(key)
+        if new is None:
+            del self._services[key]
+        else:
+            self._services[key] = new
+        if old is not None and new is not None and (old.served_name, old.uid) == (new.served_name, new.uid):
+            return
+        for stored in (old, new):
+            if stored is None:
+                continue
+            claims = self._claims[key.namespace, stored.served_name]
+            claims.discard(key)
+            for other in claims:
+                self._on_contest(other)
+            if stored is new:
+                claims.add(key)
+            elif not claims:
+                del self._claims[key.namespace, stored.served_name]
 
     def drifted(self, listing: Iterable[Mapping[str, Any]], version: int) -> set[ServiceKey]:
         """Where this store is behind a list made at `version`: objects it lacks, has old, or should not have."""

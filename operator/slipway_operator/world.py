@@ -49,7 +49,7 @@ class World:
         self._client = client
         self._namespaces = namespaces
         self._wake = wake
-        self.services = ServiceStore()
+        self.services = ServiceStore(on_contest=wake)
         self.pods = PodIndex()
         self._targets: dict[str, ReplicaTarget] = {}
         self._pod_informer = Informer(

@@ -10,9 +10,10 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
-from slipway_operator.core.observed import Defaults, Sample
+from slipway_operator.core.observed import Defaults, Namesake, Sample
 from slipway_operator.memory import Memory
 from slipway_operator.observer import Observer, PodIndex, node_facts, replica
+from slipway_operator.services import StoredService
 
 CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
 
@@ -163,6 +164,7 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
         index,
         {("", "node-a"): a_node(spec={"unschedulable": True}), ("", "node-b"): a_node()},
         {pod.uid: sample}.get,
+        lambda key: [StoredService("uid-2", 1, {"metadata": {"name": "talk", "namespace": key.namespace}})],
         defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
         token_digests=lambda namespace, name: (f"{namespace}/{name}",),
     )
@@ -175,5 +177,6 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
     assert [one.sample for one in observed.replicas] == [sample]
     assert list(observed.nodes) == ["node-a"]
     assert observed.nodes["node-a"].cordoned
+    assert observed.namesakes == (Namesake(name="talk", created_at=None),)
     assert observed.taken_names == {"chat-abcde-9-0"}
     assert observed.token_digests("team", "chat-abcde-0-0") == ("team/chat-abcde-0-0",)

@@ -130,3 +130,65 @@ def _deliver(store: ServiceStore, event: tuple) -> None:
         store.put(what)
     else:
         store.remove(CHAT, what)
+
+
+def a_claim(version: int, name: str, served_name: object, uid: str = "") -> dict:
+    body = a_body(version, uid=uid or f"uid-of-{name}", name=name)
+    return body | {"spec": {"model": {"uri": "file:///models/tiny", "servedName": served_name}}}
+
+
+def rivals(store: ServiceStore, name: str) -> list[str]:
+    return [str(one.body["metadata"]["name"]) for one in store.namesakes(ServiceKey("team", name))]
+
+
+def test_services_of_one_served_name_know_each_other_through_every_change():
+    store = ServiceStore()
+    store.put(a_claim(1, "one", "llama"))
+    store.put(a_claim(2, "two", "llama"))
+    store.put(a_body(3, uid="uid-3", name="llama"))
+
+    assert rivals(store, "one") == ["llama", "two"]
+
+    store.put(a_claim(4, "two", "qwen"))
+    store.remove(ServiceKey("team", "llama"), "uid-3")
+
+    assert rivals(store, "one") == []
+    assert rivals(store, "two") == []
+    assert rivals(store, "unknown") == []
+
+
+def test_another_namespace_has_names_of_its_own():
+    store = ServiceStore()
+    store.put(a_claim(1, "one", "llama"))
+    elsewhere = a_claim(2, "two", "llama")
+    store.put(elsewhere | {"metadata": elsewhere["metadata"] | {"namespace": "other"}})
+
+    assert rivals(store, "one") == []
+
+
+def test_whoever_comes_goes_or_changes_its_name_wakes_the_others_of_that_name_and_nothing_else_does():
+    woken: list[str] = []
+    store = ServiceStore(on_contest=lambda key: woken.append(key.name))
+
+    def woken_by(change: object) -> list[str]:
+        seen = sorted(woken)
+        woken.clear()
+        return seen
+
+    assert woken_by(store.put(a_claim(1, "one", "llama"))) == []
+    assert woken_by(store.put(a_claim(2, "two", "llama"))) == ["one"]
+    assert woken_by(store.put(a_claim(3, "two", "llama") | {"status": {"replicas": 1}})) == []
+    assert woken_by(store.put(a_claim(4, "two", "qwen"))) == ["one"]
+    assert woken_by(store.put(a_claim(5, "three", "qwen"))) == ["two"]
+    assert woken_by(store.correct([a_claim(6, "two", "llama"), a_claim(5, "three", "qwen")], 6)) == ["three"]
+    assert woken_by(store.put(a_claim(7, "one", "llama", uid="uid-anew"))) == ["two"]
+    assert woken_by(store.remove(ServiceKey("team", "one"), "uid-anew")) == ["two"]
+
+
+def test_a_name_that_cannot_be_read_is_no_claim_but_its_own():
+    store = ServiceStore()
+    store.put(a_claim(1, "one", 5))
+    store.put(a_body(2, uid="uid-2", name="two") | {"spec": None})
+
+    assert store.get(ServiceKey("team", "one")).served_name == "one"
+    assert store.get(ServiceKey("team", "two")).served_name == "two"

@@ -13,6 +13,7 @@ from slipway_api.conditions import ConditionStatus, ConditionType, Reason, remov
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
+from slipway_operator.core.route import route
 
 ADVICE: Final = "correct it; until then its replicas are left as they are"
 
@@ -33,10 +34,10 @@ def invalid_status(observed: Observed, members: Sequence[Member], now: datetime)
 
     tell(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
     tell(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    tell(ConditionType.ROUTE_READY, *route(observed, ready))
     if not ready:
         nobody = "no replica is ready, and none is started until the spec is valid"
-        for type in (ConditionType.WORKLOAD_AVAILABLE, ConditionType.ROUTE_READY):
-            tell(type, False, Reason.NO_READY_REPLICAS, nobody)
+        tell(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, nobody)
     return before.model_copy(
         update={
             "observed_generation": service.metadata.generation,

@@ -63,6 +63,7 @@ _WARNINGS = {
     (ConditionType.STALLED, Reason.IMAGE_PULL_FAILED): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.CRASH_LOOPING): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.QUOTA_EXCEEDED): EventReason.SCALING_LIMITED,
+    (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_MISSING): EventReason.SCALING_HELD,

@@ -90,6 +90,14 @@ class Node:
     cordoned: bool = False  # spec.unschedulable
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namesake:
+    """Another service of the namespace that asks to be served under the same name."""
+
+    name: str
+    created_at: datetime | None
+
+
 @dataclass(frozen=True, slots=True)
 class PastRecommendation:
     """A number of replicas that was wanted at some moment; the stabilisation windows look back over these."""
@@ -123,6 +131,7 @@ class Observed:
     service: InferenceService  # its status as last written or read, whichever is newer
     fault: str = ""
     """Why the stored spec cannot be followed, naming the field; `service.spec` then holds only what could be read."""
+    namesakes: tuple[Namesake, ...] = ()
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
     defaults: Defaults

@@ -47,6 +47,7 @@ from slipway_operator.core.observed import Observed
 from slipway_operator.core.replicas import Assignment
 from slipway_operator.core.revision import Revision
 from slipway_operator.core.rollout import RolloutStep
+from slipway_operator.core.route import route
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6
@@ -215,13 +216,7 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         trouble.sentence(ready, decided.desired),
     )
-    url = f"the gateway serves it as {service.served_name!r}"
-    tell(
-        ConditionType.ROUTE_READY,
-        ready > 0,
-        Reason.ROUTED if ready else Reason.NO_READY_REPLICAS,
-        url if ready else f"{url} once a replica is ready",
-    )
+    tell(ConditionType.ROUTE_READY, *route(observed, ready))
 
     if stalled:
         tell(ConditionType.STALLED, True, *stalled)
