@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from slipway_api import names
+from slipway_api.conditions import Reason
 from slipway_api.types import ServiceKey, rfc3339
 from slipway_kube import resources
 from slipway_kube.client import Client
@@ -145,9 +146,8 @@ class Executor:
                 if there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY:
                     kind = action.manifest["kind"]
                     advice = "rename it, or name the InferenceService otherwise"
-                    raise Conflict(
-                        409, f"a {kind} {name} is there that Slipway did not make: {advice}", reason="NameConflict"
-                    )
+                    sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
+                    raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT)
         await self._writer.apply(resource, key.namespace, name, action.manifest, field_manager=names.FIELD_MANAGER)
         memory.applied[action.key] = action.digest
 

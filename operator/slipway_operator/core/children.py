@@ -17,7 +17,8 @@ from slipway_operator.core.pod import owner_reference
 
 def children(service: InferenceService, *, desired: int, applied: Mapping[str, str]) -> tuple[ApplyChild, ...]:
     """What has to be applied for the children to be as they should be."""
-    wanted = (_child(kube_service(service)), _child(disruption_budget(service, desired)))
+    # The Service comes last: it is the one whose name may be somebody else's, and a refusal ends the pass.
+    wanted = (_child(disruption_budget(service, desired)), _child(kube_service(service)))
     return tuple(child for child in wanted if applied.get(child.key) != child.digest)
 
 

@@ -56,7 +56,7 @@ def explain(
     serves = any(one.is_ready and one.replica.revision == revision.hash for one in members)
     return Trouble(
         replicas=tuple(sentences),
-        refusals=tuple(f"the API server refused {one.action}: {one.message}" for one in observed.failures),
+        refusals=tuple(_refusal(one) for one in observed.failures),
         stalled=None if serves else _stalled(observed, members, revision, assignment),
         waits_for_gpu=bool(observed.service.spec.resources.gpu.count)
         and any(one.stage is Stage.UNSCHEDULABLE for one in members),
@@ -112,6 +112,12 @@ def _stalled(
         sentence = f"slot {failing[0].slot} failed {failing[0].failures} times in a row"
         return Reason.CRASH_LOOPING, f"{sentence}; see the events of the service and the logs of its pods"
     return None
+
+
+def _refusal(failure: Failure) -> str:
+    # What belongs to somebody else we left alone ourselves; its message is a whole sentence.
+    is_ours = failure.reason == Reason.NAME_CONFLICT
+    return failure.message if is_ours else f"the API server refused {failure.action}: {failure.message}"
 
 
 def _is_quota(failure: Failure) -> bool:

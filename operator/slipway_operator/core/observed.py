@@ -108,10 +108,10 @@ class PastRecommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An action of the last pass that the API server refused; it becomes a condition."""
+    """An action of the last pass that the server refused, or we did for what is not ours; it becomes a condition."""
 
     action: str  # "CreatePod chat-x7k2p-0-0"
-    reason: str  # the API server's reason: Forbidden, Invalid, InternalError ...
+    reason: str  # the API server's: Forbidden, Invalid, InternalError ...; ours: NameConflict
     message: str
     at: datetime
 

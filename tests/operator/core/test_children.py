@@ -27,6 +27,6 @@ def test_what_is_applied_already_is_left_out():
     first = children(a_service(), desired=2, applied={})
     applied = {child.key: child.digest for child in first}
 
-    assert [child.key for child in first] == ["Service/chat", "PodDisruptionBudget/chat"]
+    assert [child.key for child in first] == ["PodDisruptionBudget/chat", "Service/chat"]
     assert children(a_service(), desired=2, applied=applied) == ()
     assert [child.key for child in children(a_service(), desired=3, applied=applied)] == ["PodDisruptionBudget/chat"]
