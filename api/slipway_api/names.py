@@ -68,3 +68,4 @@ RUN_DIRECTORY: Final = "/run/slipway"
 DRAIN_SOCKET: Final = f"{RUN_DIRECTORY}/drain.sock"
 CACHE_DIRECTORY: Final = "/var/cache/slipway"
 EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
+WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "  # begins the termination message of a runtime whose model is not there

@@ -13,7 +13,7 @@ from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
-from slipway_kube.objects import Key, Node, Pod
+from slipway_kube.objects import Key, Node, Pod, Terminated
 from slipway_operator.core import observed as seen
 from slipway_operator.memory import Memory
 from slipway_operator.services import StoredService, key_of
@@ -146,6 +146,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         waiting_message=waiting.message if waiting is not None else "",
         restarts=server.restart_count if server is not None else 0,
         last_exit=_last_exit(pod),
+        last_word=_last_word(pod),
         pod_ip=pod.status.pod_ip,
         drain_started=_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),
@@ -167,15 +168,21 @@ def node_facts(node: Node) -> seen.Node:
 
 def _last_exit(pod: Pod) -> str:
     """How the server's last run ended: `OOMKilled (exit code 137)`, with the word that it left, where it did."""
-    server = pod.container(names.SERVER_CONTAINER)
-    if server is None:
-        return ""
-    ended = server.state.terminated or server.last_state.terminated
+    ended = _last_end(pod)
     if ended is None:
         return ""
-    how = f"{ended.reason or 'Error'} (exit code {ended.exit_code})"
-    word = " ".join(ended.message.split())[:LAST_WORDS_SHOWN]
+    how, word = f"{ended.reason or 'Error'} (exit code {ended.exit_code})", _last_word(pod)
     return f"{how}: {word}" if word else how
+
+
+def _last_word(pod: Pod) -> str:
+    ended = _last_end(pod)
+    return " ".join(ended.message.split())[:LAST_WORDS_SHOWN] if ended is not None else ""
+
+
+def _last_end(pod: Pod) -> Terminated | None:
+    server = pod.container(names.SERVER_CONTAINER)
+    return (server.state.terminated or server.last_state.terminated) if server is not None else None
 
 
 def _number(text: str | None) -> int:

@@ -24,7 +24,7 @@ import prometheus_client
 import structlog
 import uvloop
 
-from slipway_api import logs
+from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.thread import Engine
@@ -37,7 +37,7 @@ from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.tokenizer import TokenizerFiles, TokenizerMismatch, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import FetchError, check_digest, fetch
+from slipway_runtime.storage.fetch import FetchError, ModelNotFoundError, check_digest, fetch
 
 log = structlog.get_logger()
 
@@ -146,8 +146,15 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
 def _refuse(settings: RuntimeSettings, error: Exception, *, trace: bool = False) -> int:
     """Say why this model cannot be served, to the log and to the kubelet."""
     log.error("cannot serve this model", model=settings.model_uri, reason=str(error), exc_info=error if trace else None)
-    _leave_word(f"cannot serve {settings.model_uri}: {error}")
+    _leave_word(last_word(settings.model_uri, error))
     return 1
+
+
+def last_word(model_uri: str, error: Exception) -> str:
+    """What the kubelet gets to hear of a model that cannot be served; the operator knows the one that is not there."""
+    if isinstance(error, ModelNotFoundError):
+        return f"{names.WORD_MODEL_NOT_FOUND}{error}"
+    return f"cannot serve {model_uri}: {error}"
 
 
 def _leave_word(sentence: str) -> None:

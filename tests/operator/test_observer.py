@@ -100,6 +100,16 @@ def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
     assert facts.last_exit == "OOMKilled (exit code 137)"
 
 
+def test_the_word_that_the_runtime_left_goes_into_one_line():
+    terminated = {"exitCode": 1, "reason": "Error", "message": "ModelNotFound: file:///x:\nthere is no directory\n"}
+    server = {"name": "server", "restartCount": 1, "lastState": {"terminated": terminated}}
+
+    facts = replica(a_pod(status={"phase": "Running", "containerStatuses": [server]}), None)
+
+    assert facts.last_word == "ModelNotFound: file:///x: there is no directory"
+    assert facts.last_exit == f"Error (exit code 1): {facts.last_word}"
+
+
 def test_the_drain_clock_is_read_from_the_pod_so_that_it_survives_the_operator():
     annotations = {
         names.ANNOTATION_DRAIN_STARTED: "2026-01-01T00:02:00Z",

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from slipway_api.conditions import Reason
+from slipway_api import names
+from slipway_api.conditions import Condition, ConditionType, Reason, find_condition
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed
 from slipway_operator.core.replicas import Assignment
@@ -105,13 +106,26 @@ def _stalled(
     for member in mine:
         if member.stage is Stage.IMAGE_ERROR:
             return Reason.IMAGE_PULL_FAILED, _sentence(member, observed, revision)
+        if member.stage is Stage.CRASHING and member.replica.last_word.startswith(names.WORD_MODEL_NOT_FOUND):
+            where = member.replica.last_word.removeprefix(names.WORD_MODEL_NOT_FOUND)
+            return Reason.MODEL_NOT_FOUND, f"the model cannot be found: {where}; check spec.model.uri"
         if member.stage is Stage.CRASHING and member.replica.restarts >= CRASHES_UNTIL_STALLED:
             return Reason.CRASH_LOOPING, _sentence(member, observed, revision)
+    if (mine or assignment.attempts) and (was := _still_missing(observed, revision)):
+        return Reason.MODEL_NOT_FOUND, was.message
     failing = [status for status in assignment.attempts if status.failures >= CRASHES_UNTIL_STALLED]
     if failing:
         sentence = f"slot {failing[0].slot} failed {failing[0].failures} times in a row"
         return Reason.CRASH_LOOPING, f"{sentence}; see the events of the service and the logs of its pods"
     return None
+
+
+def _still_missing(observed: Observed, revision: Revision) -> Condition | None:
+    """What an earlier replica of this revision did not find; the next one says nothing before it has looked, too."""
+    status = observed.service.status
+    was = find_condition(status.conditions, ConditionType.STALLED)
+    is_so = was is not None and was.reason == Reason.MODEL_NOT_FOUND and status.update_revision == revision.hash
+    return was if is_so else None
 
 
 def _refusal(failure: Failure) -> str:

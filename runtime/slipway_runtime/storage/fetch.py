@@ -26,6 +26,10 @@ class FetchError(Exception):
     """The model cannot be had; the message is a sentence for the user."""
 
 
+class ModelNotFoundError(FetchError):
+    """Nothing is at this address, and waiting will not bring it: somebody has to write another, or give access."""
+
+
 @dataclass(frozen=True)
 class LocalModel:
     """`file://`: a directory that is there."""
@@ -63,7 +67,7 @@ def fetch(uri: str, *, cache: Path, weights: bool = True, endpoint: str | None =
     match parse(uri):
         case LocalModel(path):
             if not path.is_dir():
-                raise FetchError(f"{uri}: there is no directory {path}")
+                raise ModelNotFoundError(f"{uri}: there is no directory {path}")
             return path
         case HubModel() as model:
             with only_one(cache, uri):
@@ -109,9 +113,9 @@ def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | No
     except GatedRepoError as error:
         raise FetchError(f"{name} asks for credentials, or for its terms to be accepted") from error
     except RepositoryNotFoundError as error:
-        raise FetchError(f"{name} does not exist, or is not visible without credentials") from error
+        raise ModelNotFoundError(f"{name} does not exist, or is not visible without credentials") from error
     except RevisionNotFoundError as error:
-        raise FetchError(f"{name}: there is no such revision") from error
+        raise ModelNotFoundError(f"{name}: there is no such revision") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FetchError(f"{name} could not be fetched: {type(error).__name__}") from error
     if weights and not any(directory.glob("*.safetensors")):

@@ -303,11 +303,16 @@ class ModelCluster:
         pod = self.pods[name]
         pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
 
-    def crash_loop(self, name: str, restarts: int) -> None:
+    def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
         self.faults += 1
         pod = self.pods[name]
         pod.replica = replace(
-            pod.replica, ready=False, ready_since=None, waiting_reason="CrashLoopBackOff", restarts=restarts
+            pod.replica,
+            ready=False,
+            ready_since=None,
+            waiting_reason="CrashLoopBackOff",
+            restarts=restarts,
+            last_word=last_word,
         )
 
     def lose_node(self, name: str) -> None:

@@ -134,6 +134,50 @@ def test_a_crash_looping_replica_gets_another_try_elsewhere_and_the_service_says
     assert world.condition("Stalled") is None
 
 
+@pytest.mark.capability("OP-6")
+def test_a_model_that_is_not_there_is_named_from_the_first_crash_on_until_a_replica_serves():
+    world = ModelCluster(a_service())
+    world.reconcile()
+    world.run(3)
+    (name,) = world.pods
+    world.crash_loop(name, restarts=1, last_word="ModelNotFound: file:///nowhere: there is no directory /nowhere")
+    world.run(2)
+    stalled = world.condition("Stalled")
+    assert (stalled.reason, stalled.message) == (
+        "ModelNotFound",
+        "the model cannot be found: file:///nowhere: there is no directory /nowhere; check spec.model.uri",
+    )
+    assert (world.condition("Ready").status, world.condition("Ready").reason) == (
+        ConditionStatus.FALSE,
+        "ModelNotFound",
+    )
+
+    world.crash_loop(name, restarts=5, last_word="ModelNotFound: file:///nowhere: there is no directory /nowhere")
+    while name in world.pods or not world.pods:
+        world.run(1)
+        assert world.condition("Stalled") == stalled, "its successor has not looked yet"
+    assert world.event_reasons().count("ModelDownloadFailed") == 1
+
+    world.run(60)
+    assert world.condition("Ready").reason == "Available"
+    assert world.condition("Stalled") is None
+
+
+@pytest.mark.parametrize("change", [{"model": {"uri": "file:///models/other"}}, {"replicas": 0}])
+def test_a_model_that_is_not_there_is_forgotten_when_it_is_not_asked_for_any_more(change):
+    world = ModelCluster(a_service())
+    world.reconcile()
+    world.run(3)
+    (name,) = world.pods
+    world.crash_loop(name, restarts=1, last_word="ModelNotFound: file:///nowhere: there is no directory /nowhere")
+    world.run(2)
+    world.service = edited(world.service, **change)
+    world.run(60)
+
+    assert world.condition("Stalled") is None
+    assert world.condition("Ready").status is ConditionStatus.TRUE
+
+
 def test_an_image_that_cannot_be_pulled_is_for_a_person_to_fix():
     world = ModelCluster(a_service(runtime={"image": "nowhere/runtime:1"}))
     world.image_is_broken = True
