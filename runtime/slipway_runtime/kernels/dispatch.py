@@ -57,5 +57,9 @@ class Kernels(Protocol):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The implementation for this device. So far every device is served by the reference."""
+    """The implementation for this device: Triton on CUDA, the reference everywhere else."""
+    if device.type == "cuda":
+        from slipway_runtime.kernels import gpu  # here, so that a CPU never pays for importing Triton
+
+        return gpu
     return reference

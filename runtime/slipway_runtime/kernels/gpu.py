@@ -1,0 +1,11 @@
+"""What serves a CUDA device: Triton where a kernel is written, the reference for the rest.
+
+Importing this imports Triton; `dispatch` does it only when a CUDA device asks.
+"""
+
+from slipway_runtime.kernels.norms import rms_norm, swiglu
+from slipway_runtime.kernels.paged_attention import paged_attention, plan_attention
+from slipway_runtime.kernels.reference_sampling import draw, penalize
+from slipway_runtime.kernels.store_kv import rope_and_store
+
+__all__ = ["draw", "paged_attention", "penalize", "plan_attention", "rms_norm", "rope_and_store", "swiglu"]

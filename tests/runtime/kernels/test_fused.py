@@ -1,0 +1,82 @@
+"""The Triton kernels around attention against their definitions."""
+
+import pytest
+import torch
+
+from slipway_runtime.kernels import norms, reference, store_kv
+
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}  # two steps of the type; the interpreter cuts a bfloat16
+every_type = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@every_type
+@pytest.mark.parametrize("size", [1, 12, 64, 1000])
+def test_rms_norm_equals_the_reference(size, dtype, device):
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, size).to(dtype), torch.randn(size).to(dtype)
+    agree(norms.rms_norm(x.to(device), weight.to(device), 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_of_some_heads_of_a_wider_row_equals_the_reference(device):
+    torch.manual_seed(0)
+    qkv, weight = torch.randn(3, 7, 16), torch.randn(16)
+    normed = norms.rms_norm(qkv.to(device)[:, 2:5], weight.to(device), 1e-6)
+    agree(normed, reference.rms_norm(qkv[:, 2:5], weight, 1e-6))
+
+
+@every_type
+def test_adding_to_the_residual_before_a_norm_equals_doing_one_after_the_other(dtype, device):
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(3, 24).to(dtype), torch.randn(3, 24).to(dtype), torch.randn(24).to(dtype)
+    stream = residual.to(device, copy=True)
+    normed = norms.add_rms_norm(x.to(device), stream, weight.to(device), 1e-5)
+    agree(stream, x + residual)
+    agree(normed, reference.rms_norm(x + residual, weight, 1e-5))
+
+
+@every_type
+@pytest.mark.parametrize("width", [1, 24, 1030])
+def test_swiglu_equals_the_reference(width, dtype, device):
+    torch.manual_seed(0)
+    gate_up = (torch.randn(3, 2 * width) * 4).to(dtype)
+    agree(norms.swiglu(gate_up.to(device)), reference.swiglu(gate_up))
+
+
+@every_type
+@pytest.mark.parametrize(("groups", "head_dim"), [(1, 16), (5, 8), (4, 80)])
+def test_rotates_and_stores_as_the_reference_does(groups, head_dim, dtype, device):
+    torch.manual_seed(0)
+    kv_heads, slots = 2, torch.tensor([7, 2, 9])
+    qkv = torch.randn(3, (groups + 2) * kv_heads, head_dim).to(dtype)
+    angles = torch.rand(3, head_dim // 2) * 6
+    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    table = torch.stack((cos, sin), dim=1).to(dtype)  # as the layers keep it: neither is contiguous by itself
+    cache = torch.zeros(12, 2, kv_heads, head_dim, dtype=dtype)
+    ours, our_cache, our_table = qkv.to(device, copy=True), cache.to(device, copy=True), table.to(device)
+
+    expected = reference.rope_and_store(qkv, table[:, :1], table[:, 1:], cache, slots, groups * kv_heads)
+    q = store_kv.rope_and_store(
+        ours, our_table[:, :1], our_table[:, 1:], our_cache, slots.to(device), groups * kv_heads
+    )
+
+    agree(q, expected)
+    agree(ours, qkv)  # keys turned in place, values as they were
+    agree(our_cache, cache)
+
+
+def test_a_token_without_a_slot_leaves_the_cache_alone(device):
+    qkv = torch.randn(3, 4, 16, device=device)
+    cos, sin = torch.ones(3, 1, 16, device=device), torch.zeros(3, 1, 16, device=device)
+    cache = torch.full((6, 2, 1, 16), 7.0, device=device)
+    store_kv.rope_and_store(qkv, cos, sin, cache, torch.tensor([-1, 5, -(2**40)], device=device), 2)
+    assert (cache[:5] == 7.0).all()
+    assert torch.equal(cache[5].flatten(), qkv[1, 2:].flatten())

@@ -1,0 +1,175 @@
+"""The Triton kernels of attention against their definition."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels import paged_attention as kernels
+from slipway_runtime.kernels import reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # absolute, for values of N(0, 1)
+SCALE = 0.3
+PADDING = (-1, 1)  # a token without a sequence: length 0
+ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]
+# The interpreter's dot takes the bits of a bfloat16 for an integer: that type needs a GPU.
+every_type = pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16), *ON_GPU], indirect=["device"]
+)
+OUTSIDE = 1 << 28  # a block that is not in the cache: reading it ends the process
+EDGES = [(0, 1), (14, 1), (15, 1), (16, 1), (32, 1)]  # lengths 1, 15, 16, 17, 33
+MIXED = [(16, 1), PADDING, (69, 1), (0, 7), (15, 18), (100, 33), (0, 2)]  # a past within, at and beyond a tile of keys
+
+
+@dataclass(frozen=True)
+class Step:
+    """The inputs of one step's attention. Rows are (past, new), those of one new token first."""
+
+    q: Tensor
+    kv: Tensor
+    cache: Tensor
+    num_computed: np.ndarray
+    num_new: np.ndarray
+    tables: np.ndarray
+    block_size: int
+
+    def reference(self) -> Tensor:
+        """By the definition, in float32; padding counts as zero."""
+        real = self.num_computed + self.num_new > 0
+        tokens = torch.from_numpy(np.repeat(real, self.num_new))
+        plan = reference.plan_attention(
+            self.num_computed[real], self.num_new[real], self.tables[real], self.block_size, torch.zeros(1)
+        )
+        out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2])
+        out[tokens] = reference.paged_attention(
+            self.q[tokens].float(), self.kv[tokens].float(), self.cache.float(), plan, SCALE
+        )
+        return out
+
+    def triton(self, device: torch.device) -> Tensor:
+        """By the kernels, where nothing behind the end of a sequence may be looked up."""
+        used = -(-(self.num_computed + self.num_new) // self.block_size)
+        tables = np.where(np.arange(self.tables.shape[1]) < used[:, None], self.tables, OUTSIDE)
+        cache = self.cache.to(device)
+        plan = kernels.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
+        return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE).cpu()
+
+    def agrees(self, device: torch.device) -> None:
+        tolerance = TOLERANCE[self.q.dtype]
+        torch.testing.assert_close(self.triton(device).float(), self.reference(), atol=tolerance, rtol=tolerance)
+
+
+def a_step(
+    work: Sequence[tuple[int, int]],
+    *,
+    groups: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    torch.manual_seed(0)
+    counts = [-(-(past + new) // block_size) for past, new in work]
+    shuffled = np.random.default_rng(0).permutation(sum(counts)) + 1
+    tables = np.zeros((len(work), max(counts)), dtype=np.int64)
+    cache = torch.full(((sum(counts) + 1) * block_size, 2, kv_heads, head_dim), 1e4, dtype=dtype)
+    cache[:block_size] = 0
+    fresh = []
+    for row, (past, new) in enumerate(work):
+        begin = sum(counts[:row])
+        tables[row, : counts[row]] = shuffled[begin : begin + counts[row]]
+        kv = torch.randn(max(past, 0) + new, 2, kv_heads, head_dim).to(dtype)
+        positions = torch.arange(past + new)
+        cache[torch.from_numpy(tables[row])[positions // block_size] * block_size + positions % block_size] = kv[
+            : past + new
+        ]
+        fresh.append(kv[max(past, 0) :])
+    new_tokens = sum(new for _, new in work)
+    qkv = torch.randn(new_tokens, (groups + 2) * kv_heads, head_dim).to(dtype)
+    return Step(
+        q=qkv[:, : groups * kv_heads],  # a slice, as the layers pass it
+        kv=torch.cat(fresh),
+        cache=cache,
+        num_computed=np.array([past for past, _ in work]),
+        num_new=np.array([new for _, new in work]),
+        tables=tables,
+        block_size=block_size,
+    )
+
+
+@pytest.mark.capability("KN-1")
+@every_type
+@pytest.mark.parametrize("groups", [1, 2, 4, 5, 7, 8, 71])
+def test_decode_equals_the_reference_for_every_ratio_of_heads(groups, dtype, device):
+    """Decode equals the reference for every ratio of heads, in float32 and float16; in bfloat16 on a GPU."""
+    a_step([*EDGES, PADDING], groups=groups, kv_heads=2, dtype=dtype).agrees(device)
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.parametrize(("head_dim", "block_size"), [(8, 1), (64, 4), (80, 16), (96, 32), (128, 16), (256, 128)])
+def test_decode_equals_the_reference_for_every_size_of_head_and_block(head_dim, block_size, device):
+    a_step([*EDGES, (149, 1)], head_dim=head_dim, block_size=block_size).agrees(device)
+
+
+@pytest.mark.capability("KN-2")
+@pytest.mark.parametrize("groups", [1, 5, 8])
+@every_type
+def test_a_long_context_is_split_and_merged(groups, dtype, device, monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 16)
+    step = a_step([*EDGES, PADDING, (64, 1)], groups=groups, dtype=dtype)
+    plan = kernels.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
+    assert plan.work.tolist() == [
+        [0, 0], [1, 0], [2, 0], [3, 0], [3, 1], [4, 0], [4, 1], [4, 2], [5, 0], *([6, split] for split in range(5))
+    ]  # fmt: skip
+    step.agrees(device)
+
+
+@pytest.mark.capability("BS-1")
+def test_a_row_is_attended_the_same_alone_and_among_longer_ones(device, monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 16)
+    together = a_step([(9, 1), (40, 1), (0, 5)])
+    alone = Step(
+        together.q[:1], together.kv[:1], together.cache, together.num_computed[:1], together.num_new[:1],
+        together.tables[:1], together.block_size,
+    )  # fmt: skip
+    assert torch.equal(alone.triton(device)[0], together.triton(device)[0])
+
+
+@pytest.mark.capability("KN-2")
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "head_dim", "block_size", "dtype"),
+    [
+        (1, 2, 16, 16, torch.float32),
+        (2, 1, 80, 4, torch.float32),
+        (5, 1, 16, 1, torch.float32),
+        (8, 1, 64, 32, torch.float32),
+        (4, 2, 128, 16, torch.float16),
+        (7, 1, 32, 16, torch.float16),
+    ],
+)
+def test_a_mixed_step_equals_the_reference(groups, kv_heads, head_dim, block_size, dtype, device):
+    a_step(MIXED, groups=groups, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype).agrees(
+        device
+    )
+
+
+@pytest.mark.capability("KN-2")
+@pytest.mark.parametrize("length", [2, 15, 16, 17, 33, 130])
+def test_a_prompt_equals_the_reference(length, device):
+    a_step([(0, length)]).agrees(device)
+
+
+@pytest.mark.capability("KN-2")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_long_prompt_allocates_its_output_and_no_scores(device):
+    """A long prompt allocates its output and no scores; what a kernel holds is a tile, its size a constant."""
+    length, head_dim = 200, 16
+    step = a_step([(0, length)], groups=1, head_dim=head_dim)
+    plan = kernels.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, step.cache)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kernels.paged_attention(step.q, step.kv, step.cache, plan, SCALE)
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    assert length * head_dim * 4 <= allocated < 2 * length * head_dim * 4  # length² scores would be 12 times as much
