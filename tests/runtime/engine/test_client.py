@@ -248,9 +248,14 @@ async def test_when_the_step_loop_dies_everybody_hears_of_it(stage):
 async def test_stop_ends_what_still_runs():
     stage = Stage()
     await stage.client.start()
+    step = stage.close_gate()
     stream = stage.generate("a", max_tokens=190)
+    step()
     await anext(stream)
-    await stage.client.stop()
+    stopping = asyncio.create_task(stage.client.stop())
+    await asyncio.sleep(0)  # the engine is asked to stop, and only then may it take its next step
+    stage.open_gate()
+    await stopping
     await stage.client.stop()
     assert (await text(stream))[1] is FinishReason.CANCELLED
     with pytest.raises(EngineDead):
