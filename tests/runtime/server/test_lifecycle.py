@@ -76,7 +76,7 @@ async def test_a_dead_engine_is_neither_ready_nor_healthy():
 @pytest.mark.capability("RD-1")
 async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
     async with a_replica() as replica:
-        async with replica.streaming("Tell me a story.", ignore_eos=True, max_tokens=120) as stream:
+        async with replica.streaming("Tell me a story.", ignore_eos=True, max_tokens=400) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
 

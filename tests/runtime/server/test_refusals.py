@@ -219,7 +219,7 @@ async def test_a_request_whose_deadline_has_passed_is_a_504(replica: Running):
 
 @pytest.mark.capability("API-4", "API-3")
 async def test_a_deadline_ends_an_answer(replica: Running):
-    deadline = {"x-slipway-deadline": "0.3"}
+    deadline = {"x-slipway-deadline": "1.0"}
     whole = await replica.chat("Tell me a long story.", headers=deadline, ignore_eos=True, max_tokens=1900)
     async with replica.streaming(headers=deadline, ignore_eos=True, max_tokens=1900) as stream:
         lines = [line async for line in stream.aiter_lines() if line]
