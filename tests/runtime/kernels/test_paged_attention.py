@@ -50,7 +50,7 @@ class Step:
         return out
 
     def triton(self, device: torch.device) -> Tensor:
-        """By the kernels, where nothing behind the end of a sequence may be looked up."""
+        """By the kernels; what a table holds behind the end of its sequence is a trap."""
         used = -(-(self.num_computed + self.num_new) // self.block_size)
         tables = np.where(np.arange(self.tables.shape[1]) < used[:, None], self.tables, OUTSIDE)
         cache = self.cache.to(device)
