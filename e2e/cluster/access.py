@@ -8,6 +8,7 @@ import json
 import secrets
 import ssl
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -141,6 +142,25 @@ class Access:
         labels = {"pod-security.kubernetes.io/enforce": "restricted"} if restricted else {}
         self.api("POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": labels}})
         return name
+
+    def serve_kinds(self, folder: Path, limit: float = 30) -> None:
+        """Apply the CRDs in a folder; return when their kinds can be listed.
+
+        `kubectl wait` fails on a CRD that has no conditions yet, and the first lists of a new kind may be refused.
+        """
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", folder)  # helm may have made them
+        crds = [json.loads(self.kubectl("get", "-f", file, "-o", "json")) for file in sorted(folder.glob("*.yaml"))]
+        deadline = time.monotonic() + limit
+        for spec in (crd["spec"] for crd in crds):
+            path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+            while True:
+                try:
+                    self.api("GET", path)
+                    break
+                except ApiError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
 
     def audit(self) -> Iterator[dict[str, Any]]:
         """The API server's audit log so far: who did what, and what was answered."""

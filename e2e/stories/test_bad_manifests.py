@@ -25,7 +25,7 @@ def test_what_the_api_server_can_judge_is_refused_at_once(clean: Slipway) -> Non
 @pytest.mark.parametrize(
     ("change", "reason", "words"),
     [
-        ({"model": {"uri": "file:///opt/slipway/models/nowhere"}}, ("CrashLooping", "ModelNotFound"), "nowhere"),
+        ({"model": {"uri": "file:///opt/slipway/models/nowhere"}}, ("ModelNotFound",), "nowhere"),
         ({"runtime": {"image": "slipway/runtime:none"}}, ("ImagePullFailed",), "slipway/runtime:none"),
     ],
     ids=["a model that is not there", "an image that is not there"],

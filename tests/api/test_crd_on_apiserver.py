@@ -18,8 +18,7 @@ NAMESPACE = "crd-tests"
 
 @pytest.fixture(scope="module")
 def api(apiserver: Access) -> Iterator[Access]:
-    apiserver.kubectl("apply", "--server-side", "-f", CRDS)
-    apiserver.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
+    apiserver.serve_kinds(CRDS)
     apiserver.kubectl("create", "namespace", NAMESPACE)
     yield apiserver
     apiserver.kubectl("delete", "infsvc", "--all", "-n", NAMESPACE, "--wait=false")

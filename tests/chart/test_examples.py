@@ -17,8 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 @pytest.mark.apiserver
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
 def test_the_api_server_accepts_the_example(apiserver: Access, path: Path):
-    apiserver.kubectl("apply", "--server-side", "--force-conflicts", "-f", ROOT / "crds")
-    apiserver.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
+    apiserver.serve_kinds(ROOT / "crds")
 
     created = json.loads(apiserver.kubectl("create", "--dry-run=server", "-o", "json", "-f", path))
 

@@ -28,8 +28,7 @@ POD_NAME = "slipway-gateway-test"
 @pytest.fixture(scope="module")
 def gateway(apiserver: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A gateway with nothing but the token of the chart's ServiceAccount."""
-    apiserver.kubectl("apply", "--server-side", "-f", CHECKOUT / "crds")
-    apiserver.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
+    apiserver.serve_kinds(CHECKOUT / "crds")
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
     apiserver.kubectl("apply", "-f", "-", stdin=json.dumps(system))
     rights = apiserver.helm(

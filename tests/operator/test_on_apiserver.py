@@ -153,8 +153,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def installed(apiserver: Access, tmp_path_factory: pytest.TempPathFactory) -> tuple[Access, Path]:
     """CRD, ServiceAccount and rights from the chart, and a kubeconfig with nothing but that account's token."""
-    apiserver.kubectl("apply", "--server-side", "-f", CHECKOUT / "crds")
-    apiserver.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.slipway.dev", "--timeout=30s")
+    apiserver.serve_kinds(CHECKOUT / "crds")
     system = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}}
     apiserver.kubectl("apply", "-f", "-", stdin=json.dumps(system))
     rights = apiserver.helm(
