@@ -90,8 +90,7 @@ class Observer:
             service=service,
             fault=fault,
             namesakes=tuple(
-                seen.Namesake(name=key_of(other.body).name, created_at=other.created_at)
-                for other in self._namesakes(key)
+                seen.Namesake(key=key_of(other.body), created_at=other.created_at) for other in self._namesakes(key)
             ),
             replicas=tuple(replica(pod, self._sample_of(pod.uid)) for pod in pods),
             nodes={

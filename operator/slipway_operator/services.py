@@ -51,7 +51,7 @@ class ServiceStore:
         """`on_contest` hears of each service whose claim to its name may be another because of somebody else."""
         self._on_contest = on_contest
         self._services: dict[ServiceKey, StoredService] = {}
-        self._claims: defaultdict[tuple[str, str], set[ServiceKey]] = defaultdict(set)  # by namespace and served name
+        self._claims: defaultdict[str, set[ServiceKey]] = defaultdict(set)  # by served name: one gateway serves all
         self._deleted: OrderedDict[str, None] = OrderedDict()  # uids
         self._listed = 0  # version of the newest list taken in
 
@@ -67,9 +67,9 @@ class ServiceStore:
         return self._services.get(key)
 
     def namesakes(self, key: ServiceKey) -> list[StoredService]:
-        """The other services of the namespace that shall be served under the same name, by their own names."""
+        """The other services, of any namespace, that shall be served under the same name."""
         stored = self._services.get(key)
-        claims = self._claims.get((key.namespace, stored.served_name), set()) if stored is not None else set()
+        claims = self._claims.get(stored.served_name, set()) if stored is not None else set()
         return [self._services[other] for other in sorted(claims) if other != key]
 
     def put(self, body: Mapping[str, Any]) -> bool:
@@ -108,14 +108,14 @@ class ServiceStore:
         for stored in (old, new):
             if stored is None:
                 continue
-            claims = self._claims[key.namespace, stored.served_name]
+            claims = self._claims[stored.served_name]
             claims.discard(key)
             for other in claims:
                 self._on_contest(other)
             if stored is new:
                 claims.add(key)
             elif not claims:
-                del self._claims[key.namespace, stored.served_name]
+                del self._claims[stored.served_name]
 
     def drifted(self, listing: Iterable[Mapping[str, Any]], version: int) -> set[ServiceKey]:
         """Where this store is behind a list made at `version`: objects it lacks, has old, or should not have."""

@@ -187,6 +187,6 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
     assert [one.sample for one in observed.replicas] == [sample]
     assert list(observed.nodes) == ["node-a"]
     assert observed.nodes["node-a"].cordoned
-    assert observed.namesakes == (Namesake(name="talk", created_at=None),)
+    assert observed.namesakes == (Namesake(key=ServiceKey("team", "talk"), created_at=None),)
     assert observed.taken_names == {"chat-abcde-9-0"}
     assert observed.token_digests("team", "chat-abcde-0-0") == ("team/chat-abcde-0-0",)

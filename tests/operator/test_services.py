@@ -157,13 +157,13 @@ def test_services_of_one_served_name_know_each_other_through_every_change():
     assert rivals(store, "unknown") == []
 
 
-def test_another_namespace_has_names_of_its_own():
+def test_one_gateway_serves_all_namespaces_so_their_names_meet():
     store = ServiceStore()
     store.put(a_claim(1, "one", "llama"))
     elsewhere = a_claim(2, "two", "llama")
     store.put(elsewhere | {"metadata": elsewhere["metadata"] | {"namespace": "other"}})
 
-    assert rivals(store, "one") == []
+    assert rivals(store, "one") == ["two"]
 
 
 def test_whoever_comes_goes_or_changes_its_name_wakes_the_others_of_that_name_and_nothing_else_does():

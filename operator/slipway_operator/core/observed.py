@@ -12,6 +12,7 @@ from typing import Literal
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.runtime_api import Signals
+from slipway_api.types import ServiceKey
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -93,9 +94,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namesake:
-    """Another service of the namespace that asks to be served under the same name."""
+    """Another service, of any namespace, that asks to be served under the same name."""
 
-    name: str
+    key: ServiceKey
     created_at: datetime | None
 
 

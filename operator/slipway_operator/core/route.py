@@ -33,8 +33,11 @@ def route(observed: Observed, ready: int) -> tuple[ConditionStatus, Reason, str]
 
 
 def _elder(observed: Observed) -> str | None:
-    """The service that has the name; of two created in the same second, the first by name."""
-    metadata = observed.service.metadata
-    own = (metadata.creation_timestamp or LONG_AGO, metadata.name)
-    first = min(((one.created_at or LONG_AGO, one.name) for one in observed.namesakes), default=own)
-    return first[1] if first < own else None
+    """The service that has the name; of two created in the same second, the first by namespace and name."""
+    mine = observed.service.key
+    own = (observed.service.metadata.creation_timestamp or LONG_AGO, mine)
+    first = min(((one.created_at or LONG_AGO, one.key) for one in observed.namesakes), default=own)
+    if first >= own:
+        return None
+    elder = first[1]
+    return elder.name if elder.namespace == mine.namespace else str(elder)

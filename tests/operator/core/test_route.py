@@ -6,6 +6,7 @@ import pytest
 
 from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.types import ServiceKey
 from slipway_operator.core.observed import Namesake
 from slipway_operator.core.plan import Plan, plan
 from tests.builders import T0, a_service, minutes, seen
@@ -18,8 +19,8 @@ def planned(*namesakes: Namesake, name: str = "chat", status: InferenceServiceSt
     return plan(seen(service, namesakes=namesakes), T0 + minutes(1))
 
 
-def other(created_at: datetime, name: str = "code") -> Namesake:
-    return Namesake(name=name, created_at=created_at)
+def other(created_at: datetime, name: str = "code", namespace: str = "demo") -> Namesake:
+    return Namesake(key=ServiceKey(namespace, name), created_at=created_at)
 
 
 def test_the_younger_of_two_services_with_one_name_is_told_which_one_has_it():
@@ -30,6 +31,15 @@ def test_the_younger_of_two_services_with_one_name_is_told_which_one_has_it():
     assert "InferenceService code is served as 'llama'" in condition.message
     assert "'demo/chat'" in condition.message
     assert [event.message for event in made.events if event.reason == "NameConflict"] == [condition.message]
+
+
+def test_a_namesake_of_another_namespace_is_told_by_its_full_name():
+    made = planned(other(T0 - minutes(5), namespace="team"))
+
+    assert (
+        "InferenceService team/code is served as 'llama'"
+        in find_condition(made.status.conditions, "RouteReady").message
+    )
 
 
 def test_it_is_told_once_and_no_more_once_the_other_is_gone():
