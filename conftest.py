@@ -1,5 +1,9 @@
 """What every test may use: the local cluster, started when a test asks for it, and a guard over the session."""
 
+import os
+
+import pytest
+
 from e2e.cluster.fixtures import apiserver, cluster
 from e2e.cluster.guard import (
     pytest_collection_finish,
@@ -16,3 +20,12 @@ __all__ = [
     "pytest_sessionstart",
     "pytest_terminal_summary",
 ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels run in Triton's interpreter, on the CPU; with `-m gpu` they are compiled and run on the GPU instead.
+
+    Triton decides at its first import, and other libraries import it too: so here, before any test module is.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
