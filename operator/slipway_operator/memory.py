@@ -21,6 +21,3 @@ class Memory:
     """Digest of each child as last applied; emptied by the resync, which so heals drift."""
     failures: tuple[Failure, ...] = ()
     """What the API server refused in the last pass."""
-    told_created: set[str] = field(default_factory=set)
-    """Pods whose creation was told. A relist that began before a POST may hide its pod for a moment; the plan then
-    asks for it again, the server answers that it is there, and that is no news."""

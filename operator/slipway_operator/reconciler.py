@@ -14,7 +14,6 @@ import msgspec
 import structlog
 
 from slipway_api import names
-from slipway_api.conditions import EventReason
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.types import ServiceKey
@@ -136,7 +135,7 @@ class Reconciler:
             )
         if plan.status is not None:
             await self._write_status(key, stored, service, plan.status)
-        self._record(key, stored, plan.events, observed, memory, left=execution.left)
+        self._record(key, stored, plan.events, observed, left=execution.left)
         if execution.failure is not None:
             raise Refused(f"{execution.failure.action}: {execution.failure.reason}: {execution.failure.message}")
         return plan.requeue_after
@@ -181,7 +180,6 @@ class Reconciler:
         stored: StoredService,
         events: tuple[Event, ...],
         observed: Observed,
-        memory: Memory,
         *,
         left: tuple[Action, ...],
     ) -> None:
@@ -192,10 +190,6 @@ class Reconciler:
         for event in events:
             if event.pod and event.pod in undone:
                 continue
-            if event.reason is EventReason.REPLICA_CREATED:
-                if event.pod in memory.told_created:
-                    continue
-                memory.told_created.add(event.pod)
             self._metrics.decisions.labels(event.reason).inc()
             log.info(event.message, service=str(key), decision=event.reason, pod=event.pod or None)
             self._events.record(

@@ -43,7 +43,7 @@ Object = dict[str, Any]
 class Operator:
     """One operator process."""
 
-    def __init__(self, kubeconfig: Path, folder: Path, identity: str) -> None:
+    def __init__(self, kubeconfig: Path, folder: Path, identity: str, namespace: str) -> None:
         self.identity = identity
         self.log = (folder / f"{identity}.log").open("w+")
         masters = folder / "masters"
@@ -56,6 +56,7 @@ class Operator:
             "POD_NAME": identity,
             "SLIPWAY_MASTER_DIR": str(masters),
             "SLIPWAY_ADMIN_PORT": "0",
+            "SLIPWAY_WATCH_NAMESPACES": namespace,  # other tests leave services in theirs
         }
         command = Path(sys.executable).with_name("slipway-operator")
         self.process = subprocess.Popen([command, "run"], env=environment, stderr=self.log, stdout=self.log)
@@ -92,7 +93,7 @@ class Stage:
         self._operators: list[Operator] = []
 
     def start_operator(self) -> Operator:
-        operator = Operator(self._kubeconfig, self._folder, f"operator-{len(self._operators)}")
+        operator = Operator(self._kubeconfig, self._folder, f"operator-{len(self._operators)}", self.namespace)
         self._operators.append(operator)
         self.eventually(lambda: operator.said("operator started"), "an operator that started")
         return operator
