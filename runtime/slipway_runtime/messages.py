@@ -31,12 +31,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     seed: int = 0  # draws are keyed by (seed, position): the same under any batching
     min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score)
+    logprobs: int | None = None  # per drawn token: its own, and those of so many likeliest; None: none
+    prompt_logprobs: int | None = None  # the same for the prompt; such a request reads no cached prefix
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence tokens
     ignore_eos: bool = False
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate."""
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must look like; checked at the door, enforced at every draw."""
+
+    kind: str  # json_object | json_schema | regex | choice | lark | structural_tag
+    text: str  # the schema, expression or grammar itself; of `choice` a JSON list of strings
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One prompt to answer, `n` times."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -46,16 +56,33 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0  # higher goes first
     cache_salt: str = ""  # prefixes are shared only under the same salt
+    adapter: str = ""  # the content digest of a loaded adapter; empty: the base model
+    grammar: Grammar | None = None
+    n: int = 1  # answers wanted: they share the blocks of the prompt, and draw with seed, seed + 1, …
+    output_token_ids: tuple[int, ...] = ()  # drawn elsewhere before a handover: output that is known already
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was, before temperature and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest ones with theirs, best first
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step brought for one request; the last one carries `finish_reason`."""
 
     request_id: str
+    index: int = 0  # which of the request's `n` answers
     token_ids: tuple[int, ...] = ()  # new since the last Output; an end-of-sequence token is included
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, when one did
     error: str = ""  # with FinishReason.ERROR: a sentence without prompt text
+    logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when they were asked for
+    # Set on the first Output when asked for; the first token of a prompt has none.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first Output
     queued_at: float | None = None  # when it entered the queue; set on the first Output
     scheduled_at: float | None = None  # when it left the queue; set on the first Output
@@ -85,6 +112,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0  # tokens that left as output; a counter
     computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
     started: int = 0  # requests that left the queue for the first time; a counter
+    schedule_seconds: float = 0.0  # what the last step cost the scheduler, plan and update together
+    waiting_by_tenant: tuple[tuple[str, int], ...] = ()
+    running_adapters: tuple[str, ...] = ()  # digests of adapters with running, and with waiting requests
+    waiting_adapters: tuple[str, ...] = ()
+    invalid_kv_blocks: int = 0  # KV of adapters that are not resident: always 0 with dependency-aware eviction
+    speculation_active: bool = False  # asked for, and not switched off by low acceptance
+    drafts: int = 0  # steps of a row that verified a draft; a counter
+    draft_tokens: int = 0  # a counter
+    accepted_tokens: int = 0  # of the drafted ones; a counter
+    accepted_by_position: tuple[int, ...] = ()  # counters, the first drafted token first
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +140,108 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     load_seconds: float
     warmup_seconds: float
+    quantization: str = "none"  # of the weights: none, int8, fp8
+    kv_dtype: str = ""  # empty: that of the weights
+    deterministic: bool = False
+    max_adapters: int = 0  # that compute at the same time; 0: adapters are off
+    max_cpu_adapters: int = 0  # that wait in host memory
+    max_rank: int = 0
+    speculation: str = "none"
+
+
+class AdapterState(StrEnum):
+    """Where an adapter is."""
+
+    LOADING = "loading"  # from storage to host memory
+    HOST = "host"  # in host memory: a request brings it into a slot
+    SLOT = "slot"  # in a slot of the device
+    DRAINING = "draining"  # takes no new requests; goes when the last one has ended
+    FAILED = "failed"
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter of the engine, known by the digest of its content."""
+
+    digest: str
+    state: AdapterState
+    bytes: int = 0
+    rank: int = 0
+    requests: int = 0  # running and waiting
+    pinned: bool = False
+    last_used: float = 0.0  # same clock as Request.arrived
+    error: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End a request wherever it is. STOP counts it as finished."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read an adapter from a local folder into host memory, off the step loop. Idempotent."""
+
+    call: int
+    digest: str
+    path: str
+    pinned: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Refuse new requests for an adapter, and forget it when the last one has ended."""
+
+    call: int
+    digest: str
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget every prefix that nobody uses; those in use can no longer be found."""
+
+    call: int
+
+
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """With nothing running: weights to host memory (level 1) or away (level 2), the KV cache freed."""
+
+    call: int
+    level: int = 1
+
+
+class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The reverse of Sleep."""
+
+    call: int
+
+
+Message = Request | Abort | LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a call."""
+
+    call: int
+    error: str = ""  # empty: done
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefix blocks that can be found from now on, in the order of their chain."""
+
+    block_hashes: tuple[bytes, ...]
+    parent_block_hash: bytes | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    adapter: str = ""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefix blocks that are gone."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True):
+    """Every prefix is gone."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +249,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     outputs: tuple[Output, ...]
     stats: EngineStats
+    replies: tuple[Reply, ...] = ()
+    adapters: tuple[AdapterStatus, ...] | None = None  # all of them, when any has changed
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +260,22 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]  # prompt, and after a preemption what was generated so far
     num_prompt_tokens: int
     params: SamplingParams
+    adapter_slot: int = -1  # -1: the base model alone
+    grammar: bool = False  # its draws wait for a mask
+
+
+class AdapterLoad(msgspec.Struct, frozen=True):
+    """Copy an adapter from host memory into a slot, before anything is computed."""
+
+    slot: int
+    digest: str
+
+
+class TokenMasks(msgspec.Struct, frozen=True):
+    """Which tokens may be drawn, for draws that a grammar binds. Bit t % 32 of word t // 32 allows token t."""
+
+    draws: tuple[int, ...]  # places among all draws of the plan, in order; a row with K drafts draws K + 1 times
+    words: bytes  # (len(draws), ceil(vocabulary / 32)) little-endian 32-bit words
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,16 +283,24 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     new_rows: tuple[NewRow, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
     rows: tuple[int, ...] = ()
     num_computed: tuple[int, ...] = ()  # tokens of the row whose KV is there already
-    num_new: tuple[int, ...] = ()  # tokens to compute now
+    num_new: tuple[int, ...] = ()  # tokens to compute now, drafts included
     new_blocks: tuple[tuple[int, ...], ...] = ()  # appended to the row's block table
     samples: tuple[bool, ...] = ()  # whether the row reaches its last known token, and so draws the next one
+    # Guesses of what the row would draw, computed in the same step and kept as far as they prove right.
+    # Empty: no row has any. Else parallel to `rows`.
+    drafts: tuple[tuple[int, ...], ...] = ()
+    masks: TokenMasks | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step drew: a token for each row that samples, -1 for the others, parallel to the plan's rows."""
+    """What one step drew, parallel to the plan's rows: (), a token, or accepted drafts and the token after them."""
 
     step: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # parallel to token_ids; empty when nobody asked
+    # Of the new positions that are prompt, for rows that asked: the token AFTER each position. Empty: nobody asked.
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()

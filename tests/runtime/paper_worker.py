@@ -44,7 +44,7 @@ class PaperWorker:
             self.tables[row] += blocks
         assert len(set(plan.rows)) == len(plan.rows)
         assert list(plan.num_new) == sorted(plan.num_new, key=lambda n: n != 1), "rows of one token come first"
-        drawn = []
+        drawn: list[tuple[int, ...]] = []
         written: dict[int, int] = {}
         for row, computed, new, samples in zip(plan.rows, plan.num_computed, plan.num_new, plan.samples, strict=True):
             tokens = self.tokens[row]
@@ -55,12 +55,12 @@ class PaperWorker:
                 assert slot not in written, "two rows of one step write to the same place"
                 written[slot] = self.memory[slot] = tokens[position]
             if not samples:
-                drawn.append(-1)
+                drawn.append(())
                 continue
             read = [self.memory[self._slot(row, position)] for position in range(computed + new)]
             assert read == tokens, "the cache holds other tokens than the sequence"
             tokens.append(next_token(read))
-            drawn.append(tokens[-1])
+            drawn.append((tokens[-1],))
         return StepResult(step=plan.step, token_ids=tuple(drawn))
 
     def _slot(self, row: int, position: int) -> int:

@@ -129,13 +129,14 @@ class Scheduler:
         assert result.step == self._steps, "results come back in order"
         outputs = []
         in_flight, self._in_flight = self._in_flight, []
-        for (sequence, num_new, samples), token_id in zip(in_flight, result.token_ids, strict=True):
+        for (sequence, num_new, samples), token_ids in zip(in_flight, result.token_ids, strict=True):
             if sequence.state is State.ENDED:  # ended while it was computed: its last token never happened
                 self._give_back(sequence)
                 continue
             sequence.num_computed += num_new
             self.ledger.computed_tokens += num_new
             if samples:
+                (token_id,) = token_ids
                 outputs.append(self._accept(sequence, token_id, now))
             self._publish(sequence)
             if sequence.finish_reason is not None:

@@ -11,8 +11,6 @@ from slipway_runtime.worker.inputs import StepInputs, pack
 from slipway_runtime.worker.rows import Rows
 from slipway_runtime.worker.sampler import Sampler
 
-NO_TOKEN = -1
-
 
 class Runner:
     """One device's share of the engine: the decoder, its caches, and a row per running sequence."""
@@ -64,11 +62,9 @@ class Runner:
             tokens = self._sampler(self._decoder.logits(last), row_ids, positions)
             self._rows.tokens[row_ids, positions] = tokens
             drawn = tokens.tolist()
-        if len(drawn) == len(plan.rows):
-            return StepResult(step=plan.step, token_ids=tuple(drawn))
         following = iter(drawn)
         return StepResult(
-            step=plan.step, token_ids=tuple([next(following) if samples else NO_TOKEN for samples in plan.samples])
+            step=plan.step, token_ids=tuple([(next(following),) if samples else () for samples in plan.samples])
         )
 
     def _copy_blocks(self, plan: StepPlan) -> None:
