@@ -50,11 +50,11 @@ def test_a_fork_continues_from_a_copy_and_leaves_the_original_alone(tmp_path):
     def start(row: int, blocks: list[int], computed: int, tokens: list[int], copies: tuple = ()) -> int:
         plan = StepPlan(step=1, new_rows=(new_row(row, tokens),), copies=copies, rows=(row,), num_computed=(computed,),
                         num_new=(len(tokens) - computed,), new_blocks=(tuple(blocks),), samples=(True,))  # fmt: skip
-        return runner.execute(plan).token_ids[0]
+        return runner.execute(plan).token_ids[0][0]
 
     def go_on(row: int, computed: int) -> int:
         plan = StepPlan(step=1, rows=(row,), num_computed=(computed,), num_new=(1,), new_blocks=((),), samples=(True,))
-        return runner.execute(plan).token_ids[0]
+        return runner.execute(plan).token_ids[0][0]
 
     table = pool.allocate(2)
     first = start(0, table, 0, prompt)
