@@ -1,11 +1,12 @@
 """The command line that the operator writes means what it says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from slipway_runtime.settings import RuntimeSettings, SamplingDefaults, arguments_of, serve_settings
+from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults, arguments_of, serve_settings
 
 OPERATORS = {
     "--served-name": "chat",
@@ -26,6 +27,14 @@ OPERATORS = {
     "--chat-template": "",
     "--sampling-defaults": '{"temperature": "0.5", "topK": 20, "maxTokens": 1024, "minP": null}',
     "--drain-timeout": "30",
+    "--quantization": "int8",
+    "--kv-cache-dtype": "fp8",
+    "--speculation": "promptLookup",
+    "--speculation-max-tokens": "6",
+    "--max-adapters": "8",
+    "--max-cpu-adapters": "32",
+    "--max-rank": "64",
+    "--warm-prompts": '["Once upon a time", [{"role": "system", "content": "Be brief."}]]',
 }
 
 
@@ -45,6 +54,10 @@ def test_all_flags_of_the_operator_are_understood():
     assert settings.gpu_memory_utilization == 0.85
     assert settings.drain_timeout == 30
     assert settings.sampling_defaults == SamplingDefaults(temperature=0.5, top_k=20, max_tokens=1024)
+    assert (settings.quantization, settings.kv_cache_dtype, settings.deterministic) == ("int8", "fp8", False)
+    assert (settings.speculation, settings.speculation_max_tokens) == ("promptLookup", 6)
+    assert (settings.max_adapters, settings.max_cpu_adapters, settings.max_rank) == (8, 32, 64)
+    assert settings.warm_prompts == ("Once upon a time", ({"role": "system", "content": "Be brief."},))
     assert (settings.threads, settings.pod, settings.namespace) == (2, "chat-abcde-0-0", "team-a")
 
 
@@ -54,7 +67,38 @@ def test_nothing_said_means_the_model_and_the_machine_decide():
     assert settings.model_name == "tiny"
     assert (settings.port, settings.admin_port) == (8000, 8001)
     assert settings.max_num_seqs == settings.max_model_len == settings.kv_cache_bytes == 0
-    assert settings == settings_of(*[f"{n}=0" for n in ("--max-num-seqs", "--max-model-len", "--drain-timeout")])
+    assert (settings.quantization, settings.kv_cache_dtype, settings.speculation) == ("none", "auto", "none")
+    switches = (settings.deterministic, settings.adapter_endpoints, settings.no_overlap, settings.in_process)
+    assert not any(switches)
+    assert (settings.max_adapters, settings.adapters, settings.warm_prompts, settings.tenant_weights) == (0, (), (), {})
+
+
+def test_zero_and_the_empty_text_are_as_good_as_nothing():
+    numbers = ("max-num-seqs", "max-model-len", "drain-timeout", "max-adapters", "max-cpu-adapters", "max-rank")
+    numbers += ("speculation-max-tokens", "max-queued-tokens", "max-num-queued-reqs")
+    texts = ("quantization", "kv-cache-dtype", "speculation", "warm-prompts", "tenant-weights", "kv-events-endpoint")
+
+    assert settings_of(*[f"--{n}=0" for n in numbers], *[f"--{t}=" for t in texts]) == settings_of()
+
+
+def test_switches_are_off_until_they_are_named():
+    settings = settings_of("--deterministic", "--no-overlap", "--in-process", "--max-adapters=1", "--adapter-endpoints")
+
+    assert settings.deterministic
+    assert settings.no_overlap
+    assert settings.in_process
+    assert settings.adapter_endpoints
+
+
+def test_adapters_of_the_start_are_named_once_each():
+    settings = settings_of("--max-adapters=2", "--adapter=sql=file:///models/sql", "--adapter", "s3=s3://b/p?a=b")
+
+    assert settings.adapters == (BootAdapter("sql", "file:///models/sql"), BootAdapter("s3", "s3://b/p?a=b"))
+    assert settings.max_cpu_adapters == 2  # what computes is kept in host memory too
+
+
+def test_tenants_have_weights():
+    assert settings_of('--tenant-weights={"team-a": 2, "b": 0.5}').tenant_weights == {"team-a": 2.0, "b": 0.5}
 
 
 def test_without_a_token_the_admin_port_is_for_this_machine_only():
@@ -85,11 +129,47 @@ def test_a_chat_template_comes_inline_or_from_a_file(tmp_path: Path):
         ["--sampling-defaults", '{"mood": 1}'],
         ["--max-num-seqs", "8", "--max-num-batched-tokens", "4"],
         ["--chat-template-file", "/does/not/exist"],
+        ["--max-rank=-1"],
     ],
 )
 def test_a_senseless_value_is_an_error_and_not_a_guess(flags: list[str]):
     with pytest.raises((ValueError, OSError)):
         settings_of(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--max-rank=-1"], "--max-rank -1 is negative"),
+        (["--warm-prompts", "secret ["], "--warm-prompts is not JSON: Expecting value at character 0"),
+        (["--warm-prompts", '{"a": 1}'], "must be a JSON list"),
+        (["--warm-prompts", '["a", ""]'], "entry 1 must be a text"),
+        (["--warm-prompts", '[[{"role": "user"}]]'], "entry 0 must be a text, or a list of messages"),
+        (["--tenant-weights", "[]"], "must be a JSON object"),
+        (["--tenant-weights", '{"a": 0}'], "the weight of 'a' must be a number above 0"),
+        (["--tenant-weights", '{"a": true}'], "the weight of 'a' must be a number above 0"),
+        (["--tenant-weights", '{"a": Infinity}'], "the weight of 'a' must be a number above 0"),
+        (["--max-adapters=1", "--adapter=sql"], "must be NAME=URI"),
+        (["--max-adapters=2", "--adapter=a=file:///1", "--adapter=a=file:///2"], "--adapter a is given twice"),
+        (["--adapter=a=file:///1"], "--adapter needs --max-adapters above 0"),
+        (["--adapter-endpoints"], "--adapter-endpoints needs --max-adapters above 0"),
+        (["--max-adapters=4", "--max-cpu-adapters=2"], "--max-cpu-adapters 2 is below --max-adapters 4"),
+        (["--max-adapters=1", "--adapter=a=file:///1", "--adapter=b=file:///2"], "2 adapters are to be loaded"),
+    ],
+)
+def test_the_error_is_a_sentence_that_names_the_flag(flags: list[str], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)) as refused:
+        settings_of(*flags)
+
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("flag", ["--quantization=int4", "--kv-cache-dtype=fp16", "--speculation=draft"])
+def test_what_is_not_built_is_not_accepted(flag: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        settings_of(flag)
+
+    assert "invalid choice" in capsys.readouterr().err
 
 
 @pytest.mark.capability("API-6")
