@@ -1,0 +1,240 @@
+"""Does a model fit, and how many sequences beside it? Weights + adapters + reserve + KV cache, as pure arithmetic.
+
+The operator asks before it creates a pod, with what the manifest says; the runtime asks again with what it measured.
+Sizes are bytes of one device. A worked example, Llama-3 70B with grouped-query attention in 16 bits:
+
+    KV of a token = 2 (K and V) × 80 layers × 8 key-value heads × 128 × 2 bytes = 327,680 bytes
+    (its 64 attention heads share those 8: counting them would plan eight times too much)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+GIB: Final = 1 << 30
+WEIGHT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
+QUANTIZATIONS: Final = ("none", "int8", "fp8")
+SCALE_BYTES: Final = 4  # a float32 per row of a quantized matrix, and per token and head of a quantized KV cache
+NULL_BLOCKS: Final = 1  # padding points into it; it is paid for and holds nobody's tokens
+SMALLEST_POOL: Final = 2  # blocks; with fewer, a sequence could not even grow
+
+# A GPU holds more than what we allocate: its context, the libraries' workspaces, captured graphs.
+GPU_RESERVE_BYTES: Final = GIB
+# gpuMemoryUtilization above this leaves too little for what nobody plans: neighbours, fragments, the driver.
+UTILIZATION_WARNED_ABOVE: Final = 0.92
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder as far as memory cares. `parameters`, `intermediate` and `vocab` may be 0 where nobody knows them."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int = 0
+    vocab: int = 0
+    tied: bool = False
+    parameters: int = 0  # 0: counted from the rest
+
+    @property
+    def mlp(self) -> int:
+        """The inner width of the feed-forward; where it is unknown, what is left of the parameters."""
+        if self.intermediate:
+            return self.intermediate
+        per_layer = (self.parameters - self.embedding_parameters) // self.layers - self._attention_parameters
+        return max(0, per_layer // (3 * self.hidden)) or 4 * self.hidden
+
+    @property
+    def projections(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of the seven matrices of a layer: q, k, v, o, gate, up, down."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = ((self.hidden, q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden))
+        return (*attention, (self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden))
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The vocabulary's matrices: one where input and output share it."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def linear_parameters(self) -> int:
+        """What weight quantization makes smaller: the matrices of the layers."""
+        return self.layers * sum(a * b for a, b in self.projections)
+
+    @property
+    def all_parameters(self) -> int:
+        """Every weight; norms and biases are too few to count."""
+        return self.parameters or self.linear_parameters + self.embedding_parameters
+
+    @property
+    def _attention_parameters(self) -> int:
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a service asks of the device, in the manifest's words."""
+
+    dtype: str = "bf16"  # bf16, fp16, fp32
+    quantization: str = "none"  # of the weights: none, int8, fp8
+    kv_dtype: str = "auto"  # auto: that of the weights; int8, fp8
+    block_size: int = 16
+    max_model_len: int  # prompt and output together
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_adapters: int = 0  # slots; 0: adapters are off
+    max_rank: int = 0
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What is there before the first token of KV."""
+
+    weights: int
+    adapters: int
+    reserve: int  # activations of the widest step, logits, and on a GPU context and graphs
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.adapters + self.reserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fits:
+    """There is room."""
+
+    kv_blocks: int  # usable ones, without the null block
+    kv_tokens: int
+    bytes_per_token: int
+    max_sequences: int  # at full length, at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class DoesNotFit:
+    """There is none; the message has the arithmetic and says which knob would help."""
+
+    message: str
+
+
+def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none") -> int:
+    """Weights on the device. int8 and fp8: the layers' matrices in one byte with a scale a row, the rest in `dtype`."""
+    plain = shape.all_parameters * WEIGHT_BYTES[dtype]
+    if quantization == "none":
+        return plain
+    rows = shape.layers * sum(out for _, out in shape.projections)
+    linear = min(shape.linear_parameters, shape.all_parameters)
+    return plain - linear * (WEIGHT_BYTES[dtype] - WEIGHT_BYTES[quantization]) + rows * SCALE_BYTES
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str) -> int:
+    """Keys and values of one token in all layers. One byte formats carry a scale per token and head."""
+    head = head_dim * WEIGHT_BYTES[kv_dtype] + (SCALE_BYTES if WEIGHT_BYTES[kv_dtype] == 1 else 0)
+    return 2 * layers * kv_heads * head
+
+
+def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
+    """One adapter slot: A (rank × in) and B (out × rank) of every matrix of every layer, padded to the largest rank."""
+    return shape.layers * max_rank * sum(a + b for a, b in shape.projections) * WEIGHT_BYTES[dtype]
+
+
+def activation_bytes(shape: ModelShape, needs: Needs) -> int:
+    """The widest moment of the widest step: a residual and gate, up and their product for each token; then logits."""
+    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    width = 2 * shape.hidden + max(3 * shape.mlp, attention)
+    layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.dtype]
+    logits = 2 * needs.max_num_seqs * shape.vocab * 4  # float32, and a copy while they are sampled
+    return max(layer, logits)
+
+
+def footprint(shape: ModelShape, needs: Needs) -> Footprint:
+    """What the service takes before its KV cache, by arithmetic alone."""
+    return Footprint(
+        weights=weight_bytes(shape, needs.dtype, needs.quantization),
+        adapters=needs.max_adapters * adapter_slot_bytes(shape, needs.max_rank, needs.dtype),
+        reserve=activation_bytes(shape, needs) + (GPU_RESERVE_BYTES if needs.on_gpu else 0),
+    )
+
+
+def pool_blocks(kv_bytes: int, bytes_per_token: int, block_size: int) -> int:
+    """How many usable blocks so many bytes pay for; below 2 there is no pool."""
+    return max(0, kv_bytes // (bytes_per_token * block_size) - NULL_BLOCKS)
+
+
+def plan(shape: ModelShape, needs: Needs, *, memory_bytes: int, utilization: float = 1.0) -> Fits | DoesNotFit:
+    """Whether one full-length sequence fits into `memory_bytes × utilization`, and how many do."""
+    budget = int(memory_bytes * utilization)
+    found = _fit(shape, needs, budget)
+    if found is not None:
+        return found
+    taken = footprint(shape, needs)
+    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    of = f" ({_gib(memory_bytes)} × {utilization:g})" if utilization != 1 else ""
+    left = budget - taken.total
+    adapters = f" + {needs.max_adapters} adapter slots {_gib(taken.adapters)}" if taken.adapters else ""
+    arithmetic = f"weights {_gib(taken.weights)}{adapters} + reserve {_gib(taken.reserve)} = {_gib(taken.total)}"
+    room = f"leave {_gib(left)} of {_gib(budget)}{of}" if left > 0 else f"exceed {_gib(budget)}{of}"
+    wanted = f"one sequence of {needs.max_model_len} tokens at {per_token} bytes needs {_gib(_one(needs) * per_token)}"
+    return DoesNotFit(f"{arithmetic} {room}; {wanted} of KV cache: {_advice(shape, needs, budget)}")
+
+
+def utilization_warning(utilization: float) -> str | None:
+    """A sentence where the share of a device leaves too little for what nobody plans."""
+    if utilization <= UTILIZATION_WARNED_ABOVE:
+        return None
+    return (
+        f"gpuMemoryUtilization {utilization:g} is above {UTILIZATION_WARNED_ABOVE:g}: "
+        "captured graphs, fragments and neighbours on the device may not fit"
+    )
+
+
+def _fit(shape: ModelShape, needs: Needs, budget: int) -> Fits | None:
+    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    blocks = pool_blocks(budget - footprint(shape, needs).total, per_token, needs.block_size)
+    of_one = -(-needs.max_model_len // needs.block_size)
+    if blocks < max(of_one, SMALLEST_POOL):
+        return None
+    return Fits(
+        kv_blocks=blocks,
+        kv_tokens=blocks * needs.block_size,
+        bytes_per_token=per_token,
+        max_sequences=min(needs.max_num_seqs, blocks // of_one),
+    )
+
+
+def _kv_dtype(needs: Needs) -> str:
+    return needs.dtype if needs.kv_dtype == "auto" else needs.kv_dtype
+
+
+def _one(needs: Needs) -> int:
+    """Tokens that the pool must hold for one sequence at full length, the null block included."""
+    return (-(-needs.max_model_len // needs.block_size) + NULL_BLOCKS) * needs.block_size
+
+
+def _advice(shape: ModelShape, needs: Needs, budget: int) -> str:
+    """The knobs that would make it fit, each alone; else what the device would have to be."""
+    knobs: list[str] = []
+    per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
+    left = budget - footprint(shape, needs).total
+    length = pool_blocks(left, per_token, needs.block_size) * needs.block_size
+    if length >= SMALLEST_POOL * needs.block_size:
+        knobs.append(f"lower maxModelLen to {length}")
+    if needs.kv_dtype == "auto" and _fit(shape, replace(needs, kv_dtype="fp8"), budget):
+        knobs.append("set kvCache.dtype to fp8 or int8")
+    if needs.quantization == "none" and _fit(shape, replace(needs, quantization="int8"), budget):
+        knobs.append("set quantization to int8 or fp8")
+    if needs.max_adapters and _fit(shape, replace(needs, max_adapters=0), budget):
+        knobs.append("lower lora.maxAdapters or lora.maxRank")
+    smaller = replace(needs, max_num_batched_tokens=needs.max_num_seqs)
+    if needs.max_num_batched_tokens > needs.max_num_seqs and _fit(shape, smaller, budget):
+        knobs.append("lower maxNumBatchedTokens")
+    if knobs:
+        return ", or ".join(knobs)
+    wanted = footprint(shape, needs).total + _one(needs) * per_token
+    return f"give it a device with {_gib(wanted)} to spare, or a smaller model"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
