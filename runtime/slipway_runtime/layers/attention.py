@@ -1,28 +1,19 @@
 """Attention over the paged cache."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels
+from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.norm import RMSNorm
+from slipway_runtime.layers.step import StepContext
 
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """What every layer of one step shares."""
-
-    cos: Tensor  # (T, 1, D)
-    sin: Tensor
-    slots: Tensor  # (T,) where each token's keys and values go
-    plan: AttentionPlan
+__all__ = ["Attention", "StepContext"]
 
 
 class Attention:
     """Projects to heads, rotates, stores keys and values, attends to the sequence so far."""
 
-    __slots__ = ("_head_dim", "_k_norm", "_kernels", "_num_kv_heads", "_num_q_heads", "_out", "_q_norm", "_qkv")
+    __slots__ = ("_head_dim", "_k_norm", "_kernels", "_num_kv_heads", "_num_q_heads", "_q_norm", "out", "qkv")
 
     def __init__(
         self,
@@ -36,8 +27,8 @@ class Attention:
         k_norm: RMSNorm | None,
         kernels: Kernels,
     ) -> None:
-        self._qkv = qkv
-        self._out = out
+        self.qkv = qkv
+        self.out = out
         self._num_q_heads = num_q_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
@@ -48,10 +39,10 @@ class Attention:
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
         q_heads, kv_heads = self._num_q_heads, self._num_kv_heads
-        qkv = self._qkv(x).view(x.shape[0], q_heads + 2 * kv_heads, self._head_dim)
+        qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self._head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             qkv[:, :q_heads] = self._q_norm(qkv[:, :q_heads])
             qkv[:, q_heads : q_heads + kv_heads] = self._k_norm(qkv[:, q_heads : q_heads + kv_heads])
         q = self._kernels.rope_and_store(qkv, step.cos, step.sin, cache, step.slots, q_heads)
         kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self._head_dim)
-        return self._out(self._kernels.paged_attention(q, kv, cache, step.plan, self._head_dim**-0.5))
+        return self.out(self._kernels.paged_attention(q, kv, cache, step.plan, self._head_dim**-0.5), step)

@@ -1,30 +1,79 @@
-"""A dense matrix: y = x Wᵀ + b."""
+"""A linear layer: y = x Wᵀ + b, and what an adapter adds to it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
+
+from slipway_runtime.layers.matmul import MakeMatmul, Matmul
+from slipway_runtime.layers.step import StepContext
+
+
+class LoraHook(Protocol):
+    """Adds what the adapters of a step's tokens change."""
+
+    def __call__(self, x: Tensor, y: Tensor, step: StepContext) -> None:
+        """x: (T, in)  y: (T, out), added to in place. Only called when `step.lora` is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the checkpoint's matrices inside a merged one: the outputs `start` … `end`."""
+
+    name: str  # such as "model.layers.3.self_attn.q_proj"
+    start: int
+    end: int
 
 
 class Linear:
-    """Weights (out, in), bias (out,) or none."""
+    """A matrix with its bias; `parts` says which of the checkpoint's matrices it holds, in the order of outputs."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("bias", "lora", "matmul", "parts")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, matmul: Matmul, bias: Tensor | None = None, *, parts: tuple[Part, ...] = ()) -> None:
+        self.matmul = matmul
+        self.bias = bias  # (out,)
+        self.parts = parts
+        self.lora: LoraHook | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, step: StepContext | None = None) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        return F.linear(x, self.weight, self.bias)
+        y = self.matmul(x)
+        if self.bias is not None:
+            y += self.bias
+        if self.lora is not None and step is not None and step.lora is not None:
+            self.lora(x, y, step)
+        return y
+
+    @property
+    def in_features(self) -> int:
+        """Numbers in a row of x."""
+        return self.matmul.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Numbers in a row of y."""
+        return self.matmul.out_features
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of weights and bias."""
+        return self.matmul.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @classmethod
-    def merged(cls, parts: Sequence["Linear"]) -> "Linear":
-        """One matrix whose output is the outputs of the parts, side by side: one call instead of several."""
-        weight = torch.cat([part.weight for part in parts])
-        if all(part.bias is None for part in parts):
-            return cls(weight)
-        biases = [part.weight.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts]
-        return cls(weight, torch.cat(biases))
+    def merged(cls, parts: Sequence[tuple[str, Tensor, Tensor | None]], make: MakeMatmul) -> "Linear":
+        """One matrix whose output is the outputs of the parts, side by side: one call instead of several.
+
+        parts: the checkpoint's name, weight (out, in) and bias (out,) of each.
+        """
+        weight = parts[0][1] if len(parts) == 1 else torch.cat([weight for _, weight, _ in parts])
+        bias = None
+        if any(own is not None for _, _, own in parts):
+            bias = torch.cat([weight.new_zeros(len(weight)) if own is None else own for _, weight, own in parts])
+        named, start = [], 0
+        for name, own_weight, _ in parts:
+            named.append(Part(name, start, start + len(own_weight)))
+            start += len(own_weight)
+        return cls(make(weight), bias, parts=tuple(named))

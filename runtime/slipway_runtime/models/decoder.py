@@ -7,6 +7,7 @@ from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.attention import Attention, StepContext
 from slipway_runtime.layers.embedding import Embedding
 from slipway_runtime.layers.linear import Linear
+from slipway_runtime.layers.matmul import Dense, MakeMatmul
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.rotary import Rotary
 from slipway_runtime.models.config import ModelConfig
@@ -16,7 +17,7 @@ from slipway_runtime.models.weights import Checkpoint
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    __slots__ = ("_attention", "_attention_norm", "_down", "_gate_up", "_kernels", "_mlp_norm")
+    __slots__ = ("_attention_norm", "_kernels", "_mlp_norm", "attention", "down", "gate_up")
 
     def __init__(
         self,
@@ -27,17 +28,22 @@ class DecoderLayer:
         mlp_norm: RMSNorm,
         kernels: Kernels,
     ) -> None:
-        self._attention = attention
-        self._gate_up = gate_up
-        self._down = down
+        self.attention = attention
+        self.gate_up = gate_up
+        self.down = down
         self._attention_norm = attention_norm
         self._mlp_norm = mlp_norm
         self._kernels = kernels
 
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
-        x = self._attention(self._attention_norm(x), cache, step).add_(x)
-        return self._down(self._kernels.swiglu(self._gate_up(self._mlp_norm(x)))).add_(x)
+        x = self.attention(self._attention_norm(x), cache, step).add_(x)
+        return self.down(self._kernels.swiglu(self.gate_up(self._mlp_norm(x), step)), step).add_(x)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices, in the order in which they compute."""
+        return self.attention.qkv, self.attention.out, self.gate_up, self.down
 
 
 class Decoder:
@@ -48,14 +54,14 @@ class Decoder:
     ) -> None:
         self.rotary = rotary
         self._embedding = embedding
-        self._layers = layers
+        self.layers = layers
         self._norm = norm
         self._head = head
 
     def __call__(self, token_ids: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         """(T,) -> (T, H)."""
         x = self._embedding(token_ids)
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, step)
         return x
 
@@ -71,13 +77,18 @@ def load_decoder(
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
+    make_matmul: MakeMatmul = Dense,
 ) -> Decoder:
-    """Build the decoder from a checkpoint's tensors."""
+    """Build the decoder from a checkpoint's tensors; `make_matmul` decides in which form its matrices compute."""
     hidden, vocabulary = config.hidden_size, config.vocab_size
 
-    def linear(name: str, out_size: int, in_size: int, *, bias: bool) -> Linear:
-        weight = checkpoint.take(f"{name}.weight", out_size, in_size)
-        return Linear(weight, checkpoint.take(f"{name}.bias", out_size) if bias else None)
+    def linear(prefix: str, names: tuple[str, ...], out_sizes: tuple[int, ...], in_size: int, *, bias: bool) -> Linear:
+        parts = []
+        for name, out_size in zip(names, out_sizes, strict=True):
+            weight = checkpoint.take(f"{prefix}.{name}.weight", out_size, in_size)
+            own_bias = checkpoint.take(f"{prefix}.{name}.bias", out_size) if bias else None
+            parts.append((f"{prefix}.{name}", weight, own_bias))
+        return Linear.merged(parts, make_matmul)
 
     def norm(name: str, size: int = hidden) -> RMSNorm:
         return RMSNorm(checkpoint.take(f"{name}.weight", size), config.rms_norm_eps, kernels)
@@ -85,23 +96,13 @@ def load_decoder(
     def layer(prefix: str) -> DecoderLayer:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        qkv = Linear.merged(
-            [
-                linear(f"{attention}.q_proj", q_size, hidden, bias=config.qkv_bias),
-                linear(f"{attention}.k_proj", kv_size, hidden, bias=config.qkv_bias),
-                linear(f"{attention}.v_proj", kv_size, hidden, bias=config.qkv_bias),
-            ]
-        )
-        gate_up = Linear.merged(
-            [
-                linear(f"{mlp}.{part}_proj", config.intermediate_size, hidden, bias=config.mlp_bias)
-                for part in ("gate", "up")
-            ]
-        )
+        inner = config.intermediate_size
         return DecoderLayer(
             Attention(
-                qkv,
-                linear(f"{attention}.o_proj", hidden, q_size, bias=config.out_bias),
+                linear(
+                    attention, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), hidden, bias=config.qkv_bias
+                ),
+                linear(attention, ("o_proj",), (hidden,), q_size, bias=config.out_bias),
                 num_q_heads=config.num_q_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
@@ -109,8 +110,8 @@ def load_decoder(
                 k_norm=norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
                 kernels=kernels,
             ),
-            gate_up,
-            linear(f"{mlp}.down_proj", hidden, config.intermediate_size, bias=config.mlp_bias),
+            linear(mlp, ("gate_proj", "up_proj"), (inner, inner), hidden, bias=config.mlp_bias),
+            linear(mlp, ("down_proj",), (hidden,), inner, bias=config.mlp_bias),
             norm(f"{prefix}.input_layernorm"),
             norm(f"{prefix}.post_attention_layernorm"),
             kernels,
@@ -120,8 +121,8 @@ def load_decoder(
     layers = [layer(f"model.layers.{index}") for index in range(config.num_layers)]
     if config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
-        head = embedding.tied_head()
+        head = Linear(make_matmul(embedding.weight))  # the matrix that reads tokens also scores them
     else:
-        head = linear("lm_head", vocabulary, hidden, bias=False)
+        head = Linear(make_matmul(checkpoint.take("lm_head.weight", vocabulary, hidden)))
     rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, max_positions, dtype, device)
     return Decoder(embedding, layers, norm("model.norm"), head, rotary)

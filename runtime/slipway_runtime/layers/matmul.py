@@ -1,0 +1,43 @@
+"""y = x Wᵀ, one way of computing it per class. Each holds its weights in the form that it computes with."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from torch import Tensor
+
+
+class Matmul(Protocol):
+    """A matrix (out, in) that rows of `in` numbers are multiplied with."""
+
+    out_features: int
+    in_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out), a tensor of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, scales included."""
+
+
+MakeMatmul = Callable[[Tensor], Matmul]  # from a weight (out, in) in the model's number format
+
+
+class Dense:
+    """The weights as they are: the definition of all the others."""
+
+    __slots__ = ("in_features", "out_features", "weight")
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        return F.linear(x, self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.weight.nbytes
