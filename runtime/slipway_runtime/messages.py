@@ -152,6 +152,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterState(StrEnum):
     """Where an adapter is."""
 
+    DISK = "disk"  # known, not in memory: a request has it read again
     LOADING = "loading"  # from storage to host memory
     HOST = "host"  # in host memory: a request brings it into a slot
     SLOT = "slot"  # in a slot of the device
@@ -177,6 +178,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     reason: FinishReason
+    index: int | None = None  # one of its `n` answers; None: all of them
+    index: int | None = None  # of one of its answers; None: all of them
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -244,13 +247,41 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
     """Every prefix is gone."""
 
 
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What one step tells the API side: one message a step, whatever the batch."""
 
     outputs: tuple[Output, ...]
     stats: EngineStats
     replies: tuple[Reply, ...] = ()
     adapters: tuple[AdapterStatus, ...] | None = None  # all of them, when any has changed
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How far the weights are."""
+
+    bytes_done: int
+    bytes_total: int
+
+
+class WarmingUp(msgspec.Struct, frozen=True, tag=True):
+    """The weights are there; the first steps are being computed."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The engine is there and warm: steps follow."""
+
+    facts: EngineFacts
+    stats: EngineStats
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last word of an engine, before or after it was there."""
+
+    error: str
+    trace: str = ""  # where it happened, for the log; empty when the sentence says it all
+
+
+News = Loading | WarmingUp | Loaded | EngineFailed | StepReport  # from an engine in a process of its own
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
