@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic():
     assert isinstance(found, DoesNotFit)
     assert found.message == (
         "weights 131.41 GiB + reserve 1.39 GiB = 132.80 GiB exceed 68.00 GiB (80.00 GiB × 0.85); one sequence of 8192 "
-        "tokens at 327680 bytes needs 2.50 GiB of KV cache: give it a device with 135.30 GiB to spare, or a smaller "
+        "tokens at 327680 bytes needs 2.50 GiB of KV cache: give it a device with 135.31 GiB to spare, or a smaller "
         "model"
     )
 
