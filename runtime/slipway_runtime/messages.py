@@ -179,7 +179,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     reason: FinishReason
     index: int | None = None  # one of its `n` answers; None: all of them
-    index: int | None = None  # of one of its answers; None: all of them
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):

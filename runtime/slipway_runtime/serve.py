@@ -27,7 +27,8 @@ import uvloop
 from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.client import EngineClient, QueueLimits
-from slipway_runtime.engine.thread import Engine
+from slipway_runtime.engine.loop import Engine
+from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.loaded import Identity, LoadedModel
@@ -125,7 +126,7 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
         return _refuse(settings, error)
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told, and ends the process
         return _refuse(settings, error, trace=type(error).__name__ != "ModelRefusedError")
-    client = EngineClient(loaded.engine, limits=QueueLimits(max_requests=settings.max_num_queued_reqs))
+    client = EngineClient(EngineThread(loaded.engine), limits=QueueLimits(max_requests=settings.max_num_queued_reqs))
     await client.start()
     try:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt") as threads:

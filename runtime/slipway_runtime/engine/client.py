@@ -1,25 +1,39 @@
 """The API side's way to the engine: requests in, streams of outputs out, one message a step between them.
 
-    client = EngineClient(engine)
+    client = EngineClient(transport)
     await client.start()
     async with client.generate(request) as outputs:
         async for output in outputs:
             ...
 
-Today the step loop runs in a thread beside the event loop; callers see nothing of that, so it may become a process.
+The step loop runs in a process of its own or in a thread beside the event loop; callers see nothing of that.
 Everything here runs on the event loop.
 """
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from types import TracebackType
+from collections.abc import Callable
 
 import msgspec
 
-from slipway_runtime.engine.thread import Engine, StepThread
-from slipway_runtime.messages import EngineStats, FinishReason, Output, Request, StepReport
+from slipway_runtime.engine.stream import OutputStream
+from slipway_runtime.engine.transport import Transport
+from slipway_runtime.messages import (
+    Abort,
+    AdapterStatus,
+    EngineStats,
+    FinishReason,
+    LoadAdapter,
+    Reply,
+    Request,
+    ResetPrefixCache,
+    Sleep,
+    StepReport,
+    UnloadAdapter,
+    WakeUp,
+)
 from slipway_runtime.scheduling.admission import (
     Admission,
     Draining,
@@ -32,8 +46,8 @@ from slipway_runtime.scheduling.admission import (
 )
 
 __all__ = [
+    "Call",
     "Draining",
-    "Engine",
     "EngineClient",
     "EngineDead",
     "EngineError",
@@ -44,52 +58,57 @@ __all__ = [
 ]
 
 DRAIN_RETRY_SECONDS = 1.0  # another replica can take the request at once
+Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
 
 
 class EngineClient:
     """Hands requests to the engine and its outputs to whoever asked.
 
     - `generate` raises before anything is queued: Refused, Overloaded (with the time to come back), Draining,
-      EngineDead. Afterwards the stream always ends with exactly one Output that has a finish reason.
+      EngineDead. Afterwards the stream always ends with one Output that has a finish reason for each answer.
     - Closing a stream early aborts its request: the blocks are free when the next step begins.
-    - When the step loop dies, every stream gets an ERROR output, `alive` turns false and `error` says why.
+    - `call` asks the engine for something that is not a request, and waits for its end.
+    - When the engine dies, every stream gets an ERROR output, every call raises, `alive` turns false and `error`
+      says why.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        transport: Transport,
         *,
         limits: QueueLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.facts = engine.facts
+        self.facts = transport.facts
         self.error: str = ""
+        self.adapters: tuple[AdapterStatus, ...] = ()  # all that the engine knows, as it last told
+        self.on_step: Callable[[EngineStats], None] | None = None  # told of each step's numbers, for histograms
+        self._transport = transport
         self._clock = clock
-        self._admission = Admission(limits or QueueLimits(), engine.facts.max_num_seqs)
+        self._admission = Admission(limits or QueueLimits(), transport.facts.max_num_seqs)
         self._streams: dict[str, OutputStream] = {}
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._next_call = itertools.count(1)
         self._draining = False
         self._drained = asyncio.Event()
-        self._stats = engine.stats(clock())
+        self._stats = transport.first_stats
         self._sent_count = self._stats.admitted
-        self._thread = StepThread(engine, clock)
         self._started = False
         self._dead = asyncio.Event()
-        self.on_step: Callable[[EngineStats], None] | None = None  # told of each step's numbers, for histograms
 
     # --- life
 
     async def start(self) -> None:
         """Start the step loop."""
-        self._thread.start(asyncio.get_running_loop(), self._on_report, self._on_death)
+        self._transport.start(self._on_report, self._on_death)
         self._started = True
 
     async def stop(self) -> None:
         """End the step loop; what still runs is cancelled. Idempotent."""
         if self._started:
             self._started = False
-            self._thread.stop()
-            await asyncio.to_thread(self._thread.join)
+            await self._transport.stop()
         self._end_all(FinishReason.CANCELLED, "")
 
     @property
@@ -103,13 +122,12 @@ class EngineClient:
 
     # --- requests
 
-    def generate(self, request: Request) -> "OutputStream":
+    def generate(self, request: Request) -> OutputStream:
         """Queue a request; the stream yields what each step brought for it.
 
         Raises Refused, Overloaded, Draining or EngineDead at once, here and not at the first output.
         """
-        if not self.alive:
-            raise EngineDead(self.error or "the engine is not running")
+        self._raise_if_dead()
         if self._draining:
             raise Draining("this replica is draining", DRAIN_RETRY_SECONDS)
         if request.id in self._streams:
@@ -122,21 +140,37 @@ class EngineClient:
             prompt_tokens=len(request.prompt_token_ids),
             now=self._clock(),
         )
-        stream = OutputStream(request.id, self)
+        stream = OutputStream(
+            request.id, request.n, lambda reason, index: self._closed_by_reader(request.id, reason, index)
+        )
         self._streams[request.id] = stream
         self._sent.append(len(request.prompt_token_ids))
         self._sent_count += 1
-        self._thread.send(request)
+        self._transport.send(request)
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its stream gets its last Output at once. Unknown and finished ids are ignored."""
+        """End a request; its stream gets its last outputs at once. Unknown and finished ids are ignored."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return
-        stream.put(Output(request_id=request_id, finish_reason=reason, finished_at=self._clock()))
-        self._thread.send((request_id, reason))
+        stream.put_end(reason, "", self._clock())
+        self._transport.send(Abort(request_id, reason))
         self._note_if_drained()
+
+    async def call(self, message: Call) -> Reply:
+        """Ask for something and wait until it is done, or has failed: `error` of the reply says how.
+
+        The number of the message is given here. Raises EngineDead.
+        """
+        self._raise_if_dead()
+        number = next(self._next_call)
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        self._transport.send(msgspec.structs.replace(message, call=number))
+        try:
+            return await self._calls[number]
+        finally:
+            del self._calls[number]
 
     # --- numbers
 
@@ -180,15 +214,21 @@ class EngineClient:
         for _ in range(len(self._sent) - (self._sent_count - report.stats.admitted)):
             self._sent.popleft()
         self._admission.observe(report.stats, self._clock())
+        if report.adapters is not None:
+            self.adapters = report.adapters
         if self.on_step is not None:
             self.on_step(report.stats)
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # closed while the step ran
-            if output.finish_reason is not None:
-                del self._streams[output.request_id]
             stream.put(output)
+            if not stream.open:
+                del self._streams[output.request_id]
+        for reply in report.replies:
+            waiting = self._calls.get(reply.call)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reply)
         self._note_if_drained()
 
     def _on_death(self, error: str) -> None:
@@ -196,63 +236,28 @@ class EngineClient:
         self._end_all(FinishReason.ERROR, error)
         self._dead.set()
 
+    def _closed_by_reader(self, request_id: str, reason: FinishReason, index: int | None) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if not stream.open:
+            del self._streams[request_id]
+        self._transport.send(Abort(request_id, reason, index))
+        self._note_if_drained()
+
     def _end_all(self, reason: FinishReason, error: str) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.put(
-                Output(request_id=stream.request_id, finish_reason=reason, error=error, finished_at=self._clock())
-            )
+            stream.put_end(reason, error, self._clock())
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDead(error or "the engine is not running"))
         self._note_if_drained()
+
+    def _raise_if_dead(self) -> None:
+        if not self.alive:
+            raise EngineDead(self.error or "the engine is not running")
 
     def _note_if_drained(self) -> None:
         if self._draining and not self._streams:
             self._drained.set()
-
-
-class OutputStream(AsyncIterator[Output]):
-    """The outputs of one request. Ends after the Output with a finish reason; close it early to abort."""
-
-    def __init__(self, request_id: str, client: EngineClient) -> None:
-        self.request_id = request_id
-        self._client = client
-        self._outputs: deque[Output] = deque()
-        self._wake = asyncio.Event()
-        self._ended = False
-
-    def put(self, output: Output) -> None:
-        """Hand in the next output; called by the client."""
-        self._outputs.append(output)
-        self._wake.set()
-
-    async def __anext__(self) -> Output:
-        while not self._outputs:
-            if self._ended:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        output = self._outputs.popleft()
-        if output.finish_reason is not None:
-            self._ended = True
-        return output
-
-    def finish(self) -> None:
-        """End the request because its text is complete (a stop string): counted as finished, not as aborted."""
-        self._close(FinishReason.STOP)
-
-    async def aclose(self) -> None:
-        """End the request if it still runs: its reader went away."""
-        self._close(FinishReason.CANCELLED)
-
-    def _close(self, reason: FinishReason) -> None:
-        if not self._ended:
-            self._ended = True
-            self._client.abort(self.request_id, reason)
-            self._outputs.clear()
-
-    async def __aenter__(self) -> "OutputStream":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipway_runtime.engine.client import OutputStream
-from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Request
+from slipway_runtime.engine.client import Call, OutputStream
+from slipway_runtime.messages import AdapterStatus, EngineFacts, EngineStats, FinishReason, Reply, Request
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.settings import SamplingDefaults
@@ -15,6 +15,7 @@ class Engine(Protocol):
 
     facts: EngineFacts
     error: str
+    adapters: tuple[AdapterStatus, ...]
 
     @property
     def alive(self) -> bool: ...  # noqa: D102  see EngineClient
@@ -22,6 +23,7 @@ class Engine(Protocol):
     def draining(self) -> bool: ...  # noqa: D102
     def generate(self, request: Request) -> OutputStream: ...  # noqa: D102
     def abort(self, request_id: str, reason: FinishReason) -> None: ...  # noqa: D102
+    async def call(self, message: Call) -> Reply: ...  # noqa: D102
     def stats(self) -> EngineStats: ...  # noqa: D102
     def drain(self) -> None: ...  # noqa: D102
     def undrain(self) -> None: ...  # noqa: D102

@@ -10,6 +10,7 @@ import pytest
 
 from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, Overloaded, QueueLimits, Refused
 from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.messages import EngineFacts, FinishReason, Output, Request, SamplingParams, StepPlan, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -30,7 +31,9 @@ class Stage:
         self.gate: threading.Semaphore | None = None
         self.live_when_computing: list[int] = []
         self.broken = ""
-        self.client = EngineClient(Engine(self.scheduler, self.execute, FACTS), limits=QueueLimits(**limits))
+        self.client = EngineClient(
+            EngineThread(Engine(self.scheduler, self.execute, FACTS)), limits=QueueLimits(**limits)
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.gate is not None:

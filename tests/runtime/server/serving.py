@@ -17,7 +17,8 @@ from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
-from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Request, StepReport
+from slipway_runtime.engine.thread import EngineThread
+from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
@@ -72,8 +73,14 @@ class Steps:
     def add(self, request: Request, now: float) -> None:
         self._engine.add(request, now)
 
-    def abort(self, request_id: str, reason: FinishReason, now: float) -> None:
-        self._engine.abort(request_id, reason, now)
+    def attach(self, wake: Callable[[], None]) -> None:
+        self._engine.attach(wake)
+
+    def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
+        self._engine.abort(request_id, reason, now, index)
+
+    def control(self, message: Message, now: float) -> None:
+        self._engine.control(message, now)
 
     def step(self, now: float) -> StepReport:
         if not self._free.is_set():
@@ -153,7 +160,7 @@ async def a_replica(
 ) -> AsyncIterator[Running]:
     """A replica named `tiny` of the namespace `team-a`; with `load=False` it stays at Loading."""
     steps = Steps(tiny_engine(**engine))
-    client = EngineClient(steps, limits=limits)
+    client = EngineClient(EngineThread(steps), limits=limits)
     clock = Clock(asyncio.get_running_loop().time)
     replica = Replica(
         Identity(model="tiny", revision=revision, namespace="team-a", uri=f"file://{TINY}"),

@@ -1,0 +1,92 @@
+"""The step loop: takes messages between steps, reports each step with one call, and sleeps when there is no work."""
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+from slipway_runtime.messages import Abort, EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
+
+
+class Engine(Protocol):
+    """What the step loop needs of an engine. Only the thread of the loop calls these."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What was loaded."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or tell anything."""
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Whom the engine's own threads wake when one of them has something to tell."""
+
+    def add(self, request: Request, now: float) -> None:
+        """Put a request into the queue."""
+
+    def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
+        """End a request, or one of its answers, wherever it is; its blocks are free before the next step computes."""
+
+    def control(self, message: Message, now: float) -> None:
+        """Begin what is asked; the reply comes with the report of a step."""
+
+    def step(self, now: float) -> StepReport:
+        """Schedule, compute, update."""
+
+    def idle(self) -> None:
+        """Called once whenever the work runs out."""
+
+    def stats(self, now: float) -> EngineStats:
+        """The numbers as they are now."""
+
+
+class StepLoop:
+    """Runs an engine's steps on the thread that calls `run`; the other methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Message | _Stop | _Wake] = queue.SimpleQueue()
+        engine.attach(lambda: self._inbox.put(_Wake()))
+
+    def send(self, message: Message) -> None:
+        """Hand over a message before the next step."""
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """End after the step that runs."""
+        self._inbox.put(_Stop())
+
+    def run(self, report: Callable[[StepReport], None]) -> None:
+        """Step until `stop`; whatever the engine raises ends the loop."""
+        while self._take_messages():
+            report(self._engine.step(self._clock()))
+            if not self._engine.has_work:
+                self._engine.idle()
+
+    def _take_messages(self) -> bool:
+        """Pass on what came in, waiting for it when there is nothing to do; False when it is time to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            match message:
+                case _Stop():
+                    return False
+                case _Wake():
+                    pass
+                case Request():
+                    self._engine.add(message, self._clock())
+                case Abort():
+                    self._engine.abort(message.request_id, message.reason, self._clock(), message.index)
+                case _:
+                    self._engine.control(message, self._clock())
+
+
+class _Stop:
+    """End the loop."""
+
+
+class _Wake:
+    """Look whether there is work."""

@@ -1,0 +1,33 @@
+"""What an engine is asked to be: one frozen value, the same in a thread and in a process of its own. No torch.
+
+Zero and the empty string mean that the model or the machine decides.
+"""
+
+import msgspec
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one engine; the names are those of the command line."""
+
+    dtype: str = "auto"  # auto, bf16, fp16, fp32
+    quantization: str = "none"  # of the weights, at load: none, int8, fp8
+    kv_cache_dtype: str = "auto"  # auto (that of the weights), fp8, int8
+    deterministic: bool = False  # arithmetic that no batch mate can change
+    device: str = "auto"
+    threads: int = 0  # of torch
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    block_size: int = 16
+    kv_cache_bytes: int = 0
+    gpu_memory_utilization: float = 0.85
+    extra_eos_token_ids: tuple[int, ...] = ()  # the tokenizer's, beside the checkpoint's
+    tokenizer_path: str = ""  # a folder with tokenizer.json, for grammars; empty: beside the weights
+    speculation: str = "none"  # none, promptLookup
+    speculation_max_tokens: int = 0
+    max_adapters: int = 0  # that compute at the same time; 0: adapters are off
+    max_cpu_adapters: int = 0  # that wait in host memory
+    max_rank: int = 0
+    overlap: bool | None = None  # plan a step while the one before it runs; None: the device decides
+    tenant_weights: dict[str, float] = {}
+    kv_events_endpoint: str = ""  # tcp://…: tell which prefixes come and go; empty: off
