@@ -3,10 +3,18 @@
 A block holds the keys and values of `block_size` consecutive tokens, and is in exactly one state:
 
     live     referenced by at least one sequence; never reused
-    cached   referenced by nobody, holds a published prefix; the least recently used is evicted when a block is needed
+    cached   referenced by nobody, holds a published prefix that is evicted when a block is needed
     free     referenced by nobody, holds nothing
+    lent     its memory belongs to an adapter for a while: adapters and KV share one budget
 
-    free + cached + live = total
+    free + cached + live + lent = total
+
+Cached blocks stand in one of two queues (a segmented LRU). Those nobody came back for are evicted first, the least
+recently used before the others; those that a second sequence used are evicted when the first queue is empty. So a
+prompt of any length that is seen once does not push out a prefix that is used again and again. The second queue holds
+at most `HOT_SHARE` of the pool; what it cannot hold goes back to the first one.
+
+Blocks are indexed by group, the adapter they were computed with: when it goes, they go.
 
 A full block is published under a key that chains over everything before it, so that equal keys mean equal tokens
 from the first one on, computed with the same model, adapter and salt. Published blocks are never written again.
@@ -17,8 +25,19 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
+
+from slipway_runtime.scheduling.kv_events import KvEventLog
 
 NULL_BLOCK = 0
+HOT_SHARE = 0.8  # of the pool, that prefixes in repeated use may keep from those used once
+
+
+class Victim(NamedTuple):
+    """The cached block that would be evicted next."""
+
+    hot: bool  # whether a second sequence used it
+    idle_since: float
 
 
 def root_key(*, model: str = "", adapter: str = "", salt: str = "") -> bytes:
@@ -33,18 +52,30 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Blocks 1 … `num_blocks`, reference-counted, with the published prefixes that they hold."""
+    """Blocks 1 … `num_blocks`, reference-counted, with the published prefixes that they hold.
 
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+    `now` is for whoever weighs one victim against another, and is set by the owner before each step.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16, *, events: KvEventLog | None = None) -> None:
         assert num_blocks >= 1
         assert block_size >= 1
         self.total = num_blocks
         self.block_size = block_size
+        self.now = 0.0
+        self.events = events
         self._ref_count = [0] * (num_blocks + 1)
         self._key_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted comes first
+        self._group_of = [""] * (num_blocks + 1)
+        self._members: dict[str, dict[int, None]] = {}  # group -> its published blocks
+        self._used_again = bytearray(num_blocks + 1)
+        self._idle_since = [0.0] * (num_blocks + 1)
+        self._once: OrderedDict[int, None] = OrderedDict()  # the next to be evicted comes first
+        self._hot: OrderedDict[int, None] = OrderedDict()  # the same, for blocks used again
+        self._most_hot = int(num_blocks * HOT_SHARE)
         self._free = list(range(num_blocks, 0, -1))  # a stack: the lowest on top, so that early blocks lie side by side
+        self._lent: list[int] = []
 
     @property
     def free(self) -> int:
@@ -54,17 +85,22 @@ class BlockPool:
     @property
     def cached(self) -> int:
         """Blocks that hold a reusable prefix and nobody uses."""
-        return len(self._cached)
+        return len(self._once) + len(self._hot)
+
+    @property
+    def lent(self) -> int:
+        """Blocks whose memory an adapter has."""
+        return len(self._lent)
 
     @property
     def live(self) -> int:
         """Blocks that sequences use: the real pressure."""
-        return self.total - len(self._free) - len(self._cached)
+        return self.total - len(self._free) - self.cached - len(self._lent)
 
     @property
     def available(self) -> int:
         """Blocks that could be allocated now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold so many tokens."""
@@ -84,27 +120,22 @@ class BlockPool:
         """How many of these blocks nobody uses: holding them takes so many from the available ones."""
         return sum(self._ref_count[block] == 0 for block in blocks)
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """Reference blocks that `match` found."""
+    def hold(self, blocks: Iterable[int], *, again: bool = True) -> None:
+        """Reference blocks that `match` found. `again`: for somebody else than who computed them."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 assert self._key_of[block] is not None, "only a published block can be found"
-                del self._cached[block]
+                self._uncache(block)
+            if again:
+                self._used_again[block] = True
             self._ref_count[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks to be written, evicting the least recently used prefixes when nothing is free."""
+        """Take blocks to be written, evicting prefixes when nothing is free."""
         assert count <= self.available, "the caller asks only for what is available"
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _none = self._cached.popitem(last=False)
-                self._forget(block)
-            assert self._ref_count[block] == 0
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
             self._ref_count[block] = 1
-            blocks.append(block)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -117,14 +148,23 @@ class BlockPool:
             if self._key_of[block] is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._idle_since[block] = self.now
+                (self._hot if self._used_again[block] else self._once)[block] = None
+        while len(self._hot) > self._most_hot:
+            block, _none = self._hot.popitem(last=False)
+            self._used_again[block] = False
+            self._once[block] = None
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Let others find this full, computed block. If an equal one is published already, this one stays private."""
+    def publish(self, block: int, key: bytes, group: str = "") -> bool:
+        """Let others find this full, computed block; False if an equal one is published: this one stays private."""
         assert self._ref_count[block] > 0, "only who computed a block can publish it"
-        if self._key_of[block] is None and key not in self._block_of:
-            self._key_of[block] = key
-            self._block_of[key] = block
+        if self._key_of[block] is not None or key in self._block_of:
+            return False
+        self._key_of[block] = key
+        self._block_of[key] = block
+        self._group_of[block] = group
+        self._members.setdefault(group, {})[block] = None
+        return True
 
     def fork(self, blocks: Sequence[int], num_tokens: int) -> tuple[list[int], tuple[int, int] | None]:
         """A second table over the same tokens: full blocks are shared, the one still being written is copied.
@@ -141,30 +181,90 @@ class BlockPool:
         (copy,) = self.allocate(1)
         return [*shared, copy], (blocks[full], copy)
 
+    # --- groups, and the memory that adapters share with the blocks
+
+    def members(self, group: str) -> int:
+        """How many published blocks a group has, live ones included."""
+        return len(self._members.get(group, ()))
+
+    def groups(self) -> Iterable[str]:
+        """The groups that have published blocks."""
+        return self._members
+
+    def evict_group(self, group: str) -> None:
+        """Nobody finds the blocks of this group any more; those that nobody uses are free."""
+        for block in list(self._members.get(group, ())):
+            self._forget(block)
+            if self._ref_count[block] == 0:
+                self._free.append(block)
+
+    def next_victim(self) -> Victim | None:
+        """What `allocate` would evict with nothing free."""
+        for queue in (self._once, self._hot):
+            for block in queue:
+                return Victim(hot=queue is self._hot, idle_since=self._idle_since[block])
+        return None
+
+    def lend(self, count: int) -> None:
+        """Give the memory of so many available blocks away."""
+        assert count <= self.available
+        self._lent += [self._take() for _ in range(count)]
+
+    def take_back(self, count: int) -> None:
+        """The memory of so many lent blocks can hold KV again."""
+        assert count <= len(self._lent)
+        for _ in range(count):
+            self._free.append(self._lent.pop())
+
     def forget_all(self) -> None:
         """Drop every prefix that nobody uses, and let nobody find those in use: what they hold is no longer valid."""
-        for block in list(self._cached):
-            self._free.append(block)
-        self._cached.clear()
-        for block in list(self._block_of.values()):
-            self._forget(block)
+        events, self.events = self.events, None  # one event for all of them
+        for group in list(self._members):
+            self.evict_group(group)
+        self.events = events
+        if events is not None:
+            events.cleared()
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance."""
-        assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert not set(self._free) & set(self._cached), "a block is free and cached"
-        live = sum(count > 0 for count in self._ref_count)
+        states = (self._free, self._once, self._hot, self._lent)
+        idle = [block for state in states for block in state]
+        assert len(set(idle)) == len(idle), "a block is in two states"
         assert self._ref_count[NULL_BLOCK] == 0
-        assert NULL_BLOCK not in self._cached
-        assert NULL_BLOCK not in self._free
-        assert live + len(self._cached) + len(self._free) == self.total, "free + cached + live = total"
-        assert all(self._ref_count[block] == 0 for block in (*self._free, *self._cached))
-        assert all(self._key_of[block] is None for block in self._free), "a free block can be found"
-        assert all(self._key_of[block] is not None for block in self._cached)
+        assert NULL_BLOCK not in idle
+        live = sum(count > 0 for count in self._ref_count)
+        assert live + len(idle) == self.total, "free + cached + live + lent = total"
+        assert all(self._ref_count[block] == 0 for block in idle)
+        assert all(self._key_of[block] is None for block in (*self._free, *self._lent)), "an empty block can be found"
+        assert all(self._key_of[block] is not None for block in (*self._once, *self._hot))
         assert {key: block for block, key in enumerate(self._key_of) if key is not None} == self._block_of
+        members = {block: group for group, blocks in self._members.items() for block in blocks}
+        assert members == {block: self._group_of[block] for block in self._block_of.values()}
+        assert len(self._hot) <= self._most_hot
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        block = next(iter(self._once or self._hot))
+        self._forget(block)
+        assert self._ref_count[block] == 0
+        return block
+
+    def _uncache(self, block: int) -> None:
+        del (self._hot if block in self._hot else self._once)[block]
 
     def _forget(self, block: int) -> None:
+        """Take a published block out of every index."""
         key = self._key_of[block]
-        if key is not None:
-            del self._block_of[key]
-            self._key_of[block] = None
+        assert key is not None
+        del self._block_of[key]
+        self._key_of[block] = None
+        self._used_again[block] = False
+        members = self._members[self._group_of[block]]
+        del members[block]
+        if not members:
+            del self._members[self._group_of[block]]
+        if self._ref_count[block] == 0:
+            self._uncache(block)
+        if self.events is not None:
+            self.events.removed(key)
