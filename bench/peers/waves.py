@@ -1,0 +1,72 @@
+"""The contract of every engine driver, ours and the peers': waves of equal requests, timed at the engine's own door.
+
+stdin (JSON):  checkpoint, shape, weights (none|int8), threads, rounds, concurrency, prompt_tokens, max_tokens
+stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second
+
+A wave is `concurrency` requests at once, greedy, of the same lengths; the next one starts when it has ended, so that
+an engine without continuous batching is not at a disadvantage. Prefill and decode are told apart: prefill ends when
+every request of the wave has its first token. Standard library only: the peers' environments import this file.
+"""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+# Adds the requests of a wave and calls `tick(index)` whenever request `index` got a token, until all have ended.
+Wave = Callable[[Sequence[list[int]], int, Callable[[int], None]], None]
+
+
+@dataclass
+class Timings:
+    """When the tokens of one wave came."""
+
+    begun: float
+    ticks: dict[int, list[float]] = field(default_factory=dict)
+
+    def tick(self, index: int) -> None:
+        """Request `index` has one more token."""
+        self.ticks.setdefault(index, []).append(time.perf_counter())
+
+
+def drive(task: dict[str, Any], wave: Wave) -> dict[str, Any]:
+    """Run all waves of a task, after one that only warms up, and sum up."""
+    count, length, tokens = task["concurrency"], task["prompt_tokens"], task["max_tokens"]
+    draw = random.Random(0)
+
+    def fresh() -> list[list[int]]:  # no two alike: a prefix cache must not help
+        return [[draw.randrange(10, 4000) for _ in range(length)] for _ in range(count)]
+
+    wave(fresh(), min(4, tokens), lambda index: None)
+    ttft: list[float] = []
+    gaps: list[float] = []
+    prefill = decode = 0.0
+    for _ in range(task["rounds"]):
+        prompts, timings = fresh(), Timings(time.perf_counter())
+        wave(prompts, tokens, timings.tick)
+        ended = time.perf_counter()
+        assert sorted(timings.ticks) == list(range(count)), "a request got no token"
+        assert all(len(ticks) == tokens for ticks in timings.ticks.values()), "every answer has the asked length"
+        first = [ticks[0] for ticks in timings.ticks.values()]
+        ttft += [tick - timings.begun for tick in first]
+        gaps += [later - earlier for ticks in timings.ticks.values() for earlier, later in pairwise(ticks)]
+        prefill += max(first) - timings.begun
+        decode += ended - max(first)
+    made = task["rounds"] * count
+    return {
+        "ttft": ttft,
+        "gaps": gaps,
+        "tokens_per_second": made * tokens / (prefill + decode),
+        "prefill_tokens_per_second": made * length / prefill,
+        "decode_tokens_per_second": made * (tokens - 1) / decode if decode else 0.0,
+    }
+
+
+def main(open_engine: Callable[[dict[str, Any]], Wave]) -> None:
+    """Read the task, open the engine, drive it, print the result."""
+    task = json.load(sys.stdin)
+    print(json.dumps(drive(task, open_engine(task))), flush=True)

@@ -1,0 +1,53 @@
+"""vLLM's CPU build, stepped as its offline engine is. Runs inside its own environment."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+from bench.peers.waves import Wave, main
+
+
+def open_engine(task: dict[str, Any]) -> Wave:
+    """Build the engine in this process."""
+    os.environ["OMP_NUM_THREADS"] = str(task["threads"])
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=task["checkpoint"],
+            dtype={"fp32": "float32"}.get(task.get("dtype", ""), "bfloat16"),
+            max_model_len=task["prompt_tokens"] + task["max_tokens"] + 16,
+            max_num_seqs=max(task["concurrency"], 4),
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            enforce_eager=bool(task.get("eager", False)),
+        )
+    )
+    serial = 0
+
+    def wave(prompts: Sequence[list[int]], max_tokens: int, tick: Callable[[int], None]) -> None:
+        nonlocal serial
+        serial += 1
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        seen = [0] * len(prompts)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(f"{serial}/{index}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index = int(output.request_id.partition("/")[2])
+                for _ in range(len(output.outputs[0].token_ids) - seen[index]):
+                    tick(index)
+                seen[index] = len(output.outputs[0].token_ids)
+
+    return wave
+
+
+if __name__ == "__main__":
+    main(open_engine)
