@@ -56,11 +56,21 @@ def test_old_and_new_spellings_of_rope_mean_the_same():
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported; default, linear"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type 'longrope' is not supported; default,"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 2}}, "'linear' with beta_fast is not"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 2}}, "rope_type 'dynamic' with alpha is not"),
         ({"rope_parameters": {"rope_type": "default", "mscale": 1.0}}, "with mscale is not supported"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
+        ({"layer_types": ["full_attention"]}, "layer_types does not name each of the 2 layers"),
+        ({"sliding_window": 64}, "sliding_window is 64; llama models have none"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "has sliding_attention, and there is no sliding_"),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+            "a mistral model whose layer_types mix",
+        ),
+        ({"head_dim": 15}, "heads have 15 dimensions: rotary positions turn pairs"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
         ({"num_key_value_heads": 3}, "8 attention heads cannot be shared by 3 key-value heads"),
         ({"vocab_size": None}, "vocab_size is None; a positive whole number"),
@@ -73,18 +83,84 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, sentence):
 
 @pytest.mark.capability("ST-9")
 @pytest.mark.parametrize(
-    ("change", "window"),
+    ("change", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": 64}, 64),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, 64),
-        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True, "layer_types": ["full_attention"]},
-         None),
+        ({"model_type": "mistral", "sliding_window": 64}, [64, 64]),
+        ({"model_type": "mistral", "sliding_window": None}, [None, None]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, [None, None]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [None, 64]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, [64, 64]),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, [None, None]),  # 28, the default
+        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True,
+          "layer_types": ["sliding_attention", "full_attention"]}, [64, None]),
+        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True,
+          "layer_types": ["full_attention"] * 2}, [None, None]),
     ],
 )  # fmt: skip
-def test_a_sliding_window_bounds_the_context_where_it_is_used(change, window):
-    assert parse_config({**LLAMA, **change}).sliding_window == window
+def test_a_window_belongs_to_the_layers_that_the_family_gives_it(change, windows):
+    config = parse_config({**LLAMA, **change})
+    assert [config.window_of(layer) for layer in range(2)] == windows
+    assert (config.sliding_window is None) == (windows == [None, None])
+
+
+@pytest.mark.capability("ST-9")
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 1024),
+        ({"rope_type": "dynamic", "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 1024),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}, 256),
+    ],
+)  # fmt: skip
+def test_stretching_positions_gives_the_context_it_was_made_for(rope, context):
+    assert parse_config({**LLAMA, "rope_scaling": rope}).max_position == context
+
+
+def test_dynamic_scaling_is_plain_within_the_trained_context():
+    config = parse_config({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert config.rope_scaling == RopeScaling("default")
+
+
+@pytest.mark.capability("ST-9")
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10{30}; more than 1024 makes no"),
+        ({"hidden_size": 10**5000}, "hidden_size is a number of more than 38 digits; more than"),
+        ({"vocab_size": 1 << 40}, "vocab_size is 1099511627776; more than"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000; more than 16777216"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000; more than 4096"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; a positive whole number"),
+        ({"num_key_value_heads": True}, "num_key_value_heads is True; a positive whole number"),
+        ({"hidden_size": "64" * 1000}, r"hidden_size is '[64]{76}…; a positive whole number"),
+        ({"hidden_size": 4, "num_attention_heads": 8}, "heads have 0 dimensions"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; a number above 1 is needed"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; a number above 1"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0; a number above 1"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4'; a number above 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0; a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),
+        ({"rope_scaling": {"type": "linear"}}, "config.json lacks factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+         "high_freq_factor is 4; a number above 4"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": "no"}}, "truncate is 'no'; true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; true or false"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id is neither a token id nor a short list"),
+        ({"eos_token_id": list(range(1000))}, "eos_token_id is neither a token id nor a short list"),
+        ({"model_type": ["llama"] * 10**6}, r"model_type is \['llama', 'llama', .{40,60}…: this engine"),
+    ],
+)  # fmt: skip
+def test_values_that_make_no_sense_are_refused_before_anything_is_computed(change, sentence):
+    with pytest.raises(ModelRefusedError, match=sentence):
+        parse_config({**LLAMA, **change})
 
 
 def test_a_missing_key_is_named():
@@ -92,7 +168,16 @@ def test_a_missing_key_is_named():
         parse_config({key: value for key, value in LLAMA.items() if key != "hidden_size"})
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("{", "config.json is not JSON"), ("[]", "holds no JSON object")])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "config.json is not JSON"),
+        ("[]", "holds no JSON object"),
+        ("[" * 100_000, "config.json is not JSON"),
+        ('{"vocab_size": ' + "1" * 100_000 + "}", "config.json is not JSON"),  # a number of too many digits
+        (" " * (17 << 20), "config.json has 17825792 bytes: no configuration is that long"),
+    ],
+)
 def test_a_broken_file_is_refused(text, sentence, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelRefusedError, match=sentence):

@@ -34,6 +34,16 @@ SHAPES = {
     "llama3 rope": ("llama", {"rope_parameters": {
         "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32}}),
+    "yarn rope": ("llama", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}}),
+    "yarn rope with its own sharpness": ("qwen3", {"head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 16,
+        "attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}}),
+    "yarn rope with mscale": ("qwen2", {"head_dim": 24, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 5e4, "factor": 8.0, "original_max_position_embeddings": 16,
+        "mscale": 0.7, "mscale_all_dim": 1.4}}),
+    "dynamic rope within the trained context": ("llama", {"rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),

@@ -1,0 +1,72 @@
+"""Values out of a stranger's JSON: each is checked for type and for sense before anything is computed with it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Final
+
+MOST_BYTES: Final = 16 << 20  # of a JSON file beside the weights; the largest known index has one megabyte
+
+
+class ModelRefusedError(Exception):
+    """A checkpoint or a setting that this engine cannot honour; the message is a sentence for the user."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, which must be a plain file of reasonable size."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ModelRefusedError(f"{path.name} has {path.stat().st_size} bytes: no configuration is that long")
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelRefusedError(f"there is no {path.name} in the checkpoint") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelRefusedError(f"{path.name} is not JSON: {error}") from error
+    except OSError as error:
+        raise ModelRefusedError(f"{path.name} cannot be read: {error.strerror}") from error
+    if not isinstance(raw, dict):
+        raise ModelRefusedError(f"{path.name} holds no JSON object")
+    return raw
+
+
+def whole(raw: dict[str, Any], key: str, *, at_most: int) -> int:
+    """A positive whole number within a limit that no model of this engine reaches; KeyError where it is absent."""
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelRefusedError(f"config.json: {key} is {shown(value)}; a positive whole number is needed")
+    if value > at_most:
+        raise ModelRefusedError(f"config.json: {key} is {shown(value)}; more than {at_most} makes no sense")
+    return value
+
+
+def number(raw: dict[str, Any], key: str, *, above: float = 0.0, at_most: float = 1e12) -> float:
+    """A finite number above a limit; KeyError where it is absent."""
+    value = raw[key]
+    # JSON as Python reads it has NaN and Infinity, and comparisons with NaN are always false.
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= at_most
+    if not fits or not math.isfinite(float(value)):
+        raise ModelRefusedError(f"config.json: {key} is {shown(value)}; a number above {above:g} is needed")
+    return float(value)
+
+
+def flag(raw: dict[str, Any], key: str) -> bool:
+    """true or false; absent and null mean false."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelRefusedError(f"config.json: {key} is {shown(value)}; true or false is needed")
+    return bool(value)
+
+
+def demand(raw: dict[str, Any], key: str, value: object) -> None:
+    """Refuse any other value than this one."""
+    if raw.get(key, value) != value:
+        raise ModelRefusedError(f"config.json: {key} is {shown(raw[key])}; only {value!r} is supported")
+
+
+def shown(value: object) -> str:
+    """The value as an error can quote it: short, whatever it is."""
+    # A number of a million digits takes minutes to print.
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a number of more than 38 digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
