@@ -67,5 +67,26 @@ PATH_STATE: Final = "/state"
 RUN_DIRECTORY: Final = "/run/slipway"
 DRAIN_SOCKET: Final = f"{RUN_DIRECTORY}/drain.sock"
 CACHE_DIRECTORY: Final = "/var/cache/slipway"
+PVC_DIRECTORY: Final = "/mnt/slipway/pvc"  # where the claim of a pvc:// model is mounted, read-only
 EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
-WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "  # begins the termination message of a runtime whose model is not there
+# What begins the termination message of a runtime that cannot serve its model, where a person has to act.
+WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "
+WORD_CREDENTIALS_INVALID: Final = "CredentialsInvalid: "
+WORD_DOES_NOT_FIT: Final = "DoesNotFit: "
+
+# Keys of the Secret of spec.model.credentialsSecretRef, and the variables of the same names that the runtime reads.
+CREDENTIALS_OF_SCHEME: Final = {
+    "hf": ("HF_TOKEN",),
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "http": ("HTTP_BEARER_TOKEN",),
+    "https": ("HTTP_BEARER_TOKEN",),
+}
+CREDENTIALS: Final = (
+    "HF_TOKEN",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_REGION",
+    "AWS_ENDPOINT_URL",
+    "HTTP_BEARER_TOKEN",
+)

@@ -6,12 +6,14 @@ where its parent exists; `{}` would not do, because CEL rules judge the default 
 Empty defaults (`""`, `[]`, `{}` of a map) are not written: absent means the same, and stays absent in the object.
 """
 
-from typing import Any
+import re
+from typing import Any, Final
 
 Schema = dict[str, Any]
 
 _DROPPED = ("title", "$defs", "additionalProperties")
 _IMPOSSIBLE = ("anyOf", "oneOf", "allOf", "exclusiveMinimum", "exclusiveMaximum", "prefixItems", "patternProperties")
+_LINE_BREAK: Final = re.compile(r"(?<!\n)\n(?!\n)")  # of a docstring's lines; an empty line begins a paragraph
 _ORDER = ("description", "type", "format", "default", "enum", "required", "properties", "items")
 
 
@@ -23,6 +25,8 @@ def structural(schema: Schema, definitions: Schema | None = None) -> Schema:
     if unsayable:
         raise ValueError(f"a structural schema cannot say {', '.join(unsayable)}: {schema}")
     result = {key: value for key, value in schema.items() if key not in _DROPPED}
+    if "description" in result:
+        result["description"] = _LINE_BREAK.sub(" ", result["description"])
     if "const" in result:
         result["enum"] = [result.pop("const")]
     if result.get("type") == "integer":

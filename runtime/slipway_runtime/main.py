@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipway_runtime.settings import arguments_of, cache_directory, run_directory, serve_settings
+from slipway_runtime.command_line import arguments_of, cache_directory, run_directory, serve_settings
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ LIST_TYPE = "x-kubernetes-list-type"
 # Fields of later work are absent, not ignored.
 LATER = {
     *("profile", "warmPool", "routing", "budget", "slo", "availability", "suspend", "restartAt", "experimental"),
-    *("scaleToZero", "schedules", "canary", "gates", "paused", "handover", "lora", "speculation", "quantization"),
-    *("credentialsSecretRef", "warmPrompts", "engine", "role", "deterministic"),
+    *("scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
+    *("hostBytes", "shape", "cache", "upgradePolicy", "upgradeWindow"),
 }
 
 
@@ -83,9 +83,10 @@ def test_every_field_of_ours_explains_itself(schema):
     assert silent == []
 
 
-def test_only_the_number_of_replicas_and_the_autoscaler_stay_absent(schema):
+def test_replicas_the_autoscaler_and_room_for_adapters_stay_absent(schema):
     spec = schema["properties"]["spec"]["properties"]
 
+    assert "lora" not in spec["runtime"]["default"]
     assert "default" not in spec["replicas"]
     assert "default" not in spec["autoscaling"]
     assert spec["drain"]["default"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5}
@@ -99,6 +100,7 @@ def test_what_is_not_built_is_absent(schema):
     names = {path.rpartition(".")[2].removesuffix("[]") for path, _ in walk(schema["properties"]["spec"])}
 
     assert names.isdisjoint(LATER)
+    assert "role" not in schema["properties"]["spec"]["properties"]["runtime"]["properties"]  # elsewhere, it speaks
 
 
 def test_scale_points_at_the_fields_that_hpa_and_keda_use():

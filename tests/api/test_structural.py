@@ -79,6 +79,18 @@ def test_a_status_has_no_defaults_at_any_depth():
     assert "default" not in str(without_defaults(schema_of(Tree)))
 
 
+class Wordy(Struct):
+    """Words of a docstring
+    that goes on.
+
+    And begins anew.
+    """
+
+
+def test_a_description_has_paragraphs_but_no_lines():
+    assert schema_of(Wordy)["description"] == "Words of a docstring that goes on.\n\nAnd begins anew."
+
+
 class Either(Struct):
     """Cannot be said."""
 

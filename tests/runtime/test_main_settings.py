@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults, arguments_of, serve_settings
+from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults
 
 OPERATORS = {
     "--served-name": "chat",
@@ -95,6 +96,11 @@ def test_adapters_of_the_start_are_named_once_each():
 
     assert settings.adapters == (BootAdapter("sql", "file:///models/sql"), BootAdapter("s3", "s3://b/p?a=b"))
     assert settings.max_cpu_adapters == 2  # what computes is kept in host memory too
+
+
+def test_several_lists_of_warm_prompts_are_one():
+    """Linux limits the length of one argument, so the operator writes a list for each."""
+    assert settings_of('--warm-prompts=["a", "b"]', "--warm-prompts", '["c"]').warm_prompts == ("a", "b", "c")
 
 
 def test_tenants_have_weights():

@@ -9,8 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService, SamplingDefaults
+from slipway_api.inference_service import InferenceService
+from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
+from slipway_api.runtime_spec import KVDtype, Quantization, Runtime, SpeculationMethod
+from slipway_operator.core import model_access
 from slipway_operator.core.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.revision import Revision
 
@@ -53,7 +56,7 @@ def build_pod(
         | _if_any(annotations=dict(overlay.metadata.annotations)),
         "spec": {
             "containers": [_server(service, revision, token_digests)],
-            "volumes": _merged("name", [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS], overlay.spec.volumes),
+            "volumes": _volumes(service),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
             "automountServiceAccountToken": False,
@@ -90,7 +93,9 @@ def _server(service: InferenceService, revision: Revision, token_digests: Iterab
             {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
         ],
-        "volumeMounts": _merged("mountPath", overlay.volume_mounts, own_mounts),
+        "volumeMounts": _merged(
+            "mountPath", overlay.volume_mounts, own_mounts, model_access.mounts(service.spec.model)
+        ),
         "lifecycle": {"preStop": {"exec": {"command": ["slipway-runtime", "drain"]}}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -125,7 +130,34 @@ def arguments(service: InferenceService, revision: Revision) -> list[str]:
         "--drain-timeout": drain.timeout_seconds,
     }
     written = [part for flag, value in flags.items() if value not in (0, "") for part in (flag, _literal(str(value)))]
-    return ["serve", _literal(model.uri), *written, *runtime.args]
+    # One flag each: together they could be longer than Linux lets one argument be.
+    warm = [part for one in model.warm_prompts for part in ("--warm-prompts", _literal(warm_prompts(one)))]
+    return ["serve", _literal(model_access.address(model)), *written, *_features(runtime), *warm, *runtime.args]
+
+
+def _features(runtime: Runtime) -> list[str]:
+    """Flags of what is switched on, and only of that: the image of an older revision may not know the others."""
+    flags: list[str] = []
+    if runtime.quantization is not Quantization.NONE:
+        flags += ["--quantization", runtime.quantization.value]
+    if runtime.kv_cache.dtype is not KVDtype.AUTO:
+        flags += ["--kv-cache-dtype", runtime.kv_cache.dtype.value]
+    if runtime.deterministic:
+        flags += ["--deterministic"]
+    if runtime.speculation.method is not SpeculationMethod.NONE:
+        flags += ["--speculation", runtime.speculation.method.value]
+        flags += ["--speculation-max-tokens", str(runtime.speculation.max_tokens)]
+    if runtime.lora is not None:
+        flags += ["--max-adapters", str(runtime.lora.max_adapters)]
+        flags += ["--max-cpu-adapters", str(runtime.lora.max_cpu_adapters)]
+        flags += ["--max-rank", str(runtime.lora.max_rank)]
+    return flags
+
+
+def warm_prompts(prompt: WarmPrompt) -> str:
+    """One warm prompt as the runtime takes it: a JSON list with a text, or with a list of messages."""
+    one: object = prompt.prompt or [message.to_json() for message in prompt.messages]
+    return json.dumps([one], ensure_ascii=False, separators=(",", ":"))
 
 
 def _literal(text: str) -> str:
@@ -160,7 +192,14 @@ def _environment(
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(token_digests)},
     ]
-    return _merged("name", defaults, service.spec.runtime.env, overlay.env, own)
+    keys = model_access.credentials(service.spec.model)
+    return _merged("name", defaults, keys, service.spec.runtime.env, overlay.env, own)
+
+
+def _volumes(service: InferenceService) -> list[dict[str, Any]]:
+    """The user may bring another cache; the claim of the model is the model's."""
+    own = [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS]
+    return _merged("name", own, service.spec.template.spec.volumes, model_access.volumes(service.spec.model))
 
 
 def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str, dict[str, str | int]]:

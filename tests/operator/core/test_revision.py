@@ -2,6 +2,7 @@
 
 import pytest
 
+from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus, RevisionStatus
 from slipway_operator.core import revision
 from slipway_operator.core.revision import digest, inputs, resolve
@@ -21,6 +22,13 @@ BASE = a_service(runtime={"maxModelLen": 2048})
         {"runtime": {"maxModelLen": 2048, "image": "mine:1"}},
         {"resources": {"gpu": {"count": 0}}},
         {"template": {"spec": {"nodeSelector": {"zone": "a"}}}},
+        {"model": {"uri": BASE.spec.model.uri, "credentialsSecretRef": {"name": "hub"}}},
+        {"model": {"uri": BASE.spec.model.uri, "warmPrompts": [{"prompt": "a"}]}},
+        {"runtime": {"maxModelLen": 2048, "quantization": "int8"}},
+        {"runtime": {"maxModelLen": 2048, "deterministic": True}},
+        {"runtime": {"maxModelLen": 2048, "kvCache": {"dtype": "int8"}}},
+        {"runtime": {"maxModelLen": 2048, "speculation": {"method": "promptLookup"}}},
+        {"runtime": {"maxModelLen": 2048, "lora": {}}},
     ],
 )
 def test_what_the_user_says_of_the_pods_makes_a_new_revision(change):
@@ -48,6 +56,46 @@ def test_nothing_else_does(change):
 def test_an_operator_with_another_default_image_changes_neither_hash_nor_image():
     service = promised(BASE, 1)
     assert resolve(service, "slipway/runtime:next") == resolve(BASE, "slipway/runtime:test")
+
+
+DEFAULTS_OF_TODAY = {
+    "quantization": "none",
+    "deterministic": False,
+    "kvCache": {"gpuMemoryUtilization": "0.85", "dtype": "auto"},
+    "speculation": {"method": "none", "maxTokens": 4},
+}
+
+
+@pytest.mark.capability("OP-7")
+@pytest.mark.parametrize(
+    ("spec", "hash"),
+    [
+        ({"model": {"uri": "hf://org/model@main"}}, "gmcn47xcqz"),
+        ({"model": {"uri": "hf://org/model@main"}, "runtime": DEFAULTS_OF_TODAY}, "gmcn47xcqz"),
+        (
+            {
+                "model": {
+                    "uri": "hf://org/model@main",
+                    "chatTemplate": "{{ x }}",
+                    "samplingDefaults": {"maxTokens": 1024, "topK": 20},
+                },
+                "runtime": {
+                    "maxModelLen": 4096,
+                    "kvCache": {"gpuMemoryUtilization": "0.85", "bytes": "6Mi"},
+                    "env": [{"name": "A", "value": "1"}],
+                },
+                "resources": {"gpu": {"count": 1}, "limits": {"memory": "2Gi"}},
+            },
+            "pxltsz8x99",
+        ),
+    ],
+    ids=["three lines", "three lines, with the defaults of a newer API server", "many fields"],
+)
+def test_services_of_the_first_release_keep_their_hash(spec, hash):
+    """Written down from Slipway 0.1: another hash here would restart every replica of every user."""
+    service = InferenceService.parse({"metadata": {"name": "chat"}, "spec": spec})
+
+    assert digest(inputs(service.spec)) == hash
 
 
 def test_a_revision_that_comes_back_gets_the_image_it_had():

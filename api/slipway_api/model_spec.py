@@ -1,0 +1,158 @@
+"""Which model a service answers with: where it is, what opens it, and what holds for requests that say nothing.
+
+| address                      | what it is                               | keys that open it                        |
+|------------------------------|------------------------------------------|------------------------------------------|
+| `hf://organisation/name@rev` | a repository on a hub                    | HF_TOKEN                                 |
+| `s3://bucket/prefix`         | the objects under a prefix               | AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY |
+| `https://host/path`          | files over HTTP                          | HTTP_BEARER_TOKEN                        |
+| `pvc://claim/path`           | a directory of a claim, read-only        |                                          |
+| `file:///path`               | a directory of the image, or of a volume |                                          |
+"""
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from slipway_api.types import DecimalString, LocalReference, Rule, Struct, bounded_list, cel_rules, decimal_rule
+
+_HF = "hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?"
+_S3 = "s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^ ]*)?"
+_HTTP = "https?://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]{1,5})?/[^ ]+"  # no user:password@, which would leak
+_FILE = "file:///[^ ]+"
+_PVC = "pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?([.][a-z0-9]([a-z0-9-]*[a-z0-9])?)*(/[^ ]*)?"
+_URI_HELP = (
+    "must be hf://organisation/model, hf://organisation/model@revision, s3://bucket/prefix, https://host/path{} or "
+    "file:///absolute/path"
+)
+
+# Linux takes at most 128 KiB in one argument of a program, and JSON writes a character in up to six bytes.
+WARM_PROMPT_CHARACTERS: Final = 16_384
+
+
+def _is_uri(field: str, *kinds: str) -> str:
+    return f"{field}.matches('^({'|'.join(kinds)})$') && !{field}.matches('/[.][.](/|$)')"
+
+
+class TokenizerSource(Struct):
+    """A tokenizer other than the model's own."""
+
+    model_config = cel_rules(
+        Rule(
+            f"!has(self.uri) || self.uri == '' || ({_is_uri('self.uri', _HF, _S3, _HTTP, _FILE)})",
+            f"uri {_URI_HELP.format('')}",
+            ".uri",
+        ),
+        Rule(
+            "!has(self.sha256) || self.sha256.matches('^([0-9a-f]{64})?$')", "sha256 must be 64 hex digits", ".sha256"
+        ),
+    )
+
+    uri: str = Field(default="", max_length=512)
+    """Where it lives; empty: with the model."""
+    sha256: str = Field(default="", max_length=64)
+    """SHA-256 of tokenizer.json; a replica with another one refuses to start. Empty: not checked."""
+
+
+class SamplingDefaults(Struct):
+    """What holds for requests that do not say otherwise; part of the revision."""
+
+    model_config = cel_rules(
+        decimal_rule("temperature", "value <= 2.0", "temperature must be 0 to 2"),
+        decimal_rule("topP", "value > 0.0 && value <= 1.0", "topP must be above 0 and at most 1"),
+        decimal_rule("minP", "value <= 1.0", "minP must be 0 to 1"),
+        decimal_rule("repetitionPenalty", "value > 0.0", "repetitionPenalty must be above 0"),
+    )
+
+    temperature: DecimalString | None = None
+    """Randomness, "0" to "2"; "0" is greedy."""
+    top_p: DecimalString | None = None
+    """Sample from the most likely tokens that together have this probability."""
+    top_k: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Sample from this many of the most likely tokens; 0: all."""
+    min_p: DecimalString | None = None
+    """Leave out tokens less likely than this share of the most likely one."""
+    repetition_penalty: DecimalString | None = None
+    """Above "1" discourages tokens that already appeared."""
+    max_tokens: int = Field(default=1024, ge=1, le=10_000_000)
+    """Tokens generated for a request that names no limit."""
+
+
+class Role(StrEnum):
+    """Who speaks in a message."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+
+
+class WarmMessage(Struct):
+    """One message of a chat."""
+
+    role: Role
+    """Who speaks: system, user or assistant."""
+    content: str = Field(min_length=1, max_length=WARM_PROMPT_CHARACTERS)
+    """What is said."""
+
+
+class WarmPrompt(Struct):
+    """A prefix that many requests share, computed before a replica is ready."""
+
+    model_config = cel_rules(
+        Rule(
+            "(has(self.prompt) && self.prompt != '') != (has(self.messages) && size(self.messages) > 0)",
+            "a warm prompt must be either a prompt or messages",
+        ),
+        Rule(
+            f"!has(self.messages) || self.messages.map(one, size(one.content)).sum() <= {WARM_PROMPT_CHARACTERS}",
+            f"the messages of a warm prompt may have at most {WARM_PROMPT_CHARACTERS} characters together",
+            ".messages",
+        ),
+    )
+
+    prompt: str = Field(default="", max_length=WARM_PROMPT_CHARACTERS)
+    """The beginning of a text completion."""
+    messages: Annotated[tuple[WarmMessage, ...], bounded_list(at_most=8)] = ()
+    """The first messages of a chat, often only the system message; the chat template makes a prompt of them."""
+
+
+class Model(Struct):
+    """Which model, and under which name."""
+
+    model_config = cel_rules(
+        Rule(
+            _is_uri("self.uri", _HF, _S3, _HTTP, _PVC, _FILE),
+            f"uri {_URI_HELP.format(', pvc://claim/path')}",
+            ".uri",
+        ),
+        Rule(
+            "!has(self.servedName) || self.servedName.matches('^([A-Za-z0-9][A-Za-z0-9._:/-]*)?$')",
+            "servedName must be letters, digits and . _ : / -, starting with a letter or digit",
+            ".servedName",
+        ),
+        Rule(
+            "!has(self.digest) || self.digest.matches('^(sha256:[0-9a-f]{64})?$')",
+            "digest must be sha256: and 64 hex digits",
+            ".digest",
+        ),
+    )
+
+    uri: str = Field(min_length=1, max_length=512)
+    """Where the checkpoint lives: hf://organisation/model@revision, s3://bucket/prefix, https://host/path,
+    pvc://claim/path of a PersistentVolumeClaim, or file:///path of the image or of a mounted volume."""
+    credentials_secret_ref: LocalReference | None = None
+    """A Secret of the same namespace that opens the address. Its keys: HF_TOKEN for hf://; AWS_ACCESS_KEY_ID and
+    AWS_SECRET_ACCESS_KEY, and if needed AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL, for s3://;
+    HTTP_BEARER_TOKEN for https://."""
+    served_name: str = Field(default="", max_length=128)
+    """What clients send as model; empty: metadata.name."""
+    digest: str = Field(default="", max_length=71)
+    """Digest of the checkpoint, sha256:...; a replica that finds another one refuses to start. Empty: not checked."""
+    tokenizer: TokenizerSource = TokenizerSource()
+    """A tokenizer other than the model's own."""
+    chat_template: str = Field(default="", max_length=32768)
+    """A Jinja chat template that replaces the model's own."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """What holds for requests that do not say otherwise; part of the revision."""
+    warm_prompts: Annotated[tuple[WarmPrompt, ...], bounded_list(at_most=16)] = ()
+    """Prefixes that many requests share, such as a system message: computed before a replica is ready."""

@@ -1,0 +1,162 @@
+"""How a replica runs the model: number formats, limits of a step, the KV cache, speculation, room for adapters.
+
+What is absent or at its default puts no flag on the command line of the runtime: a revision keeps the image it began
+with, and an older image shall not stumble over the flags of a newer operator.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from slipway_api.overlay import EnvVar
+from slipway_api.types import (
+    BYTES_PATTERN,
+    ByteQuantity,
+    DecimalString,
+    Rule,
+    Struct,
+    bounded_list,
+    cel_rules,
+    decimal,
+    decimal_rule,
+    parse_quantity,
+)
+
+
+class Dtype(StrEnum):
+    """Number format of weights and arithmetic."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class Quantization(StrEnum):
+    """Number format of the weights, where it is not that of the checkpoint."""
+
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+class KVDtype(StrEnum):
+    """Number format of the KV cache."""
+
+    AUTO = "auto"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+class KVCache(Struct):
+    """How much memory the KV cache of a replica takes."""
+
+    model_config = cel_rules(
+        decimal_rule(
+            "gpuMemoryUtilization", "value > 0.0 && value <= 1.0", "gpuMemoryUtilization must be above 0 and at most 1"
+        ),
+        Rule(
+            f"!has(self.bytes) || self.bytes.matches('{BYTES_PATTERN}')",
+            "bytes must be a whole number of bytes such as 64Mi or 2Gi",
+            ".bytes",
+        ),
+    )
+
+    gpu_memory_utilization: DecimalString = decimal("0.85")
+    """Share of the GPU's memory for weights and KV cache together."""
+    dtype: KVDtype = KVDtype.AUTO
+    """Number format of keys and values; fp8 and int8 hold twice the tokens of 16 bits. auto: that of the arithmetic."""
+    bytes: ByteQuantity = ""
+    """Fixes the size of the pool, such as 64Mi; for CPUs and demonstrations. Empty: what the GPU has left."""
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        """The size asked for, or None where the memory decides."""
+        return int(parse_quantity(self.bytes)) if self.bytes else None
+
+
+class SpeculationMethod(StrEnum):
+    """Where guesses come from."""
+
+    NONE = "none"
+    PROMPT_LOOKUP = "promptLookup"
+
+
+class Speculation(Struct):
+    """Tokens guessed ahead and checked together."""
+
+    method: SpeculationMethod = SpeculationMethod.NONE
+    """none, or promptLookup: what followed the last tokens where they occurred before, in prompt or answer."""
+    max_tokens: int = Field(default=4, ge=1, le=32)
+    """Most tokens guessed in one step; fewer are tried where guesses fail."""
+
+
+class LoRA(Struct):
+    """Room for LoRA adapters beside the model."""
+
+    model_config = cel_rules(
+        Rule(
+            "self.maxCPUAdapters >= self.maxAdapters",
+            "maxCPUAdapters must be at least maxAdapters, because an adapter that computes is kept in host memory too",
+            ".maxCPUAdapters",
+        )
+    )
+
+    max_adapters: int = Field(default=8, ge=1, le=256)
+    """Adapters that one step computes together; each takes a slot of maxRank on the device."""
+    max_cpu_adapters: int = Field(default=32, alias="maxCPUAdapters", ge=1, le=4096)
+    """Adapters kept in host memory, from where one gets into a slot without being fetched again."""
+    max_rank: int = Field(default=16, ge=1, le=512)
+    """The largest rank that an adapter may have."""
+
+
+class Runtime(Struct):
+    """How a replica runs the model."""
+
+    model_config = cel_rules(
+        Rule(
+            "self.maxNumBatchedTokens >= self.maxNumSeqs",
+            "maxNumBatchedTokens must be at least maxNumSeqs, so that every running request gets a token in each step",
+            ".maxNumBatchedTokens",
+        ),
+        Rule("self.blockSize in [8, 16, 32, 64, 128]", "blockSize must be 8, 16, 32, 64 or 128", ".blockSize"),
+        Rule(
+            "self.maxOutputTokens == 0 || self.maxModelLen == 0 || self.maxOutputTokens < self.maxModelLen",
+            "maxOutputTokens must be below maxModelLen, so that a prompt fits beside the answer",
+            ".maxOutputTokens",
+        ),
+    )
+
+    image: str = Field(default="", pattern=r"^\S*$", max_length=512)
+    """Runtime image; empty: the chart's, frozen for the life of a revision."""
+    args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], bounded_list(at_most=64)] = ()
+    """Further arguments of slipway-runtime serve."""
+    env: Annotated[tuple[EnvVar, ...], bounded_list(at_most=64, key="name")] = ()
+    """Environment variables of the runtime, as in a pod."""
+    dtype: Dtype = Dtype.AUTO
+    """Number format of weights and arithmetic; auto: the checkpoint's on a GPU, fp32 on a CPU."""
+    quantization: Quantization = Quantization.NONE
+    """Weights in one byte, made while they load: int8, or fp8 where the hardware can; none: as they are stored."""
+    deterministic: bool = False
+    """The same request gives the same tokens, alone and in any batch; costs throughput."""
+    max_model_len: int = Field(default=0, ge=0, le=10_000_000)
+    """Longest prompt and answer together, in tokens; 0: the model's own limit."""
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Most requests that one step computes together."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1_048_576)
+    """Most tokens that one step computes; longer prompts are computed in chunks."""
+    block_size: int = 16
+    """Tokens per block of the KV cache: 8, 16, 32, 64 or 128."""
+    max_output_tokens: int = Field(default=0, ge=0, le=10_000_000)
+    """Hard limit of generated tokens per request; 0: what fits in maxModelLen."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1)
+    """GPUs that share one replica's model. Only 1 is accepted so far."""
+    kv_cache: KVCache = KVCache()
+    """How much memory the KV cache of a replica takes."""
+    speculation: Speculation = Speculation()
+    """Tokens guessed ahead and checked together: the same answers in fewer steps."""
+    lora: LoRA | None = None
+    """Room for LoRA adapters beside the model. Absent: none can be loaded."""
+    startup_timeout_seconds: int = Field(default=1800, ge=10, le=86_400)
+    """How long a replica may take to become ready before it is started over."""

@@ -1,0 +1,157 @@
+"""How a replica computes, where its model comes from and what opens it: the API server knows what goes together."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from slipway_api.inference_service import InferenceService
+from slipway_operator.core.revision import digest, inputs
+from tests.api.manifests import a_manifest, apply, assert_refused, stored
+
+pytestmark = pytest.mark.apiserver
+
+LONG = "x" * 16_384
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def a_model(**model: Any) -> dict[str, Any]:
+    return {"model": {"uri": "hf://org/model"} | model}
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "hf://org/model@v1.0",
+        "s3://bucket",
+        "s3://my.bucket-2/models/llama 3".replace(" ", "-"),
+        "http://models.internal:8080/llama/",
+        "https://host/llama?version=3",
+        "pvc://models",
+        "pvc://models.team-a/llama/3..1",
+        "file:///opt/slipway/models/tiny",
+    ],
+)
+@pytest.mark.capability("BS-3")
+def test_a_model_may_live_at_each_of_these_addresses(api, uri):
+    apply(api, a_manifest("address", **a_model(uri=uri)), "--dry-run=server")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # what is wrong, the spec, the sentence
+    ("a bucket in capitals", a_model(uri="s3://Bucket/x"), "s3://bucket/prefix"),
+    ("a password in the address", a_model(uri="https://user:secret@host/model"), "https://host/path"),
+    ("a host without a path", a_model(uri="https://host"), "https://host/path"),
+    ("a claim that can be none", a_model(uri="pvc://My_Claim/llama"), "pvc://claim/path"),
+    ("a path out of the claim", a_model(uri="pvc://models/../secrets"), "pvc://claim/path"),
+    ("a path that ends upwards", a_model(uri="file:///opt/.."), "file:///absolute/path"),
+    ("a tokenizer in a claim", a_model(tokenizer={"uri": "pvc://models/llama"}), "uri must be hf://"),
+    ("no Secret's name", a_model(credentialsSecretRef={}), "spec.model.credentialsSecretRef.name: Required value"),
+    ("an empty Secret's name", a_model(credentialsSecretRef={"name": ""}), "credentialsSecretRef.name"),
+    ("a warm prompt of nothing", a_model(warmPrompts=[{}]), "either a prompt or messages"),
+    (
+        "a warm prompt of both",
+        a_model(warmPrompts=[{"prompt": "a", "messages": [SYSTEM]}]),
+        "either a prompt or messages",
+    ),
+    ("a message without a role", a_model(warmPrompts=[{"messages": [{"content": "a"}]}]), "role: Required value"),
+    (
+        "a message of a tool",
+        a_model(warmPrompts=[{"messages": [SYSTEM | {"role": "tool"}]}]),
+        'supported values: "system", "user", "assistant"',
+    ),
+    ("a warm prompt too long", a_model(warmPrompts=[{"prompt": LONG + "x"}]), "may not be more than 16384"),
+    (
+        "messages too long together",
+        a_model(warmPrompts=[{"messages": [SYSTEM, {"role": "user", "content": LONG}]}]),
+        "at most 16384 characters together",
+    ),
+    ("too many warm prompts", a_model(warmPrompts=[{"prompt": "a"}] * 17), "must have at most 16 items"),
+    ("weights of four bits", {"runtime": {"quantization": "int4"}}, 'supported values: "none", "int8", "fp8"'),
+    ("a KV cache of four bits", {"runtime": {"kvCache": {"dtype": "int4"}}}, 'supported values: "auto", "fp8", "int8"'),
+    (
+        "a draft model, which is not built yet",
+        {"runtime": {"speculation": {"method": "draft"}}},
+        'supported values: "none", "promptLookup"',
+    ),
+    ("no guesses", {"runtime": {"speculation": {"maxTokens": 0}}}, "greater than or equal to 1"),
+    ("too many guesses", {"runtime": {"speculation": {"maxTokens": 33}}}, "less than or equal to 32"),
+    ("perhaps deterministic", {"runtime": {"deterministic": "yes"}}, "must be of type boolean"),
+    ("no adapters", {"runtime": {"lora": {"maxAdapters": 0}}}, "greater than or equal to 1"),
+    ("a rank of nothing", {"runtime": {"lora": {"maxRank": 0}}}, "greater than or equal to 1"),
+    (
+        "more adapters in slots than in memory",
+        {"runtime": {"lora": {"maxAdapters": 64}}},
+        "maxCPUAdapters must be at least maxAdapters",
+    ),
+]
+
+
+@pytest.mark.capability("BS-3")
+@pytest.mark.parametrize(("spec", "sentence"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_what_cannot_work_is_refused_with_one_sentence(api, spec, sentence):
+    assert_refused(api, a_manifest("bad", **spec), sentence)
+
+
+@pytest.mark.capability("BS-3")
+def test_what_can_work_is_accepted(api):
+    """Every field once, at its limit, so that the cost of all rules fits."""
+    everything = a_manifest(
+        "features",
+        model={
+            "uri": "s3://bucket/models/llama",
+            "credentialsSecretRef": {"name": "bucket"},
+            "tokenizer": {"uri": "https://host/tokenizer/"},
+            "warmPrompts": [{"prompt": LONG}, *[{"messages": [SYSTEM] * 8}] * 15],
+        },
+        runtime={
+            "quantization": "int8",
+            "deterministic": True,
+            "kvCache": {"dtype": "fp8"},
+            "speculation": {"method": "promptLookup", "maxTokens": 32},
+            "lora": {"maxAdapters": 256, "maxCPUAdapters": 4096, "maxRank": 512},
+        },
+    )
+    given = copy.deepcopy(everything["spec"])
+
+    apply(api, everything)
+
+    kept = stored(api, "features")["spec"]
+    assert kept["model"].items() >= {key: given["model"][key] for key in ("uri", "warmPrompts")}.items()
+    assert kept["runtime"]["lora"] == given["runtime"]["lora"]
+    assert kept["runtime"]["quantization"] == "int8"
+
+
+def test_adapters_are_off_until_they_are_asked_for_and_then_have_room(api):
+    apply(api, a_manifest("plain"))
+    apply(api, a_manifest("adapters", runtime={"lora": {}}))
+
+    plain, adapters = stored(api, "plain")["spec"]["runtime"], stored(api, "adapters")["spec"]["runtime"]
+    assert "lora" not in plain
+    assert adapters["lora"] == {"maxAdapters": 8, "maxCPUAdapters": 32, "maxRank": 16}
+    assert (plain["quantization"], plain["deterministic"], plain["kvCache"]["dtype"]) == ("none", False, "auto")
+    assert plain["speculation"] == {"method": "none", "maxTokens": 4}
+
+
+@pytest.mark.capability("OP-7")
+def test_the_defaults_that_the_api_server_writes_out_restart_nobody(api):
+    manifest = a_manifest("upgraded", runtime={"maxModelLen": 2048})
+    apply(api, manifest)
+
+    as_written, as_stored = InferenceService.parse(manifest), InferenceService.parse(stored(api, "upgraded"))
+    assert digest(inputs(as_stored.spec)) == digest(inputs(as_written.spec))
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        (".spec.model.credentialsSecretRef", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and if needed"),
+        (".spec.model.warmPrompts.messages", "the chat template makes a prompt of them"),
+        (".spec.runtime.quantization", "made while they load"),
+        (".spec.runtime.deterministic", "alone and in any batch"),
+        (".spec.runtime.speculation.method", "what followed the last tokens"),
+        (".spec.runtime.lora", "none can be loaded"),
+    ],
+)
+def test_kubectl_explains_every_field(api, field, words):
+    assert words in " ".join(api.kubectl("explain", f"infsvc{field}").split())
