@@ -292,6 +292,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     adapter_slot: int = -1  # -1: the base model alone
     grammar: bool = False  # its draws wait for a mask
+    request_id: str = ""  # whose it is: the masks of a plan are made by the engine, which knows requests
+    index: int = 0  # which of the request's answers
 
 
 class AdapterLoad(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Where each answer stands in its grammar, and which tokens it may draw next. No torch: the engine process asks.
 
     grammars.start(request)                            # when it comes in: compiles beside the steps
-    result = execute(plan, lambda: grammars.masks(plan, drawing))   # masks are made while the model computes
+    result = execute(plan, lambda: grammars.masks(plan))    # every plan; another thread may, while the model computes
     for output in update(result): grammars.accept(output)
 
 It fails closed. A matcher that breaks, for whatever reason, allows nothing but an end, and `accept` answers with the
@@ -12,7 +12,6 @@ preemption does not touch it; output that came with the request is replayed. Aft
 allows only end-of-sequence tokens come.
 """
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ class Grammars:
         self._compiler = compiler
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # llguidance lets go of the GIL
         self._answers: dict[Key, _Answer] = {}
+        self._rows: dict[int, Key] = {}  # who has which row of the worker
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
         for token in compiler.eos_token_ids:
             self._ends[token // 32] |= np.uint32(1 << (token % 32))
@@ -51,25 +51,26 @@ class Grammars:
                     compiling, request.output_token_ids, self._compiler.eos_token_ids
                 )
 
-    def masks(self, plan: StepPlan, drawing: Sequence[Key]) -> TokenMasks | None:
-        """The masks of a plan's draws. drawing: whose the rows that sample are, in the order of the plan.
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
+        """The masks of a plan's draws. Every plan must be given: they say who has which row.
 
         Draws after a draft that the grammar refuses get no mask: they can never be kept.
         """
-        if not any(key in self._answers for key in drawing):
+        for new in plan.new_rows:
+            self._rows[new.row] = new.request_id, new.index
+        if not self._answers:
             return None
         draws: list[int] = []
         masks: list[Words] = []
         first = 0  # the row's first place among all draws
-        drafts = plan.drafts or ((),) * len(plan.rows)
-        sampling = [drafts[row] for row, samples in enumerate(plan.samples) if samples]
-        for key, guessed in zip(drawing, sampling, strict=True):
-            if (answer := self._answers.get(key)) is not None:
+        for place in np.flatnonzero(plan.samples).tolist():
+            guessed = plan.drafts[place] if plan.drafts else ()
+            if (answer := self._answers.get(self._rows[plan.rows[place]])) is not None:
                 made = self._masks_of(answer, guessed)
                 draws.extend(range(first, first + len(made)))
                 masks.extend(made)
             first += 1 + len(guessed)
-        return TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes())
+        return TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes()) if draws else None
 
     def accept(self, output: Output) -> str:
         """Follow what was emitted; every Output may be given. Empty, or why the answer must end with an error."""

@@ -20,9 +20,10 @@ class StepInputs:
     num_computed: Ints  # (R,)
     num_new: Ints  # (R,)
     block_tables: Ints  # (R, blocks of the longest)
-    drawing_rows: Ints  # rows that draw a token
-    drawing_tokens: Tensor | None  # the last token of each of those among T; None: all T, in order
-    drawing_positions: Ints  # where the drawn tokens will stand in their sequences
+    # D draws. A row that samples draws after its last token; with K drafts also before each of them.
+    drawing_rows: Ints  # (D,)
+    drawing_tokens: Tensor | None  # (D,) among T, after which of them; None: after each
+    drawing_positions: Ints  # (D,) where the drawn tokens stand in their sequences
 
 
 def pack(plan: StepPlan, rows: Rows, block_size: int, device: torch.device) -> StepInputs:
@@ -38,17 +39,24 @@ def pack(plan: StepPlan, rows: Rows, block_size: int, device: torch.device) -> S
         token_rows = np.repeat(row_ids, num_new)
         positions = np.arange(total) + np.repeat(num_computed - (ends - num_new), num_new)
     blocks = rows.block_tables[token_rows, positions // block_size].astype(np.int64)
-    draws = np.array(plan.samples, dtype=bool)
-    everything = total == len(row_ids) and bool(draws.all())
-    longest = int((num_computed + num_new).max())
+    lengths = num_computed + num_new
+    drawing_rows, drawing_tokens, drawing_positions = row_ids, None, lengths
+    if total != len(row_ids) or not all(plan.samples):
+        draws = np.array(plan.samples, dtype=np.int64)
+        if plan.drafts:
+            draws *= np.array([1 + len(drafts) for drafts in plan.drafts], dtype=np.int64)
+        drawing_rows = np.repeat(row_ids, draws)
+        back = draws.cumsum().repeat(draws) - np.arange(len(drawing_rows))  # draws, 1 for the last one of a row
+        drawing_tokens = torch.from_numpy(ends.repeat(draws) - back).to(device)
+        drawing_positions = lengths.repeat(draws) - back + 1
     return StepInputs(
         token_ids=torch.from_numpy(rows.tokens[token_rows, positions]).to(device),
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
         num_computed=num_computed,
         num_new=num_new,
-        block_tables=rows.block_tables[row_ids, : -(-longest // block_size)].astype(np.int64),
-        drawing_rows=row_ids[draws],
-        drawing_tokens=None if everything else torch.from_numpy(ends[draws] - 1).to(device),
-        drawing_positions=(num_computed + num_new)[draws],
+        block_tables=rows.block_tables[row_ids, : -(-int(lengths.max()) // block_size)].astype(np.int64),
+        drawing_rows=drawing_rows,
+        drawing_tokens=drawing_tokens,
+        drawing_positions=drawing_positions,
     )

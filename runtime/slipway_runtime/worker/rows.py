@@ -26,9 +26,15 @@ class Rows:
         self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # how many of the likeliest; -1: none wanted
+        self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.greedy = np.zeros(max_num_seqs, dtype=bool)
         self.penalized = np.zeros(max_num_seqs, dtype=bool)
+        self.biased = np.zeros(max_num_seqs, dtype=bool)
+        self.bound = np.zeros(max_num_seqs, dtype=bool)  # by a grammar
+        self.plain = np.zeros(max_num_seqs, dtype=bool)  # takes the likeliest token, and nothing else is asked
         self.stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
+        self.bias: list[tuple[tuple[int, float], ...]] = [()] * max_num_seqs
 
     def take_in(self, plan: StepPlan) -> None:
         """Learn the new rows and the blocks that rows were given."""
@@ -39,6 +45,13 @@ class Rows:
                 start = self.num_blocks[row]
                 self.block_tables[row, start : start + len(blocks)] = blocks
                 self.num_blocks[row] = start + len(blocks)
+        if plan.drafts:
+            self._write_drafts(plan)
+
+    def _write_drafts(self, plan: StepPlan) -> None:
+        """Drafts stand where drawn tokens would: what is computed after them, and penalties, see them."""
+        for row, computed, new, drafts in zip(plan.rows, plan.num_computed, plan.num_new, plan.drafts, strict=True):
+            self.tokens[row, computed + new - len(drafts) : computed + new] = drafts
 
     def _start(self, new: NewRow) -> None:
         row, params = new.row, new.params
@@ -59,3 +72,18 @@ class Rows:
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
         self.stop_token_ids[row] = params.stop_token_ids
+        self.bias[row] = params.logit_bias
+        self.biased[row] = bool(params.logit_bias)
+        self.bound[row] = new.grammar
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        # A sequence that comes back with output has told about its prompt before.
+        is_new = len(new.token_ids) == new.num_prompt_tokens
+        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None or not is_new else params.prompt_logprobs
+        self.plain[row] = (
+            self.greedy[row]
+            and not self.penalized[row]
+            and not new.grammar
+            and not params.min_tokens
+            and not params.logit_bias
+            and params.logprobs is None
+        )

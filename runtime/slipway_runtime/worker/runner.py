@@ -5,11 +5,13 @@ from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.attention import StepContext
-from slipway_runtime.messages import StepPlan, StepResult
+from slipway_runtime.messages import StepPlan, StepResult, TokenLogprobs
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.inputs import StepInputs, pack
+from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.rows import Rows
-from slipway_runtime.worker.sampler import Sampler
+from slipway_runtime.worker.sampler import Masks, Sampler
+from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 
 
 class Runner:
@@ -26,17 +28,23 @@ class Runner:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        num_tokens: int | None = None,
     ) -> None:
+        """num_tokens: of the tokenizer. A padded vocabulary has more scores, and what they mean nobody knows."""
         self._decoder = decoder
         self._caches = caches
         self._kernels = kernels
         self._block_size = block_size
         self._device = device
+        self._num_tokens = num_tokens
         self._rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
         self._sampler = Sampler(self._rows, eos_token_ids, kernels)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute what the plan says. The KV of its new tokens is in the cache when this returns."""
+    def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+        """Compute what the plan says. The KV of its new tokens is in the cache when this returns.
+
+        `masks` is asked for when the scores are there: whoever makes them has until then. None: the plan has them.
+        """
         self._rows.take_in(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
@@ -44,7 +52,7 @@ class Runner:
                 return StepResult(step=plan.step, token_ids=())
             inputs = pack(plan, self._rows, self._block_size, self._device)
             hidden = self.hidden(inputs)
-            return self._draw(plan, inputs, hidden)
+            return self._draw(plan, inputs, hidden, masks or (lambda: plan.masks))
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         """The last layer's output for each new token. (T, H)."""
@@ -54,17 +62,28 @@ class Runner:
         )
         return self._decoder(inputs.token_ids, self._caches, StepContext(cos, sin, inputs.slots, plan))
 
-    def _draw(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the tokens that may come next. (R, H) -> (R, V), float32."""
+        return self._decoder.logits(hidden)[:, : self._num_tokens]
+
+    def _draw(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, masks: Masks) -> StepResult:
         row_ids, positions = inputs.drawing_rows, inputs.drawing_positions
-        drawn: list[int] = []
+        token_ids: tuple[tuple[int, ...], ...] = ((),) * len(plan.rows)
+        logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         if len(row_ids):
             last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
-            tokens = self._sampler(self._decoder.logits(last), row_ids, positions)
-            self._rows.tokens[row_ids, positions] = tokens
-            drawn = tokens.tolist()
-        following = iter(drawn)
+            drawn = self._sampler(self.logits(last), row_ids, positions, masks)
+            self._rows.tokens[row_ids, positions] = drawn.token_ids
+            token_ids = kept_tokens(plan, drawn.token_ids.tolist())
+            logprobs = kept_logprobs(plan, drawn.logprobs, token_ids)
         return StepResult(
-            step=plan.step, token_ids=tuple([(next(following),) if samples else () for samples in plan.samples])
+            step=plan.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            # A step that draws after each of its tokens is past all prompts.
+            prompt_logprobs=()
+            if inputs.drawing_tokens is None
+            else score_prompts(plan, inputs, self._rows, hidden, self.logits),
         )
 
     def _copy_blocks(self, plan: StepPlan) -> None:

@@ -1,14 +1,31 @@
 """Logits to tokens, each row by its own parameters.
 
-The order is fixed: tokens that may not come yet (min_tokens), penalties, temperature, min-p, top-k, top-p, draw.
+The order is fixed: what a grammar forbids, logit_bias, tokens that may not come yet (min_tokens), penalties,
+temperature, min-p, top-k, top-p, draw. Logprobs are those after the grammar and before all the rest.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.messages import TokenLogprobs, TokenMasks
+from slipway_runtime.worker.logprobs import score
+from slipway_runtime.worker.masks import forbid
 from slipway_runtime.worker.rows import Ints, Rows
+
+Masks = Callable[[], TokenMasks | None]  # of all draws; called only when a grammar binds one
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """D draws."""
+
+    token_ids: Ints  # (D,)
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # (D,), None for rows that did not ask; empty: nobody did
 
 
 class Sampler:
@@ -19,13 +36,34 @@ class Sampler:
         self._eos = eos_token_ids
         self._kernels = kernels
 
-    def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Ints:
-        """logits: (R, V) of `row_ids`; the tokens will stand at `positions`."""
+    def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> Drawn:
+        """logits: (D, V), written over; the tokens will stand at `positions` of `row_ids`."""
         rows = self._rows
+        if rows.plain[row_ids].all():
+            return Drawn(logits.argmax(dim=-1).cpu().numpy())
+        if (bound := rows.bound[row_ids]).any():
+            forbid(logits, masks(), bound, row_ids, self._eos)
+        asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
+        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy
+        token_ids = self._draw(self._change(logits, row_ids, positions), row_ids, positions)
+        if raw is None:
+            return Drawn(token_ids)
+        logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
+        for place, one in zip(asked, score(raw, token_ids[asked], rows.logprobs[row_ids[asked]]), strict=True):
+            logprobs[place] = one
+        return Drawn(token_ids, tuple(logprobs))
+
+    def _change(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
+        """Bias, min_tokens, penalties."""
+        rows = self._rows
+        for place in np.flatnonzero(rows.biased[row_ids]):
+            self._bias(logits[int(place)], rows.bias[row_ids[place]])
         if rows.min_tokens[row_ids].any():
             self._hold_back_ends(logits, row_ids, positions)
-        if rows.penalized[row_ids].any():
-            logits = self._penalize(logits, row_ids, positions)
+        return self._penalize(logits, row_ids, positions) if rows.penalized[row_ids].any() else logits
+
+    def _draw(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Ints:
+        rows = self._rows
         if rows.greedy[row_ids].all():
             return logits.argmax(dim=-1).cpu().numpy()
 
@@ -43,13 +81,22 @@ class Sampler:
         )
         return tokens.cpu().numpy()
 
+    def _bias(self, scores: Tensor, bias: tuple[tuple[int, float], ...]) -> None:
+        known = [(token, value) for token, value in bias if token < len(scores)]  # padding is no token
+        ids = torch.tensor([token for token, _ in known], device=scores.device, dtype=torch.int64)
+        scores[ids] += torch.tensor([value for _, value in known], device=scores.device)
+
     def _hold_back_ends(self, logits: Tensor, row_ids: Ints, positions: Ints) -> None:
-        """Before `min_tokens` are out, nothing that would end the sequence may come."""
+        """Before `min_tokens` are out, nothing that would end the sequence may come; a grammar that is at its end wins."""
         rows = self._rows
         early = positions - rows.num_prompt[row_ids] < rows.min_tokens[row_ids] - 1
-        for index in np.flatnonzero(early):
-            ends = (*self._eos, *rows.stop_token_ids[row_ids[index]])
-            logits[int(index), list(ends)] = float("-inf")
+        for place in np.flatnonzero(early):
+            row, scores = row_ids[place], logits[int(place)]
+            ends = [token for token in (*self._eos, *rows.stop_token_ids[row]) if token < len(scores)]
+            before = scores[ends]
+            scores[ends] = float("-inf")
+            if rows.bound[row] and bool(scores.isneginf().all()):
+                scores[ends] = before
 
     def _penalize(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
         rows, vocabulary = self._rows, logits.shape[1]
@@ -58,8 +105,8 @@ class Sampler:
         for index, row in enumerate(row_ids):
             if rows.penalized[row]:
                 split, end = rows.num_prompt[row], positions[index]
-                prompt[index] = np.bincount(rows.tokens[row, :split], minlength=vocabulary)
-                output[index] = np.bincount(rows.tokens[row, split:end], minlength=vocabulary)
+                prompt[index] = np.bincount(rows.tokens[row, :split], minlength=vocabulary)[:vocabulary]
+                output[index] = np.bincount(rows.tokens[row, split:end], minlength=vocabulary)[:vocabulary]
         return self._kernels.penalize(
             logits,
             torch.from_numpy(prompt).to(logits.device),

@@ -77,4 +77,4 @@ def test_penalties_count_the_prompt_and_the_output_apart(tmp_path):
     rows.tokens[:, 3] = 6  # drawn
     logits = torch.zeros(2, 97)
     logits[:, [5, 6]] = torch.tensor([1.0, 2.0])
-    assert sampler(logits, np.array([0, 1]), np.array([4, 4])).tolist() == [5, 6]
+    assert sampler(logits, np.array([0, 1]), np.array([4, 4])).token_ids.tolist() == [5, 6]
