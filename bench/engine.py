@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 
 from bench.figures import Figure, Section
-from bench.load import Percentiles
 from bench.peers.environments import PEERS, environment, interpreter
+from bench.plan import Percentiles
 from bench.shapes import checkpoint, linear_sizes
 
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")

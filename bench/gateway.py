@@ -13,7 +13,7 @@ import msgspec
 import uvloop
 
 from bench.figures import Figure, Section
-from bench.load import Percentiles
+from bench.plan import Percentiles
 from bench.servers import MODEL_NAME, Server, a_gateway, a_module
 
 STREAMS = 100

@@ -7,101 +7,24 @@ Only addresses of this machine are accepted: this is a measuring tool, not a wea
 
 import argparse
 import asyncio
-import ipaddress
 import json
-import math
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from urllib.parse import urlsplit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from bench.prompts import CHAT_MIX, Share, prompts
-from bench.stream import ShedError, StreamFailedError, Timings, chat_stream
+from bench.arrivals import bursty, poisson
+from bench.plan import LoadPlan, LoadReport, Percentiles, Progress, Slo
+from bench.stream import ReaderLeft, ShedError, StreamFailedError, Timings, chat_stream
+from bench.workload import MIXES, Conversation, Workload
 
-MAX_DURATION_SECONDS = 600.0
-MAX_CONCURRENCY = 1024
 MAX_SECONDS_SHED = 120.0  # a request told 429 for longer than this has failed
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadPlan:
-    """What to send. With `rate`, arrivals are Poisson (open loop); without, `concurrency` users ask again and again."""
-
-    base_url: str  # http://127.0.0.1:8000/v1
-    model: str
-    concurrency: int = 8  # with `rate`: the most requests open at once
-    duration_seconds: float = 30.0  # new requests start until then; those that run are waited for
-    max_requests: int | None = None
-    rate: float | None = None  # requests per second
-    max_tokens: int = 64
-    temperature: float = 0.7
-    ignore_eos: bool = False  # every answer has `max_tokens` tokens, so that runs can be compared
-    seed: int = 0
-    mix: Sequence[Share] = CHAT_MIX
-    request_timeout_seconds: float = 300.0
-
-    def __post_init__(self) -> None:
-        refuse_unless_loopback(self.base_url)
-        if not 1 <= self.concurrency <= MAX_CONCURRENCY:
-            raise ValueError(f"concurrency is 1..{MAX_CONCURRENCY}, not {self.concurrency}")
-        if not 0 < self.duration_seconds <= MAX_DURATION_SECONDS:
-            raise ValueError(f"duration is at most {MAX_DURATION_SECONDS:.0f} s, not {self.duration_seconds}")
-
-
-@dataclass(frozen=True)
-class Percentiles:
-    """In seconds; zeros when nothing was measured."""
-
-    p50: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Percentiles":
-        """Nearest-rank percentiles of `values`."""
-        ordered = sorted(values)
-        if not ordered:
-            return cls()
-        return cls(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.50, 0.95, 0.99)))
-
-
-@dataclass
-class Progress:
-    """Counts so far; sent = finished + failed + open."""
-
-    sent: int = 0
-    finished: int = 0
-    failed: int = 0
-    retries_429: int = 0
-    open: int = 0
-    output_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What came of a plan. A 429 that a retry honoured is not a failure; it is counted apart."""
-
-    sent: int
-    finished: int
-    failed: int
-    retries_429: int
-    failures: dict[str, int] = field(default_factory=dict)  # sentence -> how often
-    revisions: dict[str, int] = field(default_factory=dict)  # which revision answered how often
-    seconds: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    tokens_per_second: float = 0.0
-    requests_per_second: float = 0.0
-    ttft: Percentiles = field(default_factory=Percentiles)  # of the attempt that was accepted
-    itl: Percentiles = field(default_factory=Percentiles)
-    shed_wait: Percentiles = field(default_factory=Percentiles)  # waiting that 429s asked for, of requests that met one
 
 
 async def run_load(
@@ -115,7 +38,7 @@ async def run_load(
 
 
 class _Load:
-    """One run: users or arrivals share the prompts, the counts and the samples."""
+    """One run: users or arrivals share the workload, the counts and the samples."""
 
     def __init__(self, plan: LoadPlan, stop: asyncio.Event, on_progress: Callable[[Progress], None]) -> None:
         self.plan = plan
@@ -124,10 +47,10 @@ class _Load:
         self.progress = Progress()
         self.failures: Counter[str] = Counter()
         self.revisions: Counter[str] = Counter()
-        self.timings: list[Timings] = []
+        self.timings: list[tuple[int, Timings]] = []  # (how many were sent before, …)
         self.shed_waits: list[float] = []
-        self.prompts: Iterator[str] = prompts(plan.seed, plan.mix)
         self.draw = random.Random(plan.seed)
+        self.users = 0
         self.deadline = 0.0
 
     async def run(self) -> LoadReport:
@@ -141,25 +64,27 @@ class _Load:
     async def closed_loop(self, session: aiohttp.ClientSession) -> None:
         async def user() -> None:
             while self.may_send():
-                await self.request(session)
+                await self.conversation(session)
 
         await asyncio.gather(*(user() for _ in range(self.plan.concurrency)))
 
     async def open_loop(self, session: aiohttp.ClientSession, rate: float) -> None:
-        """Arrivals do not wait for answers; only the cap on open requests holds them back."""
+        """Arrivals do not wait for answers; only the cap on open conversations holds them back."""
         slots = asyncio.Semaphore(self.plan.concurrency)
+        burst = self.plan.burst
+        pauses = bursty(rate, self.draw, burst=burst) if burst > 1 else poisson(rate, self.draw)
         async with asyncio.TaskGroup() as arrivals:
 
             async def arrival() -> None:
                 try:
-                    await self.request(session)
+                    await self.conversation(session)
                 finally:
                     slots.release()
 
             while self.may_send():
                 await slots.acquire()
                 arrivals.create_task(arrival())
-                await self.pause(self.draw.expovariate(rate))
+                await self.pause(next(pauses))
 
     def may_send(self) -> bool:
         enough = self.plan.max_requests is not None and self.progress.sent >= self.plan.max_requests
@@ -173,38 +98,55 @@ class _Load:
         except TimeoutError:
             return
 
-    async def request(self, session: aiohttp.ClientSession) -> None:
+    async def conversation(self, session: aiohttp.ClientSession) -> None:
+        """One user, turn after turn; she gives up after a failure."""
+        self.users += 1
+        conversation = self.plan.workload.conversation(random.Random(f"{self.plan.seed}/{self.users}"))
+        while not conversation.over and self.may_send():
+            if not await self.request(session, conversation):
+                return
+
+    async def request(self, session: aiohttp.ClientSession, conversation: Conversation) -> bool:
+        """One turn; whether it was answered."""
+        number = self.progress.sent
         self.progress.sent += 1
         self.progress.open += 1
-        prompt, seed = next(self.prompts), self.draw.getrandbits(31)
         try:
-            timings = await self.until_accepted(session, prompt, seed)
+            timings = await self.until_accepted(session, conversation)
+        except ReaderLeft:
+            self.progress.left += 1
+            return False
         except StreamFailedError as failure:
             self.progress.failed += 1
             self.failures[str(failure)] += 1
+            return False
         else:
+            conversation.answered(timings.text)
             self.progress.finished += 1
             self.progress.output_tokens += timings.output_tokens
-            self.timings.append(timings)
+            self.timings.append((number, timings))
             self.revisions[timings.revision or "unknown"] += 1
-        self.progress.open -= 1
-        self.on_progress(self.progress)
+            return True
+        finally:
+            self.progress.open -= 1
+            self.on_progress(self.progress)
 
-    async def until_accepted(self, session: aiohttp.ClientSession, prompt: str, seed: int) -> Timings:
+    async def until_accepted(self, session: aiohttp.ClientSession, conversation: Conversation) -> Timings:
         """One request; a 429 is obeyed: wait as long as it says, then ask again."""
         plan, waited = self.plan, 0.0
         body = {
-            "model": plan.model,
-            "messages": [{"role": "user", "content": prompt}],
+            "model": conversation.adapter or plan.model,
+            "messages": conversation.ask(),
             "max_tokens": plan.max_tokens,
             "temperature": plan.temperature,
-            "seed": seed,
+            "seed": conversation.draw.getrandbits(31),
             "stream": True,
             "stream_options": {"include_usage": True},
         } | ({"ignore_eos": True} if plan.ignore_eos else {})
+        leave_after = conversation.leaves_after(plan.max_tokens)
         while True:
             try:
-                timings = await chat_stream(session, plan.base_url, body)
+                timings = await chat_stream(session, plan.base_url, body, leave_after=leave_after)
             except ShedError as shed:
                 self.progress.retries_429 += 1
                 waited += shed.retry_after_seconds
@@ -218,43 +160,40 @@ class _Load:
                 return timings
 
     def report(self, seconds: float) -> LoadReport:
-        tokens = sum(timings.output_tokens for timings in self.timings)
+        everything = [timings for _, timings in self.timings]
+        steady = [timings for number, timings in self.timings if number >= self.plan.cold_requests]
+        cold = [timings for number, timings in self.timings if number < self.plan.cold_requests]
+        tokens = sum(timings.output_tokens for timings in everything)
         return LoadReport(
             sent=self.progress.sent,
             finished=self.progress.finished,
             failed=self.progress.failed,
+            left=self.progress.left,
             retries_429=self.progress.retries_429,
             failures=dict(self.failures),
             revisions=dict(self.revisions),
             seconds=seconds,
-            prompt_tokens=sum(timings.prompt_tokens for timings in self.timings),
+            prompt_tokens=sum(timings.prompt_tokens for timings in everything),
             output_tokens=tokens,
             tokens_per_second=tokens / seconds if seconds else 0.0,
             requests_per_second=self.progress.finished / seconds if seconds else 0.0,
-            ttft=Percentiles.of([timings.ttft for timings in self.timings]),
-            itl=Percentiles.of([gap for timings in self.timings for gap in timings.gaps]),
+            ttft=Percentiles.of([timings.ttft for timings in steady]),
+            itl=Percentiles.of([gap for timings in steady for gap in timings.gaps]),
+            cold_ttft=Percentiles.of([timings.ttft for timings in cold]),
+            good=sum(self.plan.slo.kept_by(timings) for timings in everything),
             shed_wait=Percentiles.of(self.shed_waits),
         )
-
-
-def refuse_unless_loopback(url: str) -> None:
-    """Raise ValueError unless `url` is an address of this machine; names other than localhost are not looked up."""
-    host = urlsplit(url).hostname or ""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ValueError(f"load goes only to this machine (127.0.0.1, ::1, localhost), not to {host or url!r}")
 
 
 def table(report: LoadReport, title: str) -> Table:
     """The report for a human."""
     rows = Table(title=title, show_header=False)
     rows.add_row("requests", f"{report.sent} sent, {report.finished} finished, {report.failed} failed")
+    rows.add_row("readers that left", str(report.left))
+    rows.add_row("within the SLO", f"{report.good} ({report.good / max(1, report.sent):.0%} of those sent)")
     rows.add_row("429 honoured", str(report.retries_429))
     rows.add_row("tokens/s", f"{report.tokens_per_second:.1f} ({report.output_tokens} in {report.seconds:.1f} s)")
-    for name, spread in (("TTFT", report.ttft), ("ITL", report.itl)):
+    for name, spread in (("TTFT", report.ttft), ("cold TTFT", report.cold_ttft), ("ITL", report.itl)):
         rows.add_row(
             f"{name} P50/P95/P99", f"{spread.p50 * 1e3:.0f} / {spread.p95 * 1e3:.0f} / {spread.p99 * 1e3:.0f} ms"
         )
@@ -272,7 +211,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--duration", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--max-requests", type=int, default=None)
     parser.add_argument("--rate", type=float, default=None, help="Poisson arrivals per second; default: closed loop")
+    parser.add_argument("--burst", type=float, default=1.0, help="with --rate: bursts so many times as dense")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--mix", choices=sorted(MIXES), default="chat", help="lengths of prompts")
+    parser.add_argument("--turns", type=int, default=1, help="of each conversation")
+    parser.add_argument("--prefixes", type=int, default=0, help="so many system prompts are shared")
+    parser.add_argument("--prefix-words", type=int, default=200)
+    parser.add_argument("--adapter", action="append", default=[], help="asked by half of the traffic; repeatable")
+    parser.add_argument("--leaving", type=float, default=0.0, help="share of readers that go away in the middle")
+    parser.add_argument("--slo-ttft", type=float, default=1.0, metavar="SECONDS")
+    parser.add_argument("--slo-itl", type=float, default=0.1, metavar="SECONDS")
+    parser.add_argument("--cold", type=int, default=0, metavar="REQUESTS", help="report the first so many apart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)
@@ -284,8 +233,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             duration_seconds=options.duration,
             max_requests=options.max_requests,
             rate=options.rate,
+            burst=options.burst,
             max_tokens=options.max_tokens,
             seed=options.seed,
+            cold_requests=options.cold,
+            slo=Slo(options.slo_ttft, options.slo_itl),
+            workload=Workload(
+                mix=MIXES[options.mix],
+                turns=options.turns,
+                prefixes=options.prefixes,
+                prefix_words=options.prefix_words,
+                adapters=options.adapter,
+                leaving=options.leaving,
+            ),
         )
     except ValueError as refusal:
         parser.error(str(refusal))

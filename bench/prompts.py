@@ -1,5 +1,6 @@
 """Prompts made from words: a mix of lengths, reproducible from a seed, with nobody's text in them."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ class Share:
     weight: float
     least_words: int
     most_words: int
+    median: float = 0.0  # with `spread`, log-normal between the bounds; 0: uniform
+    spread: float = 0.0  # the standard deviation of the logarithm
+
+    def words(self, draw: random.Random) -> int:
+        """The length of the next prompt of this kind."""
+        if not self.median:
+            return draw.randint(self.least_words, self.most_words)
+        length = round(draw.lognormvariate(math.log(self.median), self.spread))
+        return max(self.least_words, min(self.most_words, length))
 
 
 CHAT_MIX = (Share(0.8, 8, 24), Share(0.2, 60, 160))  # short questions, and some that bring a page along
@@ -32,13 +42,15 @@ def prompts(seed: int, mix: Sequence[Share] = CHAT_MIX) -> Iterator[str]:
     draw = random.Random(seed)
     while True:
         share = draw.choices(mix, [share.weight for share in mix])[0]
-        yield _prompt(draw, draw.randint(share.least_words, share.most_words))
+        yield prompt(draw, share.words(draw))
 
 
-def _prompt(draw: random.Random, words: int) -> str:
-    text = [f"Tell a story about a {draw.choice(HOW)} {draw.choice(WHO)} and a {draw.choice(WHAT)}."]
-    while sum(len(sentence.split()) for sentence in text) < words:
-        text.insert(
-            0, f"The {draw.choice(HOW)} {draw.choice(WHO)} saw a {draw.choice(WHAT)} by the {draw.choice(WHERE)}."
-        )
-    return " ".join(text)
+def prompt(draw: random.Random, words: int) -> str:
+    """A request of at least so many words; the question comes last."""
+    question = f"Tell a story about a {draw.choice(HOW)} {draw.choice(WHO)} and a {draw.choice(WHAT)}."
+    missing = words - len(question.split())
+    text = [
+        f"The {draw.choice(HOW)} {draw.choice(WHO)} saw a {draw.choice(WHAT)} by the {draw.choice(WHERE)}."
+        for _ in range(-(-missing // 10))
+    ]
+    return " ".join([*text, question])

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from bench.figures import Figure, Section
-from bench.load import LoadPlan, LoadReport, Percentiles, run_load
+from bench.load import run_load
+from bench.plan import LoadPlan, LoadReport, Percentiles
 from bench.servers import EMBEDDED_MODEL, MODEL_NAME, a_runtime
 
 CONCURRENCY = (1, 8, 32)

@@ -15,6 +15,10 @@ class StreamFailedError(Exception):
     """The request did not end as promised; the message is a short class of failure, not text of the answer."""
 
 
+class ReaderLeft(Exception):  # noqa: N818  nobody's error: the reader wanted to
+    """The reader went away in the middle, as planned."""
+
+
 class ShedError(Exception):
     """429: come back later."""
 
@@ -32,6 +36,7 @@ class Timings:
     output_tokens: int = 0
     prompt_tokens: int = 0
     revision: str = ""
+    text: str = ""
 
 
 class _Delta(msgspec.Struct):
@@ -62,8 +67,13 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-async def chat_stream(session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]) -> Timings:
-    """Send `body` and read the stream to its end; raises ShedError or StreamFailedError."""
+async def chat_stream(
+    session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any], *, leave_after: int | None = None
+) -> Timings:
+    """Send `body` and read the stream to its end; raises ShedError or StreamFailedError.
+
+    With `leave_after`, the connection is dropped after so many pieces of text: raises ReaderLeft.
+    """
     started = time.monotonic()
     try:
         async with session.post(f"{base_url}/chat/completions", json=body) as response:
@@ -71,14 +81,14 @@ async def chat_stream(session: aiohttp.ClientSession, base_url: str, body: Mappi
                 raise ShedError(_retry_after(response.headers))
             if response.status != 200:
                 raise StreamFailedError(f"status {response.status}")
-            return await _read(response, started)
+            return await _read(response, started, leave_after)
     except TimeoutError as late:
         raise StreamFailedError("timed out") from late
     except aiohttp.ClientError as broken:
         raise StreamFailedError(type(broken).__name__) from broken
 
 
-async def _read(response: aiohttp.ClientResponse, started: float) -> Timings:
+async def _read(response: aiohttp.ClientResponse, started: float, leave_after: int | None) -> Timings:
     timings = Timings(revision=response.headers.get(REVISION_HEADER, ""))
     buffer, last, pieces, reason, done = b"", 0.0, 0, "", False
     async for chunk in response.content.iter_any():
@@ -100,6 +110,10 @@ async def _read(response: aiohttp.ClientResponse, started: float) -> Timings:
                 reason = choice.finish_reason or reason
                 if choice.delta.content:
                     pieces += 1
+                    timings.text += choice.delta.content
+                    if pieces == leave_after:
+                        response.close()  # not read to its end: the server must notice
+                        raise ReaderLeft
                     if last:
                         timings.gaps.append(now - last)
                     else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import LoadReport
+from bench.plan import LoadReport
 from e2e.cluster import build, claim, detached, preflight
 from e2e.cluster.access import Access
 from e2e.cluster.launch import GATEWAY, Cluster

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import openai
 from kubernetes import client
 
-from bench.load import LoadPlan, LoadReport, Progress, run_load
+from bench.load import run_load
+from bench.plan import LoadPlan, LoadReport, Progress
 from e2e.cluster.access import Access
 from e2e.cluster.launch import Cluster
 from slipway_api import names

@@ -26,14 +26,15 @@ class Timings:
     """When the tokens of one wave came."""
 
     begun: float
+    clock: Callable[[], float]
     ticks: dict[int, list[float]] = field(default_factory=dict)
 
     def tick(self, index: int) -> None:
         """Request `index` has one more token."""
-        self.ticks.setdefault(index, []).append(time.perf_counter())
+        self.ticks.setdefault(index, []).append(self.clock())
 
 
-def drive(task: dict[str, Any], wave: Wave) -> dict[str, Any]:
+def drive(task: dict[str, Any], wave: Wave, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
     """Run all waves of a task, after one that only warms up, and sum up."""
     count, length, tokens = task["concurrency"], task["prompt_tokens"], task["max_tokens"]
     draw = random.Random(0)
@@ -46,9 +47,9 @@ def drive(task: dict[str, Any], wave: Wave) -> dict[str, Any]:
     gaps: list[float] = []
     prefill = decode = 0.0
     for _ in range(task["rounds"]):
-        prompts, timings = fresh(), Timings(time.perf_counter())
+        prompts, timings = fresh(), Timings(clock(), clock)
         wave(prompts, tokens, timings.tick)
-        ended = time.perf_counter()
+        ended = clock()
         assert sorted(timings.ticks) == list(range(count)), "a request got no token"
         assert all(len(ticks) == tokens for ticks in timings.ticks.values()), "every answer has the asked length"
         first = [ticks[0] for ticks in timings.ticks.values()]

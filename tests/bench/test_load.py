@@ -1,11 +1,17 @@
 """The load generator is honest about what happened, obeys 429s, stays within its bounds and on this machine."""
 
 import asyncio
+import random
+from collections import Counter
+from itertools import islice
 
 import pytest
 
-from bench.load import LoadPlan, LoadReport, Percentiles, main, run_load
+from bench.arrivals import bursty, poisson
+from bench.load import main, run_load
+from bench.plan import LoadPlan, LoadReport, Percentiles, Slo
 from bench.prompts import prompts
+from bench.workload import HEAVY_TAILED_MIX, MIXED_MIX, Workload
 from tests.gateway.doubles import (
     MODEL,
     Runtime,
@@ -131,3 +137,88 @@ def test_percentiles_are_nearest_rank():
     assert Percentiles.of([float(number) for number in range(1, 101)]) == Percentiles(50.0, 95.0, 99.0)
     assert Percentiles.of([3.0, 1.0]) == Percentiles(1.0, 3.0, 3.0)
     assert Percentiles.of([]) == Percentiles()
+
+
+@pytest.mark.capability("BM-1")
+async def test_readers_that_leave_are_counted_apart_and_really_leave():
+    async with Runtime() as runtime:
+        report = await load(runtime, workload=Workload(leaving=1.0), max_tokens=4)
+
+    assert (report.sent, report.left, report.finished, report.failed) == (6, 6, 0, 0)
+
+
+@pytest.mark.capability("BM-1")
+async def test_each_turn_brings_along_all_that_was_said():
+    async with Runtime() as runtime:
+        await load(runtime, workload=Workload(turns=3, prefixes=1), concurrency=1, max_requests=3)
+
+    first, second, third = [body["messages"] for body in runtime.bodies]
+    assert [message["role"] for message in third] == ["system"] + ["user", "assistant"] * 2 + ["user"]
+    assert third[: len(second)] == second
+    assert second[: len(first)] == first
+
+
+@pytest.mark.capability("BM-1")
+async def test_conversations_share_their_system_prompts():
+    async with Runtime() as runtime:
+        await load(runtime, workload=Workload(prefixes=2), max_requests=12)
+
+    assert len({body["messages"][0]["content"] for body in runtime.bodies}) == 2
+    assert len({body["messages"][1]["content"] for body in runtime.bodies}) == 12
+
+
+@pytest.mark.capability("BM-1")
+def test_half_of_the_traffic_asks_adapters_and_the_first_most():
+    workload, draw = Workload(adapters=("a", "b", "c", "d")), random.Random(0)
+
+    asked = Counter(workload.conversation(draw).adapter for _ in range(2000))
+
+    assert 900 < asked[""] < 1100
+    assert asked["a"] > asked["b"] > asked["d"] > 0
+
+
+@pytest.mark.capability("BM-1")
+async def test_cold_requests_are_reported_apart_and_only_good_ones_are_goodput():
+    async with Runtime() as runtime:
+        all_good = await load(runtime, cold_requests=2, slo=Slo(ttft_seconds=60, itl_seconds=60))
+        none_good = await load(runtime, slo=Slo(ttft_seconds=0, itl_seconds=0))
+
+    assert all_good.cold_ttft.p50 > 0
+    assert all_good.good == 6
+    assert none_good.cold_ttft.p50 == 0
+    assert (none_good.finished, none_good.good) == (6, 0)
+
+
+@pytest.mark.capability("BM-1")
+def test_arrivals_keep_their_rate_and_bursts_are_denser():
+    plain = list(islice(poisson(10.0, random.Random(1)), 20_000))
+    burst = list(islice(bursty(10.0, random.Random(1), burst=8.0), 20_000))
+
+    for pauses in (plain, burst):
+        assert sum(pauses) / len(pauses) == pytest.approx(0.1, rel=0.15)
+
+    def share_of_short(pauses):
+        return sum(pause < 0.03 for pause in pauses) / len(pauses)
+
+    assert share_of_short(plain) < 0.3 < 0.8 < share_of_short(burst)
+
+
+@pytest.mark.capability("BM-1", "PF-28")
+def test_a_mix_of_chats_and_books_is_not_uniform():
+    draw = random.Random(0)
+    lengths = sorted(len(Workload(mix=MIXED_MIX).conversation(draw).ask()[0]["content"].split()) for _ in range(1000))
+
+    assert lengths[900] < 60, "nine of ten are chats"
+    assert lengths[-10] > 600, "and some bring a book"
+    assert sum(lengths[-50:]) > sum(lengths[:500]), "which are most of the tokens"
+
+
+@pytest.mark.capability("BM-1", "PF-28")
+def test_heavy_tailed_lengths_have_a_long_tail():
+    (share,) = HEAVY_TAILED_MIX
+    draw = random.Random(0)
+    lengths = sorted(share.words(draw) for _ in range(4000))
+
+    assert 25 <= lengths[2000] <= 35
+    assert lengths[3960] > 8 * lengths[2000]
+    assert lengths[-1] <= 2000

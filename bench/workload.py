@@ -1,0 +1,80 @@
+"""What is asked: conversations made from words, with the lengths, turns, prefixes and adapters of real traffic.
+
+    workload = Workload(mix=MIXED_MIX, turns=3, prefixes=8, adapters=("pirate",))
+    conversation = workload.conversation(random.Random(7))
+    body = conversation.ask()           # the next turn
+    conversation.answered("Once …")     # becomes part of the next one
+
+Reproducible from the source of randomness, with nobody's text in it.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from bench.prompts import CHAT_MIX, Share, prompt
+
+# Chats of some fifty tokens, and now and then a book: what one does to the other is what uniform lengths never show.
+# The book is of the size that the machine is given: 50,000 words on a GPU, some hundreds on two cores.
+MIXED_MIX: Final = (Share(0.95, 20, 40), Share(0.05, 600, 900))
+# Half of all prompts are shorter than 30 words, one in a hundred is longer than 400 (log-normal).
+HEAVY_TAILED_MIX: Final = (Share(1.0, 4, 2000, median=30, spread=1.1),)
+MIXES: Final = {"chat": CHAT_MIX, "mixed": MIXED_MIX, "heavy-tailed": HEAVY_TAILED_MIX}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The traffic of one run."""
+
+    mix: Sequence[Share] = CHAT_MIX
+    turns: int = 1  # of one conversation; each brings along all that was said
+    prefixes: int = 0  # so many different system prompts are shared by all conversations; 0: none has any
+    prefix_words: int = 200
+    adapters: Sequence[str] = ()  # the first is asked most, by Zipf's law; half of all traffic asks the base
+    leaving: float = 0.0  # share of readers that go away in the middle of an answer
+
+    def conversation(self, draw: random.Random) -> "Conversation":
+        """The next user, with all that she will ask."""
+        system = ""
+        if self.prefixes:
+            number = draw.randrange(self.prefixes)
+            system = prompt(random.Random(f"prefix {number}"), self.prefix_words)
+        adapter = ""
+        if self.adapters and draw.random() < 0.5:
+            popularity = [1 / rank for rank in range(1, len(self.adapters) + 1)]
+            adapter = draw.choices(self.adapters, popularity)[0]
+        return Conversation(self, draw, adapter, [{"role": "system", "content": system}] if system else [])
+
+
+@dataclass
+class Conversation:
+    """One user: her questions and the answers so far."""
+
+    workload: Workload
+    draw: random.Random
+    adapter: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+    asked: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether she has asked all she wanted."""
+        return self.asked >= self.workload.turns
+
+    def ask(self) -> list[dict[str, str]]:
+        """Her next question, after all that was said."""
+        share = self.draw.choices(self.workload.mix, [share.weight for share in self.workload.mix])[0]
+        self.messages.append({"role": "user", "content": prompt(self.draw, share.words(self.draw))})
+        self.asked += 1
+        return list(self.messages)
+
+    def answered(self, text: str) -> None:
+        """What the model said becomes part of the conversation."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def leaves_after(self, max_tokens: int) -> int | None:
+        """After how many pieces of text she goes away, if she does."""
+        if self.draw.random() >= self.workload.leaving:
+            return None
+        return self.draw.randint(1, max(1, max_tokens // 2))
