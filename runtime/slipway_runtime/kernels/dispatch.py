@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import reference
+from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
 AttentionPlan = Any  # made by `plan_attention`, understood by `paged_attention` of the same implementation
+LoraPlan = Any  # made by `plan_lora`, understood by `add_lora` of the same implementation
 
 
 class Kernels(Protocol):
@@ -37,6 +39,12 @@ class Kernels(Protocol):
 
     def paged_attention(self, q: Tensor, kv: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: (slots, 2, Hkv, D) -> (T, Hq * D)."""
+
+    def plan_lora(self, token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
+        """token_slots: (T,) -1 without an adapter. Prepare once what the adapters of every layer of a step need."""
+
+    def add_lora(self, x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
+        """x: (T, in)  y: (T, out), to which each token's adapter adds in place."""
 
     def penalize(
         self, logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor

@@ -3,9 +3,20 @@
 Importing this imports Triton; `dispatch` does it only when a CUDA device asks.
 """
 
+from slipway_runtime.kernels.lora import add_lora, plan_lora
 from slipway_runtime.kernels.norms import rms_norm, swiglu
 from slipway_runtime.kernels.paged_attention import paged_attention, plan_attention
 from slipway_runtime.kernels.reference_sampling import draw, penalize
 from slipway_runtime.kernels.store_kv import rope_and_store
 
-__all__ = ["draw", "paged_attention", "penalize", "plan_attention", "rms_norm", "rope_and_store", "swiglu"]
+__all__ = [
+    "add_lora",
+    "draw",
+    "paged_attention",
+    "penalize",
+    "plan_attention",
+    "plan_lora",
+    "rms_norm",
+    "rope_and_store",
+    "swiglu",
+]

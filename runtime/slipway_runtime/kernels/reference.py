@@ -18,9 +18,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
+from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
 from slipway_runtime.kernels.reference_sampling import draw, penalize
 
-__all__ = ["draw", "paged_attention", "penalize", "plan_attention", "rms_norm", "rope_and_store", "swiglu"]
+__all__ = [
+    "add_lora",
+    "draw",
+    "paged_attention",
+    "penalize",
+    "plan_attention",
+    "plan_lora",
+    "rms_norm",
+    "rope_and_store",
+    "swiglu",
+]
 
 Ints = npt.NDArray[np.int64]
 

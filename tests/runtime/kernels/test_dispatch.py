@@ -26,6 +26,8 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "rope_and_store": "store_kv",
         "plan_attention": "paged_attention",
         "paged_attention": "paged_attention",
+        "plan_lora": "lora",
+        "add_lora": "lora",
         "penalize": "reference_sampling",
         "draw": "reference_sampling",
     }

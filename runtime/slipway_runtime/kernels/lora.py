@@ -1,0 +1,156 @@
+"""What adapters add to a linear layer on a GPU, in Triton: a claim about `reference_lora`.
+
+Tokens are sorted by slot once per step and cut into chunks of CHUNK of the same adapter. Two kernels follow each
+linear layer that any of them changes, whatever the number of adapters:
+- shrink: x Aᵀ for a chunk, one part of the layer and one split of the inputs. Splits have a fixed length and leave
+  their sums apart, in float32;
+- expand: the sums of the splits in their order, times B, added to the outputs and rounded once.
+
+The rank of each part and slot is read on the device: what an adapter does not fill is not loaded. A token's
+arithmetic does not depend on its neighbours. Tokens without an adapter are in no chunk.
+
+The floor is the bytes of the matrices: r · (in + out) elements per part and adapter. No timing on a GPU has been
+made yet, and the tile sizes are not tuned.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+# Triton comes without types, and gives the arguments of a kernel its own.
+# ruff: noqa: N803
+# Compile-time constants of a kernel are upper case, as everywhere in Triton.
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipway_runtime.kernels.reference_lora import LoraWeights
+
+__all__ = ["add_lora", "plan_lora"]
+
+Ints = npt.NDArray[np.int64]
+
+CHUNK = 16  # tokens of a tile: the least that tl.dot takes
+SPLIT = 1024  # inputs that one shrink program reads
+BLOCK_IN = 64
+BLOCK_OUT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tokens of one step that have adapters, sorted by slot."""
+
+    slots: int  # bit s: any token has slot s
+    order: Tensor  # (N,) places among the step's tokens
+    work: Tensor  # (chunks, 3): slot, first of its tokens in `order`, how many
+
+
+def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
+    """Sort and cut. `like`: device; `tile` is for a CPU, where rows are not computed alone by themselves."""
+    order = np.argsort(token_slots, kind="stable")[np.count_nonzero(token_slots < 0) :]
+    used, firsts, counts = np.unique(token_slots[order], return_index=True, return_counts=True)
+    work = [
+        (slot, first + start, min(CHUNK, count - start))
+        for slot, first, count in zip(used.tolist(), firsts.tolist(), counts.tolist(), strict=True)
+        for start in range(0, count, CHUNK)
+    ]
+    return Plan(
+        slots=sum(1 << slot for slot in used.tolist()),
+        order=torch.from_numpy(order.astype(np.int32)).to(like.device),
+        work=torch.tensor(work, dtype=torch.int32, device=like.device),
+    )
+
+
+def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
+    """y += what the adapters of these tokens add, in place. x: (T, in)  y: (T, out)."""
+    if not weights.slots & plan.slots:
+        return  # none of them changes this layer
+    assert x.stride(1) == y.stride(1) == 1, "the elements of a row lie side by side"
+    num_parts, max_rank, num_slots, in_size = weights.a.shape
+    num_chunks, num_tokens = plan.work.shape[0], plan.order.shape[0]
+    num_splits = triton.cdiv(in_size, SPLIT)
+    widest = max(end - start for start, end in zip(weights.columns, weights.columns[1:], strict=False))
+    shrunk = x.new_empty(num_splits, num_parts, num_tokens, max_rank, dtype=torch.float32)
+    shape = {"NUM_SLOTS": num_slots, "MAX_RANK": max_rank, "BLOCK_R": max(16, triton.next_power_of_2(max_rank))}
+    _shrink[(num_chunks, num_parts, num_splits)](
+        x, weights.a, weights.ranks_on_device, plan.order, plan.work, shrunk, x.stride(0), num_tokens,
+        IN=in_size, SPLIT_IN=SPLIT, BLOCK_K=BLOCK_IN, BLOCK_M=CHUNK, **shape,
+    )  # fmt: skip
+    _expand[(num_chunks, num_parts, triton.cdiv(widest, BLOCK_OUT))](
+        shrunk, weights.b, weights.ranks_on_device, weights.columns_on_device, plan.order, plan.work, y,
+        y.stride(0), num_tokens,
+        NUM_SPLITS=num_splits, OUT=weights.columns[-1], BLOCK_N=BLOCK_OUT, BLOCK_M=CHUNK, **shape,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _shrink(
+    x, a, ranks, order, work, shrunk, x_stride, num_tokens,
+    IN: tl.constexpr, SPLIT_IN: tl.constexpr, NUM_SLOTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One chunk, one part, one split of the inputs. Grid: (chunks, J, splits)."""
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(work + 3 * chunk)
+    first = tl.load(work + 3 * chunk + 1)
+    count = tl.load(work + 3 * chunk + 2)
+    rank = tl.load(ranks + part * NUM_SLOTS + slot)
+    if rank == 0:
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    r = tl.arange(0, BLOCK_R)
+    token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
+    matrix = a + ((part * MAX_RANK + r).to(tl.int64) * NUM_SLOTS + slot) * IN
+    acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    for start in range(split * SPLIT_IN, min(split * SPLIT_IN + SPLIT_IN, IN), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        wanted = (m < count)[:, None] & (k < IN)[None, :]
+        rows = tl.load(x + token[:, None] * x_stride + k[None, :], mask=wanted, other=0.0)
+        wanted = (r < rank)[:, None] & (k < IN)[None, :]
+        tile = tl.load(matrix[:, None] + k[None, :], mask=wanted, other=0.0)
+        acc += tl.dot(rows, tl.trans(tile), input_precision="ieee")
+    place = ((split * tl.num_programs(1) + part).to(tl.int64) * num_tokens + first + m) * MAX_RANK
+    tl.store(shrunk + place[:, None] + r[None, :], acc, mask=(m < count)[:, None] & (r < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expand(
+    shrunk, b, ranks, columns, order, work, y, y_stride, num_tokens,
+    NUM_SPLITS: tl.constexpr, OUT: tl.constexpr, NUM_SLOTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One chunk, BLOCK_N outputs of one part. Grid: (chunks, J, blocks of the widest part)."""
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.load(work + 3 * chunk)
+    first = tl.load(work + 3 * chunk + 1)
+    count = tl.load(work + 3 * chunk + 2)
+    rank = tl.load(ranks + part * NUM_SLOTS + slot)
+    start = tl.load(columns + part) + tl.program_id(2) * BLOCK_N
+    end = tl.load(columns + part + 1)
+    if (rank == 0) | (start >= end):
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    r = tl.arange(0, BLOCK_R)
+    n = start + tl.arange(0, BLOCK_N)
+    ours = (m < count)[:, None] & (r < rank)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    for split in range(NUM_SPLITS):
+        place = ((split * tl.num_programs(1) + part).to(tl.int64) * num_tokens + first + m) * MAX_RANK
+        acc += tl.load(shrunk + place[:, None] + r[None, :], mask=ours, other=0.0)
+    row = (r.to(tl.int64) * NUM_SLOTS + slot) * OUT
+    wanted = (r < rank)[:, None] & (n < end)[None, :]
+    matrix = tl.load(b + row[:, None] + n[None, :], mask=wanted, other=0.0).to(tl.float32)
+    added = tl.dot(acc, matrix, input_precision="ieee")
+    token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
+    place = y + token[:, None] * y_stride + n[None, :]
+    ours = (m < count)[:, None] & (n < end)[None, :]
+    before = tl.load(place, mask=ours, other=0.0).to(tl.float32)
+    tl.store(place, (before + added).to(y.dtype.element_ty), mask=ours)

@@ -1,0 +1,87 @@
+"""Adapters in the linear layers: static slots, and which of them the tokens of a step use.
+
+The slots of all layers are allocated once and written in place, so nothing is allocated when an adapter comes or
+goes, and recorded steps of a GPU stay valid.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels.dispatch import Kernels, LoraPlan
+from slipway_runtime.kernels.reference_lora import LoraWeights
+from slipway_runtime.layers.linear import Linear
+from slipway_runtime.layers.step import StepContext
+
+Ints = npt.NDArray[np.int64]
+
+TILE = 16  # rows of a multiplication in deterministic mode
+
+
+class LoraLinear:
+    """The hook of one linear layer."""
+
+    __slots__ = ("_kernels", "weights")
+
+    def __init__(self, weights: LoraWeights, kernels: Kernels) -> None:
+        self.weights = weights
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, y: Tensor, step: StepContext) -> None:
+        """x: (T, in)  y: (T, out), added to in place."""
+        self._kernels.add_lora(x, y, self.weights, step.lora)
+
+
+class LoraBank:
+    """The slots of all linear layers of a model."""
+
+    def __init__(
+        self,
+        linears: Iterable[Linear],
+        kernels: Kernels,
+        *,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool = False,
+    ) -> None:
+        self.num_slots = num_slots
+        self.max_rank = max_rank
+        self._kernels = kernels
+        self._tile = TILE if deterministic else 0
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._weights: list[LoraWeights] = []
+        self._places: dict[str, tuple[LoraWeights, int]] = {}
+        for linear in linears:
+            sizes = tuple(part.end - part.start for part in linear.parts)
+            weights = LoraWeights(
+                linear.in_features, sizes, num_slots=num_slots, max_rank=max_rank, dtype=dtype, device=device
+            )
+            linear.lora = LoraLinear(weights, kernels)
+            self._weights.append(weights)
+            self._places.update({part.name: (weights, index) for index, part in enumerate(linear.parts)})
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots, whether anything is in them or not."""
+        return sum(weights.nbytes for weights in self._weights)
+
+    def write(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Replace what is in a slot. matrices: by module, A (r, in) and B (r, out), the scaling within B."""
+        self.clear(slot)
+        for module, (a, b) in matrices.items():
+            weights, part = self._places[module]
+            weights.write(part, slot, a, b)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: tokens that have it are computed as by the base model."""
+        for weights in self._weights:
+            weights.clear(slot)
+
+    def plan(self, token_slots: Ints) -> LoraPlan:
+        """What the hooks of one step need, made once. token_slots: (T,), -1 for tokens without an adapter."""
+        return self._kernels.plan_lora(token_slots, self.num_slots, self._like, tile=self._tile)
