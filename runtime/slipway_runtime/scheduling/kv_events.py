@@ -13,22 +13,21 @@ class KvEventLog:
     def __init__(self) -> None:
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []
+        self._stored: list[tuple[bytes, Sequence[int]]] = []  # of one chain
+        self._parent: bytes | None = None
+        self._adapter = ""
 
-    def stored(self, parent: bytes | None, keys: Sequence[bytes], token_ids: Sequence[int], adapter: str) -> None:
-        """Blocks of one chain can be found from now on; `parent` is None for a first block."""
-        self._close()
-        self._events.append(
-            BlockStored(
-                block_hashes=tuple(keys),
-                parent_block_hash=parent,
-                token_ids=tuple(token_ids),
-                block_size=len(token_ids) // len(keys),
-                adapter=adapter,
-            )
-        )
+    def stored(self, parent: bytes | None, key: bytes, token_ids: Sequence[int], adapter: str) -> None:
+        """A block can be found from now on; `parent` is None for the first one of a chain."""
+        if not self._stored or self._stored[-1][0] != parent:
+            self._close()
+            self._parent, self._adapter = parent, adapter
+        self._stored.append((key, token_ids))
 
     def removed(self, key: bytes) -> None:
         """A block cannot be found any more."""
+        if self._stored:
+            self._close()
         self._removed.append(key)
 
     def cleared(self) -> None:
@@ -46,3 +45,14 @@ class KvEventLog:
         if self._removed:
             self._events.append(BlockRemoved(block_hashes=tuple(self._removed)))
             self._removed = []
+        if self._stored:
+            self._events.append(
+                BlockStored(
+                    block_hashes=tuple(key for key, _ in self._stored),
+                    parent_block_hash=self._parent,
+                    token_ids=tuple(token_id for _, token_ids in self._stored for token_id in token_ids),
+                    block_size=len(self._stored[0][1]),
+                    adapter=self._adapter,
+                )
+            )
+            self._stored = []

@@ -1,14 +1,13 @@
-"""Where every request and token went: counters that only grow, and the snapshot made of them."""
+"""Where every answer and token went: counters that only grow."""
 
 from dataclasses import dataclass
 
-from slipway_runtime.messages import EngineStats, FinishReason
-from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.messages import FinishReason
 
 
 @dataclass(slots=True)
 class Ledger:
-    """admitted = finished + aborted + handed_over + running + waiting, after any step."""
+    """admitted = finished + aborted + handed_over + running + waiting, after any step; a request counts `n` times."""
 
     admitted: int = 0
     started: int = 0
@@ -23,34 +22,8 @@ class Ledger:
     prefix_hits: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
-        """A request ended."""
+        """An answer ended."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.finished += 1
         else:
             self.aborted += 1
-
-    def stats(
-        self, *, running: int, waiting: int, waiting_tokens: int, pool: BlockPool, steps: int, now: float
-    ) -> EngineStats:
-        """The snapshot."""
-        return EngineStats(
-            running=running,
-            waiting=waiting,
-            waiting_tokens=waiting_tokens,
-            blocks_total=pool.total,
-            blocks_live=pool.live,
-            blocks_cached=pool.cached,
-            steps=steps,
-            preemptions=self.preemptions,
-            prefix_queries=self.prefix_queries,
-            prefix_hits=self.prefix_hits,
-            admitted=self.admitted,
-            finished=self.finished,
-            aborted=self.aborted,
-            handed_over=self.handed_over,
-            last_step_at=now,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens,
-            computed_tokens=self.computed_tokens,
-            started=self.started,
-        )

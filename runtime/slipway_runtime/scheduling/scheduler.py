@@ -8,26 +8,66 @@ One rule: `num_computed` chases `num_tokens`. Prefill in chunks, prefix hits, pr
 
 - Running sequences go first. Those one token behind (they decode) come before those with a prompt to finish, so that
   a long prompt costs the others at most one step of `max_num_batched_tokens`.
-- A waiting sequence is admitted in order of priority and arrival, when the blocks for all of its tokens are there and
-  a reserve stays: a watermark, and one more block for each sequence that runs. Its blocks are taken at once.
+- A waiting sequence is admitted in its turn (waiting.py), when the blocks for all of its tokens are there and a reserve
+  stays: a watermark, and one more block for each sequence that runs. Its blocks are taken at once. Who has to wait for
+  a slot for its adapter is skipped; who has to wait for blocks is not overtaken.
 - When a running sequence needs a block and none is left, the newest of the lowest priority gives up its blocks and
   waits again, before newer ones. After `MAX_PREEMPTIONS` times it comes back only with room for its full length, and
   then cannot be a victim: nobody is preempted without end.
+- What is left of the budget verifies guesses (speculation.py); nobody loses a block for a guess.
+
+Overlap: while one plan is executed, the next may be made (`can_overlap`). The worker executes plans in their order and
+knows a token as soon as it is drawn, so a row can be planned before its last token is known here. Whatever is
+decided from results (ends, prefixes, charges) is decided in `update`; a token drawn after the end is dropped there.
+Blocks of who ended are given back after the last plan that holds them. A victim gives its blocks back at once: who gets
+them writes later, in order. Used plainly, schedule and update by turns, it gives the same outputs.
+
+What it costs: per row and step one small tuple, and nothing per token but the append to its sequence.
 """
 
-import heapq
-from bisect import insort
+from collections import deque
+from collections.abc import Mapping
+from enum import Enum, auto
 
-from slipway_runtime.messages import EngineStats, FinishReason, NewRow, Output, Request, StepPlan, StepResult
-from slipway_runtime.scheduling.block_pool import BlockPool, root_key
-from slipway_runtime.scheduling.ledger import Ledger
-from slipway_runtime.scheduling.sequence import NO_ROW, Sequence, State
+from slipway_runtime.messages import (
+    AdapterStatus,
+    EngineStats,
+    FinishReason,
+    Output,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.books import Books
+from slipway_runtime.scheduling.ends import accept
+from slipway_runtime.scheduling.fairness import Shares
+from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
+from slipway_runtime.scheduling.plans import Flight, PlanBuilder, Scheduled
+from slipway_runtime.scheduling.prefixes import fork_source, publish_computed
+from slipway_runtime.scheduling.residency import BASE_SLOT, Residency
+from slipway_runtime.scheduling.sequence import Sequence, State
+from slipway_runtime.scheduling.speculation import Drafter, Speculation
 
 MAX_PREEMPTIONS = 2
+MAX_IN_FLIGHT = 2
+
+
+class _Turn(Enum):
+    """How the try to admit a sequence went."""
+
+    ADMITTED = auto()
+    NO_BLOCKS = auto()  # nobody overtakes: what is short for the first may be short for the next one for ever
+    NO_SLOT = auto()  # others need not wait for an adapter
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences and, through the pool, every block."""
+    """Owns the waiting and the running sequences and, through the pool, every block.
+
+    `model`: whatever else changes the KV of equal tokens: name, quantization, number format. `speculation_max_tokens`:
+    how many guesses a row may verify in a step; 0: none. `residency`: the adapters; None: the base model alone.
+    """
 
     def __init__(
         self,
@@ -39,6 +79,12 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         watermark: float = 0.01,
         model: str = "",
+        tenant_weights: Mapping[str, float] | None = None,
+        aging_seconds: float = 30.0,
+        speculation_max_tokens: int = 0,
+        drafter: Drafter | None = None,
+        residency: Residency | None = None,
+        kv_events: bool = False,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -46,298 +92,311 @@ class Scheduler:
                 "a step must hold a token of each running sequence"
             )
         self.pool = pool
+        self.residency = residency
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = min(max_model_len, pool.total * pool.block_size)
-        self.ledger = Ledger()
+        blocks = pool.total - (residency.most_blocks if residency is not None else 0)
+        self.max_model_len = min(max_model_len, blocks * pool.block_size)
+        self.speculation = Speculation(speculation_max_tokens, drafter) if speculation_max_tokens else None
+        if kv_events:
+            pool.events = KvEventLog()
         self._eos = eos_token_ids
         self._watermark_blocks = max(1, int(pool.total * watermark))
-        self._model = model
-        self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # by rank; the next one is first
-        self._running: list[Sequence] = []  # by rank; the first victim is last
-        self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
-        self._in_flight: list[tuple[Sequence, int, bool]] = []  # (sequence, tokens, samples) of the plan being executed
-        self._ended: list[Output] = []  # to be told with the next update
+        self._books = Books(
+            pool,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            eos_token_ids=eos_token_ids,
+            model=model,
+            shares=Shares(tenant_weights),
+            aging_seconds=aging_seconds,
+            residency=residency,
+        )
+        self._in_flight: deque[Flight] = deque()  # the oldest first
         self._steps = 0
-        self._serial = 0
 
     # --- requests
 
     def add(self, request: Request, now: float) -> None:
-        """Put a request into the queue."""
-        assert request.id not in self._sequences, "an id runs once"
-        assert 0 < len(request.prompt_token_ids) < self.max_model_len, "refused at the door"
-        self._serial += 1
-        sequence = Sequence(
-            request=request,
-            serial=self._serial,
-            max_tokens=min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len),
-            keys=[root_key(model=self._model, salt=request.cache_salt)],
-            queued_at=now,
-        )
-        self._sequences[request.id] = sequence
-        insort(self._waiting, sequence, key=_rank)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, sequence.serial, sequence))
-        self.ledger.admitted += 1
-        self.ledger.prompt_tokens += len(request.prompt_token_ids)
+        """Put a request into the queue. One for an adapter that is not here ends with an error."""
+        self._books.add(request, now)
 
-    def abort(self, request_id: str, reason: FinishReason, now: float) -> None:
-        """End a request in whatever state it is; unknown ids are ignored. STOP counts it as finished.
+    def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
+        """End a request, or one of its answers, in whatever state it is; unknown ids are ignored.
 
-        Its blocks are free at once, or after the step that is computing them right now.
+        STOP counts it as finished. Its blocks are free at once, or after the last plan in flight that writes them.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._end(sequence, reason, now)
+        self._books.abort(request_id, reason, now, index)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or tell anything."""
-        return bool(self._sequences or self._ended)
+        return bool(self._books or self._in_flight)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether all there is waits for adapters that are being read: a step would do nothing."""
+        books = self._books
+        if self._in_flight or books.running or books.last_words or self.residency is None:
+            return False
+        return bool(books) and not books.waiting.by_adapter[""] and self.residency.is_reading
 
     # --- one step
 
-    def schedule(self, now: float) -> StepPlan:
-        """Decide what the next step computes. `update` must follow before the next call."""
-        assert not self._in_flight, "the last plan was not updated"
-        self._expire(now)
-        self._steps += 1
-        new_blocks: dict[Sequence, tuple[int, ...]] = {}
-        new_rows: list[NewRow] = []
+    @property
+    def can_overlap(self) -> bool:
+        """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight, unless
+        the next draws depend on its results, by a grammar or by guesses.
+        """
+        if not self._in_flight:
+            return True
+        guessing = self.speculation is not None and self.speculation.active
+        return len(self._in_flight) < MAX_IN_FLIGHT and not self._books.num_bound and not guessing
 
+    def schedule(self, now: float) -> StepPlan:
+        """Decide what the next step computes; see `can_overlap`. Each plan wants its `update`, an empty one too."""
+        assert self.can_overlap, "the results of the last plan are needed first"
+        self.pool.now = now
+        self._books.expire(now)
+        self._steps += 1
+        plan = PlanBuilder()
         budget = self.max_num_batched_tokens
-        preemptions = self.ledger.preemptions
-        for sequence in self._running.copy():
-            if sequence.num_tokens - sequence.num_computed == 1 and sequence.state is State.RUNNING:
-                budget -= self._schedule_decode(sequence, new_blocks)
-        for sequence in self._running:
-            if sequence.num_tokens - sequence.num_computed > 1 and budget > 0:
-                budget -= self._schedule_chunk(sequence, budget)
-        if self.ledger.preemptions == preemptions:  # room that was just made is for those who run
-            while self._waiting and budget > 0 and self._rows:
-                sequence = self._waiting[0]
-                if not self._admit(sequence, new_blocks, new_rows, now):
-                    break  # nobody overtakes: what is short for the first may be short for the next one for ever
-                budget -= self._schedule_chunk(sequence, budget)
-        return self._plan(new_rows, new_blocks)
+        preemptions = self._books.ledger.preemptions
+        for sequence in self._books.running.copy():
+            if sequence.num_ahead == 1 and sequence.state is State.RUNNING:
+                budget -= self._schedule_decode(sequence, plan, now)
+        for sequence in self._books.running:
+            if sequence.num_ahead > 1 and budget > 0:
+                budget -= _schedule_chunk(sequence, budget, plan)
+        if self._books.ledger.preemptions == preemptions:  # room that was just made is for those who run
+            budget = self._admit_waiting(budget, plan, now)
+        if self.speculation is not None and self.speculation.active:
+            self._schedule_drafts(budget, plan)
+        loads = self.residency.take_loads() if self.residency is not None else ()
+        step, flight = plan.build(self._steps, loads)
+        self._in_flight.append(flight)
+        return step
 
     def update(self, result: StepResult, now: float) -> list[Output]:
-        """Take in what the step computed and drew; tell what it brought for whom."""
-        assert result.step == self._steps, "results come back in order"
+        """Take in what the oldest plan in flight computed and drew; tell what it brought for whom."""
+        flight = self._in_flight.popleft()
+        assert result.step == flight.step, "results come back in order"
+        self.pool.now = now
+        books = self._books
+        generated = books.ledger.generated_tokens
         outputs = []
-        in_flight, self._in_flight = self._in_flight, []
-        for (sequence, num_new, samples), token_ids in zip(in_flight, result.token_ids, strict=True):
-            if sequence.state is State.ENDED:  # ended while it was computed: its last token never happened
-                self._give_back(sequence)
+        for index, (row, token_ids) in enumerate(zip(flight.rows, result.token_ids, strict=True)):
+            sequence = row.sequence
+            sequence.in_flight -= 1
+            sequence.num_pending -= row.samples
+            if sequence.state is State.ENDED:  # ended meanwhile: what was drawn never happened
+                if not sequence.in_flight:
+                    books.retire(sequence)
                 continue
-            sequence.num_computed += num_new
-            self.ledger.computed_tokens += num_new
-            if samples:
-                (token_id,) = token_ids
-                outputs.append(self._accept(sequence, token_id, now))
-            self._publish(sequence)
+            self._count_computed(row, token_ids, result.prompt_logprobs[index] if result.prompt_logprobs else ())
+            if row.samples:
+                logprobs = result.logprobs[index] if result.logprobs else ()
+                output = accept(sequence, token_ids, logprobs, self._eos, now)
+                books.ledger.generated_tokens += len(output.token_ids)
+                sequence.share.charge(output=len(output.token_ids))
+                outputs.append(output)
+            if sequence.state is State.RUNNING:
+                publish_computed(sequence, self.pool)
+                if sequence.siblings and sequence.num_computed >= sequence.num_prompt_tokens:
+                    books.release_followers(sequence, now)
             if sequence.finish_reason is not None:
-                self._leave(sequence)
-                self._give_back(sequence)
-                sequence.state = State.ENDED
-        ended, self._ended = self._ended, []
-        return outputs + ended
+                books.close(sequence, sequence.finish_reason, now)
+        if self.speculation is not None:
+            self.speculation.judge(books.ledger.generated_tokens - generated)
+        last_words, books.last_words = books.last_words, []
+        return outputs + last_words
 
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
-        return self.ledger.stats(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            waiting_tokens=sum(sequence.num_tokens for sequence in self._waiting),
-            pool=self.pool,
-            steps=self._steps,
-            now=now,
-        )
+        return self._books.stats(self.speculation, self._steps, now)
 
     def check(self) -> None:
         """Raise AssertionError when blocks, rows or requests are unaccounted for."""
-        self.pool.check()
-        held = [block for sequence in self._running for block in sequence.blocks]
-        assert len(set(held)) == self.pool.live, "every live block belongs to a running sequence"
-        assert not self._in_flight, "between steps only"
-        assert not any(sequence.blocks for sequence in self._waiting)
-        assert len(self._rows) + len(self._running) == self.max_num_seqs
-        assert len(self._sequences) == len(self._running) + len(self._waiting)
-        stats = self.stats(0.0)
-        assert stats.admitted == stats.finished + stats.aborted + stats.handed_over + stats.running + stats.waiting
+        if not self._in_flight:
+            assert not self._books.ending, "nothing is in flight, and somebody still ends"
+        self._books.check()
 
     # --- running sequences
 
-    def _schedule_decode(self, sequence: Sequence, new_blocks: dict[Sequence, tuple[int, ...]]) -> int:
-        if sequence.num_computed == len(sequence.blocks) * self.pool.block_size:
-            if not self._make_room(sequence):
+    def _schedule_decode(self, sequence: Sequence, plan: PlanBuilder, now: float) -> int:
+        if sequence.num_planned == len(sequence.blocks) * self.pool.block_size:
+            if not self._make_room(sequence, plan, now):
                 return 0
-            block = self.pool.allocate(1)
-            sequence.blocks += block
-            new_blocks[sequence] = tuple(block)
-        self._in_flight.append((sequence, 1, True))
+            plan.give_blocks(sequence, self.pool.allocate(1))
+        plan.compute(sequence, 1, ahead=1)
         return 1
 
-    def _schedule_chunk(self, sequence: Sequence, budget: int) -> int:
-        remaining = sequence.num_tokens - sequence.num_computed
-        num_new = min(remaining, budget)
-        self._in_flight.append((sequence, num_new, num_new == remaining))
-        return num_new
-
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence, plan: PlanBuilder, now: float) -> bool:
         """See that a block is available, preempting; False when the sequence itself had to go."""
+        if self.residency is not None:
+            self.residency.make_room(1)
+        running = self._books.running
         while self.pool.available == 0:
-            victim = next((s for s in reversed(self._running) if s.preemptions < MAX_PREEMPTIONS), sequence)
-            self._preempt(victim)
+            victim = next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
+            # Victims are taken from the end of the order in which rows are planned, so this plan has none of them yet.
+            assert all(victim is not row.sequence for row in plan.rows)
+            self._books.put_back(victim, now)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        # Victims are taken from the end of the order in which rows are scheduled, so none of them is in flight yet.
-        assert all(sequence is not scheduled for scheduled, _, _ in self._in_flight)
-        self._leave(sequence)
-        self._give_back(sequence)
-        sequence.state = State.WAITING
-        sequence.num_computed = 0
-        sequence.num_published = 0
-        sequence.preemptions += 1
-        self.ledger.preemptions += 1
-        insort(self._waiting, sequence, key=_rank)
+    def _schedule_drafts(self, budget: int, plan: PlanBuilder) -> None:
+        """Spend what is left on guesses for rows that decode, with blocks that nobody needs."""
+        assert self.speculation is not None
+        pool = self.pool
+        for index, row in enumerate(plan.rows):
+            sequence = row.sequence
+            if row.num_new > 1 or not row.samples or sequence.num_pending > 1:
+                continue
+            spare = max(pool.available - self._watermark_blocks - len(self._books.running), 0)
+            room = (len(sequence.blocks) + spare) * pool.block_size - sequence.num_planned
+            most = min(budget, room, sequence.max_tokens - sequence.num_tokens - 1)
+            drafts = self.speculation.draft(sequence, most)
+            if drafts:
+                missing = pool.blocks_for(sequence.num_planned + len(drafts)) - len(sequence.blocks)
+                if missing > 0:
+                    plan.give_blocks(sequence, pool.allocate(missing))
+                plan.add_drafts(index, drafts)
+                budget -= len(drafts)
 
     # --- waiting sequences
 
-    def _admit(
-        self, sequence: Sequence, new_blocks: dict[Sequence, tuple[int, ...]], new_rows: list[NewRow], now: float
-    ) -> bool:
-        """Give the first of the queue a row and its blocks, if they are there."""
-        pool = self.pool
+    def _admit_waiting(self, budget: int, plan: PlanBuilder, now: float) -> int:
+        """Admit who is next while there is something to give; the budget that is left."""
+        books = self._books
+        without_slot: set[str] = set()
+        turn = _Turn.ADMITTED
+        while turn is _Turn.ADMITTED and budget > 0 and books.free_rows and len(books.waiting):
+            for sequence in books.waiting.in_turn(now):
+                if sequence.request.adapter in without_slot:
+                    continue
+                turn = self._admit(sequence, plan, now)
+                if turn is _Turn.ADMITTED:
+                    budget -= _schedule_chunk(sequence, budget, plan)
+                if turn is not _Turn.NO_SLOT:
+                    break
+                without_slot.add(sequence.request.adapter)
+            else:
+                break
+        return budget
+
+    def _admit(self, sequence: Sequence, plan: PlanBuilder, now: float) -> _Turn:
+        """Give a waiting sequence a row and its blocks, if they are there."""
+        pool, books, adapter = self.pool, self._books, sequence.request.adapter
+        slot = (
+            self.residency.slot_for(adapter, sequence.serial) if self.residency is not None and adapter else BASE_SLOT
+        )
+        if slot is None:
+            return _Turn.NO_SLOT
         # At least one token stays to be computed: without it there would be nothing to draw the next one from.
-        hits = pool.match(sequence.block_keys((sequence.num_tokens - 1) // pool.block_size, pool.block_size))
+        most = sequence.num_tokens - 1
+        source = fork_source(sequence)
+        hits: list[int] = []
+        if source is None and sequence.reads_cache:
+            hits = pool.match(sequence.block_keys(most // pool.block_size, pool.block_size))
+        shared = len(hits) if source is None else most // pool.block_size
         length = sequence.max_tokens if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_tokens
-        need = pool.blocks_for(length) - len(hits)
+        need = pool.blocks_for(length) - shared
+        if self.residency is not None:
+            self.residency.make_room(need)
         left = pool.available - pool.reusable(hits) - need
-        if self._running and left < self._watermark_blocks + len(self._running):
-            return False
-        assert left >= 0, "a sequence alone always fits: longer ones are refused"
-        pool.hold(hits)
-        sequence.blocks = hits + pool.allocate(need)
-        sequence.num_computed = len(hits) * pool.block_size
-        sequence.num_published = len(hits)
-        sequence.row = heapq.heappop(self._rows)
-        sequence.state = State.RUNNING
-        self._waiting.pop(0)
-        insort(self._running, sequence, key=_rank)
-        if sequence.scheduled_at is None:
-            sequence.scheduled_at = now
-            sequence.cached_tokens = sequence.num_computed
-            self.ledger.started += 1
-            self.ledger.prefix_queries += sequence.num_prompt_tokens
-            self.ledger.prefix_hits += sequence.cached_tokens
-        new_blocks[sequence] = tuple(sequence.blocks)
-        new_rows.append(
-            NewRow(
-                row=sequence.row,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                params=sequence.request.params,
-            )
-        )
-        return True
+        if left < 0 or (books.running and left < self._watermark_blocks + len(books.running)):
+            assert books.running or books.ending, "a sequence alone always fits: longer ones are refused"
+            return _Turn.NO_BLOCKS
+        if source is not None:
+            blocks, copy = pool.fork(source.blocks, most)
+            plan.copies += [copy] if copy is not None else []
+            blocks += pool.allocate(pool.blocks_for(length) - len(blocks))
+            num_computed = most
+        else:
+            pool.hold(hits, again=sequence.preemptions == 0)
+            blocks = hits + pool.allocate(need)
+            num_computed = len(hits) * pool.block_size
+        books.start(sequence, blocks, num_computed, num_published=shared, now=now)
+        plan.new_blocks[sequence] = blocks.copy()
+        plan.start_row(sequence, slot)
+        return _Turn.ADMITTED
 
-    # --- ends
+    # --- results
 
-    def _accept(self, sequence: Sequence, token_id: int, now: float) -> Output:
-        """Append a drawn token and see whether it is the last one."""
-        sequence.token_ids.append(token_id)
-        self.ledger.generated_tokens += 1
-        first = sequence.first_token_at is None
-        if first:
-            sequence.first_token_at = now
-        sequence.finish_reason = self._reason_to_stop(sequence, token_id)
-        if sequence.finish_reason is not None:
-            del self._sequences[sequence.request.id]
-            self.ledger.count_end(sequence.finish_reason)
-        return Output(
-            request_id=sequence.request.id,
-            token_ids=(token_id,),
-            finish_reason=sequence.finish_reason,
-            stop_token_id=token_id if sequence.finish_reason is FinishReason.STOP else None,
-            cached_tokens=sequence.cached_tokens if first else 0,
-            queued_at=sequence.queued_at if first else None,
-            scheduled_at=sequence.scheduled_at if first else None,
-            first_token_at=now if first else None,
-            finished_at=None if sequence.finish_reason is None else now,
-        )
+    def _count_computed(
+        self, row: Scheduled, token_ids: tuple[int, ...], prompt_logprobs: tuple[TokenLogprobs, ...]
+    ) -> None:
+        """Move the mark over what was computed and kept: guesses that were wrong are computed again."""
+        sequence = row.sequence
+        self._books.ledger.computed_tokens += row.num_new
+        right = max(len(token_ids) - 1, 0)
+        if self.speculation is not None and row.samples and row.num_new == 1 + len(row.drafts):
+            self.speculation.learn(sequence, len(row.drafts), right)
+        if row.preemptions == sequence.preemptions:
+            wrong = len(row.drafts) - right if row.drafts else 0
+            sequence.num_computed += row.num_new - wrong
+            sequence.num_planned -= wrong
+            sequence.prompt_logprobs.extend(prompt_logprobs)
 
-    def _reason_to_stop(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.request.params
-        if sequence.num_output_tokens >= params.min_tokens and (
-            (token_id in self._eos and not params.ignore_eos) or token_id in params.stop_token_ids
-        ):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_tokens else None
+    # --- prefixes and adapters
 
-    def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, sequence = heapq.heappop(self._deadlines)
-            if sequence.state is not State.ENDED:
-                self._end(sequence, FinishReason.TIMEOUT, now)
+    def forget_prefixes(self) -> None:
+        """Nothing that was computed can be found any more: it was asked for, or the memory was given away."""
+        self.pool.forget_all()
 
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        in_flight = any(sequence is scheduled for scheduled, _, _ in self._in_flight)
-        self._leave(sequence)
-        if not in_flight:  # otherwise the step is still writing into its blocks: `update` gives them back
-            self._give_back(sequence)
-        sequence.state = State.ENDED
-        sequence.finish_reason = reason
-        del self._sequences[sequence.request.id]
-        self.ledger.count_end(reason)
-        self._ended.append(
-            Output(
-                request_id=sequence.request.id,
-                finish_reason=reason,
-                queued_at=sequence.queued_at if sequence.first_token_at is None else None,
-                scheduled_at=sequence.scheduled_at if sequence.first_token_at is None else None,
-                finished_at=now,
-            )
-        )
+    def take_kv_events(self) -> tuple[KvEvent, ...]:
+        """What happened to the prefixes since the last call; nothing unless `kv_events` is on."""
+        return self.pool.events.take() if self.pool.events is not None else ()
 
-    def _leave(self, sequence: Sequence) -> None:
-        (self._running if sequence.state is State.RUNNING else self._waiting).remove(sequence)
+    def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool:
+        """Somebody wants an adapter here. True: read it, then say `adapter_loaded` or `adapter_failed`."""
+        return self._adapters.loading(digest, pinned=pinned)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        if sequence.row != NO_ROW:
-            heapq.heappush(self._rows, sequence.row)
-            sequence.row = NO_ROW
+    def adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None:
+        """It was read. If there is no room for it now, `take_dropped_adapters` names it at once."""
+        self._adapters.loaded(digest, num_bytes=num_bytes, rank=rank)
+        self._end_hopeless(digest, now)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Let others find the blocks that are full and computed. Drawn tokens count once they are accepted."""
-        full = sequence.num_computed // self.pool.block_size
-        if full > sequence.num_published:
-            keys = sequence.block_keys(full, self.pool.block_size)
-            for index in range(sequence.num_published, full):
-                self.pool.publish(sequence.blocks[index], keys[index])
-            sequence.num_published = full
+    def adapter_failed(self, digest: str, error: str, now: float) -> None:
+        """It could not be read: whoever waits for it ends with that error."""
+        self._adapters.failed(digest, error)
+        self._end_hopeless(digest, now)
 
-    def _plan(self, new_rows: list[NewRow], new_blocks: dict[Sequence, tuple[int, ...]]) -> StepPlan:
-        self._in_flight.sort(key=lambda scheduled: scheduled[1] != 1)  # rows of one token first
-        in_flight = self._in_flight
-        return StepPlan(
-            step=self._steps,
-            new_rows=tuple(new_rows),
-            rows=tuple([sequence.row for sequence, _, _ in in_flight]),
-            num_computed=tuple([sequence.num_computed for sequence, _, _ in in_flight]),
-            num_new=tuple([num_new for _, num_new, _ in in_flight]),
-            new_blocks=tuple([new_blocks.get(sequence, ()) for sequence, _, _ in in_flight]),
-            samples=tuple([samples for _, _, samples in in_flight]),
-        )
+    def unload_adapter(self, digest: str, now: float) -> bool:
+        """Refuse new requests for it, and forget it when the last one has ended; False: not known."""
+        return self._adapters.unload(digest)
+
+    def adapters(self) -> tuple[AdapterStatus, ...]:
+        """All that are known."""
+        return self.residency.statuses() if self.residency is not None else ()
+
+    @property
+    def adapters_version(self) -> int:
+        """Grows whenever `adapters` has a new state to tell."""
+        return self.residency.version if self.residency is not None else 0
+
+    def take_wanted_adapters(self) -> tuple[str, ...]:
+        """What requests wait for and memory has room for: read it, then say `adapter_loaded` or `adapter_failed`."""
+        return self.residency.take_wanted() if self.residency is not None else ()
+
+    def take_dropped_adapters(self) -> tuple[str, ...]:
+        """Whose host copies may be forgotten."""
+        return self.residency.take_dropped() if self.residency is not None else ()
+
+    @property
+    def _adapters(self) -> Residency:
+        assert self.residency is not None, "adapters are off"
+        return self.residency
+
+    def _end_hopeless(self, digest: str, now: float) -> None:
+        refusal = self._adapters.failure(digest)
+        if refusal:
+            self._books.end_waiting(digest, refusal, now)
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank
+def _schedule_chunk(sequence: Sequence, budget: int, plan: PlanBuilder) -> int:
+    ahead = sequence.num_ahead
+    count = min(ahead, budget)
+    plan.compute(sequence, count, ahead=ahead)
+    return count

@@ -1,10 +1,11 @@
-"""One request inside the scheduler: its tokens, how far it is computed, the blocks it holds."""
+"""One answer inside the scheduler: its tokens, how far they are computed, the blocks it holds."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from slipway_runtime.messages import FinishReason, Request
+from slipway_runtime.messages import FinishReason, Request, SamplingParams, TokenLogprobs
 from slipway_runtime.scheduling.block_pool import block_key
+from slipway_runtime.scheduling.fairness import Share
 
 NO_ROW = -1
 
@@ -19,30 +20,46 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """There is no prefill and no decode: `num_computed` chases `num_tokens`, and the last known token draws the next.
+    """There is no prefill and no decode: `num_planned` chases the tokens, and the last known token draws the next.
 
-    A preemption sets `num_computed` to zero and keeps the tokens, so resuming is the same as starting.
+    Plans are made before the results of earlier ones are known, so there are two marks. Up to `num_computed` the
+    results are in. Up to `num_planned` the KV will be there when the plans in flight are executed. Draws in flight are
+    tokens too (`num_pending`): the worker knows them first, and can compute them before they are known here.
+
+    A preemption sets both marks to zero and keeps the tokens, so resuming is the same as starting.
     """
 
     request: Request
+    index: int  # which of the request's answers
+    params: SamplingParams  # the request's, with a seed of its own
     serial: int  # order of arrival
     max_tokens: int  # length at which it must end, prompt included
     keys: list[bytes]  # of the parent, then of each full block
     queued_at: float
+    share: Share  # who is charged
     token_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_planned: int = 0
+    num_pending: int = 0  # draws in flight, drafts not counted
+    in_flight: int = 0  # plans in flight that it is in
     num_published: int = 0  # full blocks that others can find
     preemptions: int = 0
     cached_tokens: int = 0
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
+    leader: "Sequence | None" = None  # computes the prompt for it
+    siblings: "list[Sequence]" = field(default_factory=list)  # that wait for this one to compute the prompt
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until they are told
+    history: bytearray = field(default_factory=bytearray)  # the drafter's: its tokens, four bytes each
+    draft_length: int = 0  # the drafter's: how many guesses are worth making; 0: not asked yet
 
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prompt_token_ids)
+        self.token_ids.extend(self.request.output_token_ids)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -55,14 +72,25 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_ahead(self) -> int:
+        """Tokens that are there, known or drawn in flight, and not planned yet. The last draw is never computed."""
+        length = len(self.token_ids) + self.num_pending
+        return 0 if self.num_pending and length >= self.max_tokens else length - self.num_planned
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens that came with the request; stays the same over preemptions."""
         return len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens drawn so far."""
+        """Tokens drawn so far, those drawn elsewhere before included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may use prefixes of others: who wants the prompt scored must compute all of it."""
+        return self.params.prompt_logprobs is None or self.first_token_at is not None
 
     def block_keys(self, count: int, block_size: int) -> list[bytes]:
         """The keys of its first `count` full blocks; each is computed once."""
@@ -70,3 +98,8 @@ class Sequence:
             start = index * block_size
             self.keys.append(block_key(self.keys[index], self.token_ids[start : start + block_size]))
         return self.keys[1 : count + 1]
+
+    def forget_computed(self) -> None:
+        """Nothing of it is in the cache any more."""
+        self.num_computed = self.num_planned = self.num_published = 0
+        self.prompt_logprobs.clear()

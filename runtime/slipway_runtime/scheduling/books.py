@@ -1,0 +1,292 @@
+"""Who is here, and what they hold: rows, blocks, a share, an adapter. Every way in and out, once each.
+
+    add ──> waiting ──(start)──> running ──(close)──> ended ──(retire)──> gone
+               ^                    │
+               └─────(put_back)─────┘
+
+The other answers of a request with `n` > 1 wait for the first one, their leader, to compute the prompt. If it ends
+before, the next one leads. An ended sequence keeps its row and its blocks while a plan in flight still writes them.
+"""
+
+import heapq
+from bisect import insort
+
+import msgspec
+
+from slipway_runtime.messages import EngineStats, FinishReason, Output, Request
+from slipway_runtime.scheduling.block_pool import BlockPool, root_key
+from slipway_runtime.scheduling.ends import ended, reason_to_stop
+from slipway_runtime.scheduling.fairness import Shares
+from slipway_runtime.scheduling.ledger import Ledger
+from slipway_runtime.scheduling.residency import Residency
+from slipway_runtime.scheduling.sequence import NO_ROW, Sequence, State
+from slipway_runtime.scheduling.speculation import Speculation
+from slipway_runtime.scheduling.waiting import WaitingQueue
+
+
+class Books:
+    """All sequences and their belongings."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        model: str,
+        shares: Shares,
+        aging_seconds: float,
+        residency: Residency | None,
+    ) -> None:
+        self.pool = pool
+        self.residency = residency
+        self.ledger = Ledger()
+        self.waiting = WaitingQueue(aging_seconds)
+        self.running: list[Sequence] = []  # by rank; the first victim is last
+        self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
+        self.last_words: list[Output] = []  # of who ended outside of a step, to be told with the next update
+        self.num_bound = 0  # rows whose draws wait for a grammar
+        self.ending: set[Sequence] = set()  # ended, and in a plan in flight
+        self._eos = eos_token_ids
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._model = model
+        self._shares = shares
+        self._requests: dict[str, list[Sequence]] = {}  # the answers that have not ended
+        self._num_following = 0  # sequences that wait for their leader
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._serial = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._requests or self.last_words)
+
+    # --- in
+
+    def add(self, request: Request, now: float) -> None:
+        """Enter all answers of a request."""
+        assert request.id not in self._requests, "an id runs once"
+        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "refused at the door"
+        refusal = self._refusal(request.adapter)
+        answers = [self._new(request, index, now) for index in range(request.n)]
+        self._requests[request.id] = answers.copy()
+        leader = answers[0]
+        self.waiting.push(leader, now)
+        self._follow(leader, answers[1:])
+        self.ledger.admitted += request.n
+        self.ledger.prompt_tokens += len(request.prompt_token_ids)
+        for answer in answers:
+            if self.residency is not None and request.adapter and not refusal:
+                self.residency.join(request.adapter, now)
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, answer.serial, answer))
+        for answer in answers:
+            if refusal:
+                self.end(answer, FinishReason.ERROR, now, refusal)
+            elif request.output_token_ids:
+                reason = reason_to_stop(answer, self._eos)
+                if reason is not None:  # where it was before, the last word was lost
+                    self.end(answer, reason, now)
+
+    def _refusal(self, adapter: str) -> str:
+        if not adapter:
+            return ""
+        return "adapters are off" if self.residency is None else self.residency.refusal(adapter)
+
+    def _new(self, request: Request, index: int, now: float) -> Sequence:
+        self._serial += 1
+        params = request.params
+        if index:  # the prompt is scored once
+            params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)
+        return Sequence(
+            request=request,
+            index=index,
+            params=params,
+            serial=self._serial,
+            max_tokens=min(len(request.prompt_token_ids) + params.max_tokens, self._max_model_len),
+            keys=[root_key(model=self._model, adapter=request.adapter, salt=request.cache_salt)],
+            queued_at=now,
+            share=self._shares.join(request.tenant, request.adapter),
+        )
+
+    # --- to a row and back
+
+    def start(self, sequence: Sequence, blocks: list[int], num_computed: int, num_published: int, now: float) -> None:
+        """From the queue to a row, with blocks of which so much is computed already."""
+        sequence.blocks = blocks
+        sequence.num_computed = sequence.num_planned = num_computed
+        sequence.num_published = num_published
+        sequence.row = heapq.heappop(self.free_rows)
+        sequence.state = State.RUNNING
+        self.waiting.serve(sequence, now)
+        insort(self.running, sequence, key=_rank)
+        self.num_bound += sequence.request.grammar is not None
+        if self.residency is not None and sequence.request.adapter:
+            self.residency.start_row(sequence.request.adapter)
+        if sequence.scheduled_at is None:
+            sequence.scheduled_at = now
+            self.ledger.started += 1
+            sequence.share.charge(prefill=sequence.num_tokens - num_computed)
+            if sequence.index == 0:  # the others found the prompt that the first one computed: no merit of the cache
+                sequence.cached_tokens = min(num_computed, sequence.num_prompt_tokens)
+                self.ledger.prefix_queries += sequence.num_prompt_tokens
+                self.ledger.prefix_hits += sequence.cached_tokens
+
+    def put_back(self, sequence: Sequence, now: float) -> None:
+        """From a row to the queue; what it computed is lost, but for the prefixes that others can find."""
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        sequence.forget_computed()
+        sequence.state = State.WAITING
+        sequence.preemptions += 1
+        self.ledger.preemptions += 1
+        self.waiting.push(sequence, now)
+
+    def release_followers(self, leader: Sequence, now: float) -> None:
+        """The prompt is computed: the other answers line up."""
+        followers, leader.siblings = leader.siblings, []
+        self._num_following -= len(followers)
+        for follower in followers:
+            self.waiting.push(follower, now)
+
+    def _follow(self, leader: Sequence, followers: list[Sequence]) -> None:
+        leader.siblings = followers
+        self._num_following += len(followers)
+        for follower in followers:
+            follower.leader = leader
+
+    # --- out
+
+    def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None) -> None:
+        """End a request, or one of its answers, wherever it is."""
+        for sequence in self._requests.get(request_id, []).copy():
+            if index is None or index == sequence.index:
+                self.end(sequence, reason, now)
+
+    def expire(self, now: float) -> None:
+        """End whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self._deadlines)
+            if sequence.state is not State.ENDED:
+                self.end(sequence, FinishReason.TIMEOUT, now)
+
+    def end_waiting(self, adapter: str, error: str, now: float) -> None:
+        """End whoever waits for an adapter that will not come."""
+        for answers in list(self._requests.values()):
+            for sequence in answers.copy():
+                if sequence.request.adapter == adapter and sequence.state is State.WAITING:
+                    self.end(sequence, FinishReason.ERROR, now, error)
+
+    def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
+        """End a sequence outside of a step; it is told with the next update."""
+        self.close(sequence, reason, now)
+        self.last_words.append(ended(sequence, reason, error, now))
+
+    def close(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """Take an ended sequence out of its list; its belongings are free when no plan in flight writes them."""
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.leader is not None and sequence in sequence.leader.siblings:
+            sequence.leader.siblings.remove(sequence)
+            self._num_following -= 1
+        else:
+            self.waiting.remove(sequence)
+        sequence.state = State.ENDED
+        sequence.finish_reason = reason
+        self.ledger.count_end(reason)
+        answers = self._requests[sequence.request.id]
+        answers.remove(sequence)
+        if not answers:
+            del self._requests[sequence.request.id]
+        if sequence.siblings:  # it never computed the prompt: the next one does
+            leader, *followers = sequence.siblings
+            self._num_following -= len(sequence.siblings)
+            sequence.siblings, leader.leader = [], None
+            self.waiting.push(leader, now)
+            self._follow(leader, followers)
+        if sequence.in_flight:
+            self.ending.add(sequence)
+        else:
+            self.retire(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Nothing will write for this ended sequence any more."""
+        self.ending.discard(sequence)
+        self._give_back(sequence)
+        self._shares.leave(sequence.share)
+        if self.residency is not None and sequence.request.adapter:
+            self.residency.leave(sequence.request.adapter)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        if sequence.row != NO_ROW:
+            heapq.heappush(self.free_rows, sequence.row)
+            sequence.row = NO_ROW
+            self.num_bound -= sequence.request.grammar is not None
+            if self.residency is not None and sequence.request.adapter:
+                self.residency.end_row(sequence.request.adapter)
+
+    # --- what is told
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers without a row."""
+        return len(self.waiting) + self._num_following
+
+    def stats(self, speculation: Speculation | None, steps: int, now: float) -> EngineStats:
+        """The snapshot."""
+        pool, ledger, waiting, residency = self.pool, self.ledger, self.waiting, self.residency
+        adapters = {sequence.request.adapter for sequence in self.running} if residency is not None else set()
+        return EngineStats(
+            running=len(self.running),
+            waiting=self.num_waiting,
+            waiting_tokens=waiting.num_tokens,
+            blocks_total=pool.total - pool.lent,
+            blocks_live=pool.live,
+            blocks_cached=pool.cached,
+            steps=steps,
+            preemptions=ledger.preemptions,
+            prefix_queries=ledger.prefix_queries,
+            prefix_hits=ledger.prefix_hits,
+            admitted=ledger.admitted,
+            finished=ledger.finished,
+            aborted=ledger.aborted,
+            handed_over=ledger.handed_over,
+            last_step_at=now,
+            prompt_tokens=ledger.prompt_tokens,
+            generated_tokens=ledger.generated_tokens,
+            computed_tokens=ledger.computed_tokens,
+            started=ledger.started,
+            waiting_by_tenant=tuple(sorted(waiting.by_tenant.items())),
+            running_adapters=tuple(sorted(adapters - {""})),
+            waiting_adapters=tuple(sorted(adapter for adapter in waiting.by_adapter if adapter)),
+            invalid_kv_blocks=0 if residency is None else residency.invalid_blocks(),
+            speculation_active=speculation is not None and speculation.active,
+            drafts=0 if speculation is None else speculation.drafts,
+            draft_tokens=0 if speculation is None else speculation.draft_tokens,
+            accepted_tokens=0 if speculation is None else speculation.accepted_tokens,
+            accepted_by_position=() if speculation is None else tuple(speculation.accepted_by_position),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError when blocks, rows, adapters or requests are unaccounted for."""
+        self.pool.check()
+        holders = [*self.running, *self.ending]
+        held = {block for sequence in holders for block in sequence.blocks}
+        assert len(held) == self.pool.live, "every live block belongs to a running sequence"
+        assert not any(sequence.blocks for sequence in self.waiting)
+        assert len(self.free_rows) + sum(s.row != NO_ROW for s in holders) == self._max_num_seqs
+        answers = [sequence for answers in self._requests.values() for sequence in answers]
+        assert len(answers) == len(self.running) + self.num_waiting
+        assert self._num_following == sum(len(sequence.siblings) for sequence in answers)
+        assert self.num_bound == sum(s.request.grammar is not None for s in holders if s.row != NO_ROW)
+        ledger = self.ledger
+        done = ledger.finished + ledger.aborted + ledger.handed_over
+        assert ledger.admitted == done + len(self.running) + self.num_waiting
+        if self.residency is not None:
+            self.residency.check()
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

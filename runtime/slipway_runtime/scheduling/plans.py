@@ -1,0 +1,94 @@
+"""A plan while it is being made, and what must be remembered of it until its results are in."""
+
+from typing import NamedTuple
+
+from slipway_runtime.messages import AdapterLoad, NewRow, StepPlan
+from slipway_runtime.scheduling.sequence import Sequence
+
+
+class Scheduled(NamedTuple):
+    """One row of a plan."""
+
+    sequence: Sequence
+    row: int
+    num_computed: int  # before the step
+    num_new: int  # drafts included
+    samples: bool
+    drafts: tuple[int, ...]
+    preemptions: int  # of the sequence when this was planned: after another one its blocks are not those written here
+
+
+class Flight(NamedTuple):
+    """A plan whose results are not known yet."""
+
+    step: int
+    rows: list[Scheduled]
+
+
+class PlanBuilder:
+    """Collects who computes what."""
+
+    def __init__(self) -> None:
+        self.rows: list[Scheduled] = []
+        self.new_rows: list[NewRow] = []
+        self.new_blocks: dict[Sequence, list[int]] = {}
+        self.copies: list[tuple[int, int]] = []
+
+    def give_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Append to the block table of a sequence, here and in the worker."""
+        sequence.blocks += blocks
+        self.new_blocks.setdefault(sequence, []).extend(blocks)
+
+    def start_row(self, sequence: Sequence, slot: int) -> None:
+        """Tell the worker all about a sequence."""
+        self.new_rows.append(
+            NewRow(
+                row=sequence.row,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                params=sequence.params,
+                adapter_slot=slot,
+                grammar=sequence.request.grammar is not None,
+                request_id=sequence.request.id,
+                index=sequence.index,
+            )
+        )
+
+    def compute(self, sequence: Sequence, count: int, *, ahead: int) -> None:
+        """Compute the next `count` of the `ahead` tokens that are there."""
+        samples = count == ahead
+        planned = sequence.num_planned
+        self.rows.append(Scheduled(sequence, sequence.row, planned, count, samples, (), sequence.preemptions))
+        sequence.num_planned = planned + count
+        sequence.num_pending += samples
+
+    def add_drafts(self, index: int, drafts: tuple[int, ...]) -> None:
+        """Let a row of the plan verify guesses too."""
+        row = self.rows[index]
+        row.sequence.num_planned += len(drafts)
+        self.rows[index] = row._replace(num_new=row.num_new + len(drafts), drafts=drafts)
+
+    def build(self, step: int, loads: tuple[AdapterLoad, ...]) -> tuple[StepPlan, Flight]:
+        """The plan for the worker, and what to keep of it."""
+        rows = self.rows
+        rows.sort(key=_not_one)  # rows of one token first
+        for row in rows:
+            row.sequence.in_flight += 1
+        given = self.new_blocks
+        plan = StepPlan(
+            step=step,
+            new_rows=tuple(self.new_rows),
+            adapter_loads=loads,
+            copies=tuple(self.copies),
+            rows=tuple([row.row for row in rows]),
+            num_computed=tuple([row.num_computed for row in rows]),
+            num_new=tuple([row.num_new for row in rows]),
+            new_blocks=tuple([tuple(given[row.sequence]) if row.sequence in given else () for row in rows]),
+            samples=tuple([row.samples for row in rows]),
+            drafts=tuple([row.drafts for row in rows]) if any(row.drafts for row in rows) else (),
+        )
+        return plan, Flight(step, rows)
+
+
+def _not_one(row: Scheduled) -> bool:
+    return row.num_new != 1

@@ -1,0 +1,425 @@
+"""Which adapter is where: on disk, in host memory, in a slot of the device. Decides who comes in, and who goes.
+
+    disk ──(a request wants it, and there is room)──> loading ──> host ──(a slot is idle)──> slot
+    slot ──(another adapter needs the slot)──> host ──(another needs the memory)──> disk
+    any  ──(unload)──> draining: no new requests; gone when the last one has ended
+
+- A slot is idle when no row computes with it. Its adapter stays in host memory, so what was computed with it stays
+  usable: getting back costs one copy.
+- Memory is bounded by `max_cpu_adapters`, and with `block_bytes` also by bytes: an adapter then pays with blocks of the
+  KV pool, at most `most_blocks` of them. Whatever is worth least per byte goes first, adapter or prefix (benefit.py).
+- KV depends on its adapter. When an adapter leaves memory, the prefixes computed with it leave before: KV that nobody
+  can use never takes room. With `dependency_aware=False` both are plain LRUs that know nothing of one another, and
+  `most_blocks` of the pool belong to adapters from the start: the baseline that this is measured against.
+- A request that can get no slot is skipped, and others go on. After `CLAIM_AFTER` tries its adapter claims a place: the
+  one in the way with the fewest requests takes no more rows for requests younger than the claimant. So nobody starves.
+
+The shell reads files and holds the host copies; this says which (`take_wanted`, `take_dropped`). Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
+from slipway_runtime.scheduling.benefit import Costs, decay, worth_of_adapter, worth_of_block
+from slipway_runtime.scheduling.block_pool import BlockPool
+
+BASE_SLOT = -1  # the base model alone
+CLAIM_AFTER = 16
+HYSTERESIS = 0.9  # an adapter goes for KV only if it is worth clearly less, or the two would swap for ever
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One adapter, known by the digest of its content."""
+
+    digest: str
+    state: AdapterState = AdapterState.LOADING
+    num_bytes: int = 0  # 0: not read yet
+    rank: int = 0
+    pinned: bool = False  # stays in host memory
+    draining: bool = False
+    slot: int = BASE_SLOT
+    paid_blocks: int = 0
+    requests: int = 0  # not ended
+    rows: int = 0  # computing with it
+    last_used: float = 0.0
+    popularity: float = 0.0  # at `last_used`
+    tries: int = 0  # since it asked for a place and got none
+    closed_for: int | None = None  # requests younger than this one take no row
+    error: str = ""
+
+
+class Residency:
+    """Slots, host memory and the requests that hold on to them."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_adapters: int,
+        max_cpu_adapters: int = 0,
+        block_bytes: int = 0,
+        most_blocks: int | None = None,
+        dependency_aware: bool = True,
+        costs: Costs | None = None,
+    ) -> None:
+        assert max_adapters >= 1
+        self.max_adapters = max_adapters
+        self.most_in_memory = max(max_cpu_adapters, max_adapters)
+        self.most_blocks = 0 if block_bytes == 0 else pool.total // 2 if most_blocks is None else most_blocks
+        self.dependency_aware = dependency_aware
+        self.version = 0  # grows with every change of a state
+        self._pool = pool
+        self._block_bytes = block_bytes
+        self._costs = costs or Costs()
+        self._adapters: dict[str, Adapter] = {}
+        self._slots: list[str | None] = [None] * max_adapters
+        self._paid_blocks = 0
+        self._loads: list[AdapterLoad] = []
+        self._wanted: list[str] = []
+        self._dropped: list[str] = []
+        self._claimant: str | None = None  # for whom others are closed: one at a time
+        if not dependency_aware:
+            pool.lend(self.most_blocks)
+
+    # --- what the shell tells
+
+    def loading(self, digest: str, *, pinned: bool = False) -> bool:
+        """Somebody wants it here. True: read it from storage; False: it is there, or on its way."""
+        adapter = self._adapters.get(digest)
+        self.version += 1
+        if adapter is not None and adapter.state is not AdapterState.FAILED:
+            adapter.draining = False
+            adapter.pinned |= pinned
+            return False
+        self._adapters[digest] = Adapter(digest, pinned=pinned)
+        return True
+
+    def loaded(self, digest: str, *, num_bytes: int, rank: int) -> None:
+        """It has been read. Without room for it now it is only known: its copy is dropped again."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:  # unloaded while it was read
+            self._dropped.append(digest)
+            return
+        if adapter.state is not AdapterState.LOADING:
+            return
+        reserved = adapter.num_bytes > 0  # a request wanted it: room was made before it was read again
+        adapter.num_bytes, adapter.rank = num_bytes, rank
+        if self._cost(adapter) > self.most_blocks:
+            most = self.most_blocks * self._block_bytes
+            self.failed(digest, f"it takes {num_bytes} bytes; all adapters together may take {most}")
+            self._dropped.append(digest)
+        elif reserved or self._make_room_for(adapter):
+            self._move(adapter, AdapterState.HOST)
+        else:
+            self._move(adapter, AdapterState.DISK)
+            self._dropped.append(digest)
+
+    def failed(self, digest: str, error: str) -> None:
+        """It could not be read."""
+        adapter = self._adapters.get(digest)
+        if adapter is not None and adapter.state is AdapterState.LOADING:
+            self._give_back_memory(adapter)
+            adapter.error = error
+            self._move(adapter, AdapterState.FAILED)
+            self._forget_if_drained(adapter)
+
+    def unload(self, digest: str) -> bool:
+        """Let it go when its last request has ended; False if it is not known."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return False
+        adapter.draining = True
+        self.version += 1
+        self._forget_if_drained(adapter)
+        return True
+
+    # --- what the scheduler asks
+
+    def refusal(self, digest: str) -> str:
+        """Why a new request cannot use it; empty: it can."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return "the adapter is not loaded"
+        if adapter.draining:
+            return "the adapter is being unloaded"
+        return self.failure(digest)
+
+    def failure(self, digest: str) -> str:
+        """Why nobody can use it any more; empty: there is hope."""
+        adapter = self._adapters.get(digest)
+        failed = adapter is not None and adapter.state is AdapterState.FAILED
+        return f"the adapter could not be loaded: {adapter.error}" if adapter is not None and failed else ""
+
+    def join(self, digest: str, now: float) -> None:
+        """A request for it is here."""
+        adapter = self._adapters[digest]
+        adapter.requests += 1
+        adapter.popularity = self._popularity(adapter, now) + 1.0
+        adapter.last_used = now
+
+    def leave(self, digest: str) -> None:
+        """A request for it is gone, from every step in flight too."""
+        adapter = self._adapters[digest]
+        adapter.requests -= 1
+        if adapter.requests == 0 and self._claimant == digest:
+            self._open_again()
+        self._forget_if_drained(adapter)
+
+    def slot_for(self, digest: str, serial: int) -> int | None:
+        """The slot to compute with, or None: not now. Asked once a step at most, for the oldest request of each."""
+        adapter = self._adapters[digest]
+        if adapter.closed_for is not None and serial > adapter.closed_for:
+            return None
+        if adapter.state is AdapterState.SLOT:
+            return adapter.slot
+        if adapter.state is AdapterState.DISK and self._make_room_for(adapter):
+            self._move(adapter, AdapterState.LOADING)
+            self._wanted.append(digest)
+        elif adapter.state is AdapterState.HOST:
+            slot = self._idle_slot()
+            if slot is not None:
+                self._enter_slot(adapter, slot)
+                return slot
+        if adapter.state is not AdapterState.LOADING:
+            adapter.tries += 1
+            if adapter.tries >= CLAIM_AFTER:
+                self._claim(adapter, serial)
+        return None
+
+    def start_row(self, digest: str) -> None:
+        """A row computes with it from now on."""
+        self._adapters[digest].rows += 1
+
+    def end_row(self, digest: str) -> None:
+        """A row, and every step in flight with it, is done."""
+        self._adapters[digest].rows -= 1
+
+    def make_room(self, count: int) -> None:
+        """See that so many blocks are free where an idle adapter is worth less than the prefix that would go."""
+        while self.dependency_aware and self._paid_blocks and self._pool.free < count:
+            adapter = self._worst_payer()
+            if adapter is None or not self._beats_next_prefix(adapter):
+                return
+            self._evict(adapter)
+
+    # --- what it tells
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter is on its way from storage."""
+        return any(adapter.state is AdapterState.LOADING for adapter in self._adapters.values())
+
+    def take_loads(self) -> tuple[AdapterLoad, ...]:
+        """Copies into slots, for the plan being made."""
+        loads, self._loads = self._loads, []
+        return tuple(loads)
+
+    def take_wanted(self) -> tuple[str, ...]:
+        """What to read from storage again; room is kept for it."""
+        wanted, self._wanted = self._wanted, []
+        return tuple(wanted)
+
+    def take_dropped(self) -> tuple[str, ...]:
+        """Whose host copies may be forgotten, unless they have come back meanwhile."""
+        dropped, self._dropped = self._dropped, []
+        return tuple(digest for digest in dropped if not self._is_in_memory(digest))
+
+    def statuses(self) -> tuple[AdapterStatus, ...]:
+        """All that are known."""
+        return tuple(
+            AdapterStatus(
+                digest=a.digest,
+                state=AdapterState.DRAINING if a.draining else a.state,
+                bytes=a.num_bytes,
+                rank=a.rank,
+                requests=a.requests,
+                pinned=a.pinned,
+                last_used=a.last_used,
+                error=a.error,
+            )
+            for _, a in sorted(self._adapters.items())
+        )
+
+    def invalid_blocks(self) -> int:
+        """Published KV whose adapter is not in memory: nobody can use it."""
+        groups = self._pool.groups()
+        return sum(self._pool.members(group) for group in groups if group and not self._is_in_memory(group))
+
+    def check(self) -> None:
+        """Raise AssertionError when the books do not balance."""
+        adapters = self._adapters.values()
+        assert {digest for digest in self._slots if digest} == {a.digest for a in adapters if a.slot != BASE_SLOT}
+        assert all((a.state is AdapterState.SLOT) == (a.slot != BASE_SLOT) for a in adapters)
+        assert all(self._slots[a.slot] == a.digest for a in adapters if a.slot != BASE_SLOT)
+        assert all(a.rows == 0 or a.state is AdapterState.SLOT for a in adapters), "a row computes without its adapter"
+        assert all(0 <= a.rows <= a.requests for a in adapters)
+        assert sum(a.paid_blocks for a in adapters) == self._paid_blocks <= self.most_blocks
+        assert self._pool.lent == (self._paid_blocks if self.dependency_aware else self.most_blocks)
+        assert sum(_is_in(a) for a in adapters) <= self.most_in_memory
+        if self.dependency_aware:
+            assert self.invalid_blocks() == 0, "KV outlived its adapter"
+
+    # --- coming and going
+
+    def _enter_slot(self, adapter: Adapter, slot: int) -> None:
+        before = self._slots[slot]
+        if before is not None:
+            self._leave_slot(self._adapters[before])
+        self._slots[slot] = adapter.digest
+        adapter.slot = slot
+        self._move(adapter, AdapterState.SLOT)
+        self._loads.append(AdapterLoad(slot=slot, digest=adapter.digest))
+
+    def _leave_slot(self, adapter: Adapter) -> None:
+        assert adapter.rows == 0, "a slot is not overwritten under a row"
+        self._slots[adapter.slot] = None
+        self._loads = [load for load in self._loads if load.slot != adapter.slot]
+        adapter.slot = BASE_SLOT
+        self._move(adapter, AdapterState.HOST)
+
+    def _make_room_for(self, adapter: Adapter) -> bool:
+        """Pay for an adapter's memory, evicting what is worth less; False: what is there is in use."""
+        cost = self._cost(adapter)
+        in_memory = sum(_holds_memory(a) for a in self._adapters.values() if a is not adapter)
+        while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
+            victim = self._worst(a for a in self._adapters.values() if a is not adapter and _may_go(a))
+            if victim is None:
+                return False
+            self._evict(victim)
+            in_memory -= 1
+        if self.dependency_aware:
+            while self._pool.free < cost:
+                victim = self._worst_payer(besides=adapter)
+                if victim is None or not self._beats_next_prefix(victim):
+                    break
+                self._evict(victim)
+            if self._pool.available < cost:
+                return False
+            self._pool.lend(cost)
+        adapter.paid_blocks = cost
+        self._paid_blocks += cost
+        return True
+
+    def _evict(self, adapter: Adapter) -> None:
+        """From memory to disk; what was computed with it goes first."""
+        if self.dependency_aware:
+            self._pool.evict_group(adapter.digest)
+        if adapter.slot != BASE_SLOT:
+            self._leave_slot(adapter)
+        self._give_back_memory(adapter)
+        self._dropped.append(adapter.digest)
+        self._move(adapter, AdapterState.DISK)
+
+    def _give_back_memory(self, adapter: Adapter) -> None:
+        if self.dependency_aware:
+            self._pool.take_back(adapter.paid_blocks)
+        self._paid_blocks -= adapter.paid_blocks
+        adapter.paid_blocks = 0
+
+    def _forget_if_drained(self, adapter: Adapter) -> None:
+        if adapter.draining and adapter.requests == 0:
+            self._pool.evict_group(adapter.digest)
+            if adapter.slot != BASE_SLOT:
+                self._leave_slot(adapter)
+            self._give_back_memory(adapter)
+            del self._adapters[adapter.digest]
+            self._dropped.append(adapter.digest)
+            self.version += 1
+
+    def _cost(self, adapter: Adapter) -> int:
+        return -(-adapter.num_bytes // self._block_bytes) if self._block_bytes else 0
+
+    def _move(self, adapter: Adapter, state: AdapterState) -> None:
+        adapter.state = state
+        self.version += 1
+        if state is not AdapterState.DISK:
+            adapter.tries = 0
+            if self._claimant == adapter.digest:  # one place further: who made room goes on
+                self._open_again()
+
+    def _claim(self, adapter: Adapter, serial: int) -> None:
+        if self._claimant is not None:
+            return
+        in_the_way = [
+            a
+            for a in self._adapters.values()
+            if a is not adapter and (a.slot != BASE_SLOT if adapter.state is AdapterState.HOST else _is_in(a))
+        ]
+        if in_the_way:
+            self._claimant = adapter.digest
+            min(in_the_way, key=lambda a: (a.pinned, a.rows, a.requests, a.digest)).closed_for = serial
+
+    def _open_again(self) -> None:
+        self._claimant = None
+        for adapter in self._adapters.values():
+            adapter.closed_for = None
+
+    # --- what is worth keeping
+
+    def _idle_slot(self) -> int | None:
+        if None in self._slots:
+            return self._slots.index(None)
+        adapter = self._worst(a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0)
+        return None if adapter is None else adapter.slot
+
+    def _worst(self, adapters: Iterable[Adapter]) -> Adapter | None:
+        """The one that will be missed least."""
+        if self.dependency_aware:
+            return min(adapters, key=lambda a: (a.requests > 0, self._worth(a), a.digest), default=None)
+        return min(adapters, key=lambda a: (a.last_used, a.digest), default=None)
+
+    def _worst_payer(self, besides: Adapter | None = None) -> Adapter | None:
+        payers = (a for a in self._adapters.values() if a is not besides and a.paid_blocks and _is_idle(a))
+        return self._worst(payers)
+
+    def _worth(self, adapter: Adapter) -> float:
+        return worth_of_adapter(
+            self._popularity(adapter, self._pool.now),
+            adapter.num_bytes,
+            self._pool.members(adapter.digest),
+            block_size=self._pool.block_size,
+            block_bytes=self._block_bytes,
+            costs=self._costs,
+        )
+
+    def _beats_next_prefix(self, adapter: Adapter) -> bool:
+        """Whether an adapter should go before the prefix that is next."""
+        prefix = self._pool.next_victim()
+        if prefix is None:
+            return True
+        worth = worth_of_block(
+            prefix,
+            self._pool.now,
+            block_size=self._pool.block_size,
+            block_bytes=self._block_bytes,
+            costs=self._costs,
+        )
+        return self._worth(adapter) < HYSTERESIS * worth
+
+    def _popularity(self, adapter: Adapter, now: float) -> float:
+        return adapter.popularity * decay(now - adapter.last_used, self._costs.half_life_seconds)
+
+    def _is_in_memory(self, digest: str) -> bool:
+        adapter = self._adapters.get(digest)
+        return adapter is not None and _is_in(adapter)
+
+
+def _is_in(adapter: Adapter) -> bool:
+    """In memory."""
+    return adapter.state in (AdapterState.HOST, AdapterState.SLOT)
+
+
+def _holds_memory(adapter: Adapter) -> bool:
+    """In memory, or on its way with its place paid."""
+    return _is_in(adapter) or (adapter.state is AdapterState.LOADING and adapter.num_bytes > 0)
+
+
+def _is_idle(adapter: Adapter) -> bool:
+    return adapter.requests == 0 and not adapter.pinned and _is_in(adapter)
+
+
+def _may_go(adapter: Adapter) -> bool:
+    """Nobody needs it, or it was told to let somebody else in."""
+    return _is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and _is_in(adapter))

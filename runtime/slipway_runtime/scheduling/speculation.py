@@ -1,0 +1,135 @@
+"""Guesses of what a row would draw next, so that one step can confirm several tokens. Pure.
+
+A guess costs a position of the next step and is right or wasted; the output is the same either way. So this decides
+how many are worth making:
+
+- A row starts with `START` guesses. After a step that confirmed all of them it may make twice as many, up to the limit;
+  else one more than were right.
+- When of the guesses of all rows fewer than `WORTH_KEEPING` are right, or in so many steps none could be made, guessing
+  stops: `active` is False, and steps overlap again. After `REST_TOKENS` tokens it is tried again; each failure in a
+  row doubles the rest, up to `LONGEST_REST_TOKENS`.
+"""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
+
+from slipway_runtime.scheduling.sequence import Sequence
+
+START = 3
+WORTH_KEEPING = 0.4  # share of right guesses
+ENOUGH_GUESSES = 100  # before judging
+ENOUGH_STEPS = 256  # of rows, before judging that there is nothing to guess from
+WORTH_LOOKING = 0.05  # right guesses a row and step
+REST_TOKENS = 2_000
+LONGEST_REST_TOKENS = 64_000
+
+
+class Drafter(Protocol):
+    """Makes guesses from what the scheduler knows. A draft model would run in the worker, and be asked the same way."""
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """At most so many tokens that may follow; empty: no idea."""
+
+
+class PromptLookup:
+    """Continues as the same words went on before: the longest of `longest` … `shortest` last tokens that occurs again.
+
+    The search is bounded: the last `window` tokens, byte by byte in C. The most recent place counts. A repetition that
+    reaches the end goes on repeating: after "a b a b" come "a b a b".
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2, window: int = 8192) -> None:
+        assert 1 <= shortest <= longest
+        self._lengths = range(longest, shortest - 1, -1)
+        self._window = window
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Guesses for a sequence all of whose tokens are known."""
+        tokens, history = sequence.token_ids, sequence.history
+        known = len(history) // 4
+        if known < len(tokens):
+            history += array("I", tokens[known:]).tobytes()
+        start = max(len(tokens) - self._window, 0) * 4
+        for length in self._lengths:
+            if length < len(tokens):
+                at = _last_place(history, history[-4 * length :], start, len(history) - 4)
+                if at is not None:
+                    return _continue(tokens, at + length, most)
+        return ()
+
+
+def _last_place(history: bytearray, pattern: bytearray, start: int, end: int) -> int | None:
+    """The last token of history[start:end] where the pattern begins. Bytes may match between tokens: look on then."""
+    while (at := history.rfind(pattern, start, end)) >= 0:
+        if at % 4 == 0:
+            return at // 4
+        end = at + len(pattern) - 1
+    return None
+
+
+def _continue(tokens: SequenceOf[int], at: int, count: int) -> tuple[int, ...]:
+    """`count` tokens from a place on, going round from the end to that place again."""
+    period = len(tokens) - at
+    return tuple([tokens[at + offset % period] for offset in range(count)])
+
+
+class Speculation:
+    """How many guesses are worth making, and what came of them."""
+
+    def __init__(self, most: int, drafter: Drafter | None = None) -> None:
+        assert most >= 1
+        self.active = True
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
+        self.accepted_by_position = [0] * most
+        self._most = most
+        self._drafter = drafter or PromptLookup()
+        self._recent_rows = 0
+        self._recent_guesses = 0
+        self._recent_right = 0
+        self._rest = REST_TOKENS
+        self._rested = 0
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Guesses for a row, at most as many as the step has room for."""
+        wanted = min(sequence.draft_length or min(START, self._most), most)
+        return self._drafter.propose(sequence, wanted) if wanted > 0 else ()
+
+    def learn(self, sequence: Sequence, guesses: int, right: int) -> None:
+        """What came of a row that was asked for guesses."""
+        self._recent_rows += 1
+        if guesses == 0:
+            return
+        sequence.draft_length = min(self._most, 2 * guesses if right == guesses else right + 1)
+        self.drafts += 1
+        self.draft_tokens += guesses
+        self.accepted_tokens += right
+        for position in range(right):
+            self.accepted_by_position[position] += 1
+        self._recent_guesses += guesses
+        self._recent_right += right
+
+    def judge(self, tokens: int) -> None:
+        """After each step that gave so many tokens: go on, stop, or try again."""
+        if not self.active:
+            self._rested += tokens
+            if self._rested >= self._rest:
+                self._rest = min(2 * self._rest, LONGEST_REST_TOKENS)
+                self.active = True
+                self._start_over()
+            return
+        wrong = self._recent_guesses >= ENOUGH_GUESSES and self._recent_right < WORTH_KEEPING * self._recent_guesses
+        idle = self._recent_rows >= ENOUGH_STEPS and self._recent_right < WORTH_LOOKING * self._recent_rows
+        if wrong or idle:
+            self.active = False
+            self._start_over()
+        elif self._recent_rows >= 2 * ENOUGH_STEPS:  # it pays: forget half, and the failures before
+            self._recent_rows //= 2
+            self._recent_guesses //= 2
+            self._recent_right //= 2
+            self._rest = REST_TOKENS
+
+    def _start_over(self) -> None:
+        self._rested = self._recent_rows = self._recent_guesses = self._recent_right = 0
