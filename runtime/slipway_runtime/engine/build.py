@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.messages import EngineFacts, Request, SamplingParams
+from slipway_runtime.messages import EngineFacts, Loading, Request, SamplingParams, WarmingUp
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.weights import Checkpoint
@@ -20,36 +22,32 @@ from slipway_runtime.worker.kv_cache import allocate_cache, default_budget_bytes
 from slipway_runtime.worker.runner import Runner
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DEFAULTS = EngineOptions()
 _SMALL_MODEL = 100_000_000  # parameters; below, float32 costs a CPU little memory and is the fastest it has
 
 
 def build_engine(
     model_path: Path,
+    options: EngineOptions = _DEFAULTS,
     *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    block_size: int = 16,
-    kv_cache_bytes: int | None = None,
-    gpu_memory_utilization: float = 0.85,
-    extra_eos_token_ids: tuple[int, ...] = (),
-    device: str = "auto",
-    on_warm_up: Callable[[], object] = lambda: None,
+    on_news: Callable[[Loading | WarmingUp], object] = lambda _: None,
+    **settings: object,
 ) -> Engine:
     """Load a checkpoint, size its KV cache and warm it up: seconds to minutes, and ready when it returns.
 
-    dtype: auto, bf16, fp16 or fp32. None means: chosen for this model and machine. Raises ModelRefusedError, a
-    sentence for the user, for a checkpoint or settings that cannot be honoured. The facts hold the timings.
-    `on_warm_up` is called when the weights are there and the first steps begin.
+    `settings` are fields of the options, over those given. Raises ModelRefusedError, a sentence for the user, for a
+    checkpoint or settings that cannot be honoured. The facts hold the timings.
     """
+    options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
+    if options.threads:
+        torch.set_num_threads(options.threads)
     started = time.perf_counter()
     config = read_config(model_path)
-    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    number_format = choose_dtype(dtype, config, on)
-    length = _longest(config, max_model_len)
-    num_seqs = max_num_seqs or (32 if on.type == "cpu" else 256)
-    num_batched_tokens = max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
+    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    number_format = choose_dtype(options.dtype, config, on)
+    length = _longest(config, options.max_model_len)
+    num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
+    num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
     if num_batched_tokens < num_seqs:
         raise ModelRefusedError(
             f"max_num_batched_tokens ({num_batched_tokens}) is smaller than max_num_seqs ({num_seqs}): "
@@ -63,18 +61,18 @@ def build_engine(
     size = size_cache(
         config,
         dtype=number_format,
-        block_size=block_size,
-        budget_bytes=kv_cache_bytes or default_budget_bytes(on, gpu_memory_utilization),
+        block_size=options.block_size,
+        budget_bytes=options.kv_cache_bytes or default_budget_bytes(on, options.gpu_memory_utilization),
         # Memory nobody asked for is taken only as far as all rows at full length could use it.
-        useful_tokens=None if kv_cache_bytes or on.type != "cpu" else num_seqs * length,
+        useful_tokens=None if options.kv_cache_bytes or on.type != "cpu" else num_seqs * length,
     )
-    length = _fit_pool(length, size.num_blocks * block_size, asked=max_model_len)
-    eos = tuple(sorted({*config.eos_token_ids, *extra_eos_token_ids}))
+    length = _fit_pool(length, size.num_blocks * options.block_size, asked=options.max_model_len)
+    eos = tuple(sorted({*config.eos_token_ids, *options.extra_eos_token_ids}))
     runner = Runner(
         decoder,
         allocate_cache(config, size, number_format, on),
         kernels,
-        block_size=block_size,
+        block_size=options.block_size,
         max_num_seqs=num_seqs,
         max_model_len=length,
         eos_token_ids=eos,
@@ -84,14 +82,14 @@ def build_engine(
 
     def new_scheduler() -> Scheduler:
         return Scheduler(
-            BlockPool(size.num_blocks, block_size),
+            BlockPool(size.num_blocks, options.block_size),
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_batched_tokens,
             max_model_len=length,
             eos_token_ids=frozenset(eos),
         )
 
-    on_warm_up()
+    on_news(WarmingUp())
     warm_up(new_scheduler(), runner)
     warm = time.perf_counter()
     facts = EngineFacts(
@@ -100,7 +98,7 @@ def build_engine(
         max_model_len=length,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_batched_tokens,
-        block_size=block_size,
+        block_size=options.block_size,
         num_blocks=size.num_blocks,
         bytes_per_token=size.bytes_per_token,
         weight_bytes=weight_bytes,
@@ -146,18 +144,18 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
     return own.get(config.dtype, torch.bfloat16)
 
 
-def _longest(config: ModelConfig, asked: int | None) -> int:
+def _longest(config: ModelConfig, asked: int) -> int:
     """The context that the model can take, or the part of it that was asked for."""
     possible = min(config.max_position, config.sliding_window or config.max_position)
-    if asked is not None and asked > possible:
+    if asked > possible:
         why = "its sliding window" if possible == config.sliding_window else "its max_position_embeddings"
         raise ModelRefusedError(f"max_model_len is {asked}; this model takes at most {possible}: {why}")
     return asked or possible
 
 
-def _fit_pool(length: int, pool_tokens: int, asked: int | None) -> int:
+def _fit_pool(length: int, pool_tokens: int, asked: int) -> int:
     """A sequence must fit into the pool alone, or it could never finish."""
-    if asked is not None and asked > pool_tokens:
+    if asked > pool_tokens:
         raise ModelRefusedError(
             f"max_model_len is {asked}, and the KV cache holds {pool_tokens} tokens: give it more memory or a shorter "
             "context"

@@ -58,7 +58,7 @@ class Engine:
         if index is None:
             self._scheduler.abort(request_id, reason, now)
         else:
-            self._scheduler.abort(request_id, reason, now, index)  # type: ignore[call-arg]
+            self._scheduler.abort(request_id, reason, now, index)
 
     def control(self, message: Message, now: float) -> None:
         """Begin what is asked; the reply comes with the report of a step."""

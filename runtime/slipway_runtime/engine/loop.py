@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from slipway_runtime.messages import Abort, EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
@@ -53,9 +54,9 @@ class StepLoop:
         """Hand over a message before the next step."""
         self._inbox.put(message)
 
-    def stop(self) -> None:
-        """End after the step that runs."""
-        self._inbox.put(_Stop())
+    def stop(self, error: Exception | None = None) -> None:
+        """End after the step that runs; with an error, `run` raises it."""
+        self._inbox.put(_Stop(error))
 
     def run(self, report: Callable[[StepReport], None]) -> None:
         """Step until `stop`; whatever the engine raises ends the loop."""
@@ -72,7 +73,9 @@ class StepLoop:
             except queue.Empty:
                 return True
             match message:
-                case _Stop():
+                case _Stop(error):
+                    if error is not None:
+                        raise error
                     return False
                 case _Wake():
                     pass
@@ -84,8 +87,11 @@ class StepLoop:
                     self._engine.control(message, self._clock())
 
 
+@dataclass(frozen=True)
 class _Stop:
     """End the loop."""
+
+    error: Exception | None
 
 
 class _Wake:

@@ -1,0 +1,221 @@
+"""The API side of an engine in a process of its own: starts it, hears how loading goes, talks to it, sees it die.
+
+    engine = await EngineProcess.launch(path, options, run_directory=…, on_news=…)   # seconds to minutes
+    client = EngineClient(engine)
+
+Two ZeroMQ sockets in a directory that only this user can open; msgpack in both directions; one message a step. Whoever
+pulls binds and whoever pushes connects: a pushing socket that binds takes nothing before its peer is there.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from slipway_runtime.engine.options import EngineOptions
+from slipway_runtime.messages import EngineFailed, Loaded, Loading, Message, News, StepReport, WarmingUp
+
+LAST_WORD_SECONDS: Final = 0.3  # for what an engine said before its end to come through
+_LONGEST_RUN_DIRECTORY: Final = 80  # Linux allows 107 bytes for the path of a socket
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new engine process reads from its standard input, which then stays open while its parent lives."""
+
+    directory: str  # of the sockets
+    model_path: str
+    options: EngineOptions
+    log_level: str = "INFO"
+
+
+class EngineNotLoadedError(Exception):
+    """The engine could not be built; the message is a sentence for the user, `trace` is for the log."""
+
+    def __init__(self, sentence: str, trace: str = "") -> None:
+        super().__init__(sentence)
+        self.trace = trace
+
+
+class EngineProcess:
+    """A Transport to an engine in a process of its own. It dies with this process, however this one ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, pipe: "_Pipe", loaded: Loaded) -> None:
+        self.facts = loaded.facts
+        self.first_stats = loaded.stats
+        self.pid = process.pid
+        self._process = process
+        self._pipe = pipe
+        self._encoder = msgspec.msgpack.Encoder()
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def launch(
+        cls,
+        model_path: Path,
+        options: EngineOptions,
+        *,
+        run_directory: Path | None = None,
+        log_level: str = "INFO",
+        on_news: Callable[[Loading | WarmingUp], object] = lambda _: None,
+    ) -> "EngineProcess":
+        """Start an engine and return when it is warm. Raises EngineNotLoadedError; cancelling ends the process."""
+        pipe = _Pipe(run_directory)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "slipway_runtime.engine.process", stdin=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stdin is not None
+            start = EngineStart(
+                directory=str(pipe.directory), model_path=str(model_path), options=options, log_level=log_level
+            )
+            process.stdin.write(framed(start))
+            loaded = await _until_loaded(process, pipe, on_news)
+        except BaseException:
+            await _kill(process)
+            pipe.close()
+            raise
+        return cls(process, pipe, loaded)
+
+    def start(self, on_report: Callable[[StepReport], None], on_death: Callable[[str], None]) -> None:
+        """Begin to listen; both functions are called on the event loop."""
+
+        def on_news(news: News) -> None:
+            if isinstance(news, StepReport):
+                on_report(news)
+            elif isinstance(news, EngineFailed):
+                self._die(news.error, on_death)
+
+        self._pipe.listen(on_news)
+        self._watcher = asyncio.create_task(self._watch(on_death))
+
+    def send(self, message: Message) -> None:
+        """Hand over a message; the engine takes it before its next step."""
+        if not self._pipe.closed:  # else the engine is gone, and `on_death` has said so
+            self._pipe.requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def stop(self) -> None:
+        """End the process at once: it holds nothing that anybody would miss."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._pipe.close()
+        await _kill(self._process)
+
+    async def _watch(self, on_death: Callable[[str], None]) -> None:
+        code = await self._process.wait()
+        await asyncio.sleep(LAST_WORD_SECONDS)  # a last word cancels this task
+        self._die(_how_it_ended(code), on_death)
+
+    def _die(self, error: str, on_death: Callable[[str], None]) -> None:
+        assert self._watcher is not None
+        self._watcher.cancel()
+        self._pipe.close()
+        on_death(error)
+
+
+class _Pipe:
+    """The API side's ends of both sockets."""
+
+    def __init__(self, run_directory: Path | None) -> None:
+        self.directory = _private_directory(run_directory)
+        self._context = zmq.Context()
+        self.requests = self._context.socket(zmq.PUSH)
+        self.requests.set_hwm(0)  # never blocks, never drops: what waits is bounded by the requests that are in
+        self.requests.connect(f"ipc://{self.directory}/requests")
+        self._news = self._context.socket(zmq.PULL)
+        self._news.set_hwm(0)
+        self._news.bind(f"ipc://{self.directory}/news")
+        self._descriptor = int(self._news.getsockopt(zmq.FD))
+        self._decoder = msgspec.msgpack.Decoder(News)
+        self._listener: Callable[[News], None] | None = None
+
+    def listen(self, listener: Callable[[News], None]) -> None:
+        """Call the listener for each message from now on; it takes the place of an earlier one."""
+        if self._listener is None:
+            asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
+        self._listener = listener
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return bool(self._context.closed)
+
+    def close(self) -> None:
+        """Nothing more is heard or said. Idempotent."""
+        if self.closed:
+            return
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._listener = None
+        self._context.destroy(linger=0)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _drain(self) -> None:
+        # The descriptor tells of a change once, so all there is must be read now.
+        while (
+            self._listener is not None
+            and not self._context.closed
+            and int(self._news.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        ):
+            self._listener(self._decoder.decode(self._news.recv(zmq.NOBLOCK)))
+
+
+async def _until_loaded(
+    process: asyncio.subprocess.Process, pipe: _Pipe, on_news: Callable[[Loading | WarmingUp], object]
+) -> Loaded:
+    loaded: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+
+    def hear(news: News) -> None:
+        if isinstance(news, Loading | WarmingUp):
+            on_news(news)
+        elif not loaded.done():
+            if isinstance(news, Loaded):
+                loaded.set_result(news)
+            elif isinstance(news, EngineFailed):
+                loaded.set_exception(EngineNotLoadedError(news.error, news.trace))
+
+    pipe.listen(hear)
+    ended = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait((loaded, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not loaded.done():
+            await asyncio.wait({loaded}, timeout=LAST_WORD_SECONDS)
+        if not loaded.done():
+            raise EngineNotLoadedError(_how_it_ended(process.returncode or 0))
+        return loaded.result()
+    finally:
+        ended.cancel()
+
+
+def framed(start: EngineStart) -> bytes:
+    """The start message as it is written to the standard input: four bytes of length, then msgpack."""
+    body = msgspec.msgpack.encode(start)
+    return len(body).to_bytes(4, "big") + body
+
+
+def _how_it_ended(code: int) -> str:
+    if code == -9:
+        return "the engine process was killed (signal 9): out of memory, if nobody did it on purpose"
+    return f"the engine process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    await process.wait()
+
+
+def _private_directory(run_directory: Path | None) -> Path:
+    """A new directory that only this user may enter: in the run directory, unless that cannot be."""
+    fits = run_directory is not None and len(str(run_directory)) <= _LONGEST_RUN_DIRECTORY
+    parent = run_directory if fits and os.access(str(run_directory), os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="engine-", dir=parent))

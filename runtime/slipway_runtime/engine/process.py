@@ -1,0 +1,107 @@
+"""The engine process: builds an engine, tells how that goes, and steps until its parent is gone.
+
+    python -m slipway_runtime.engine.process < EngineStart
+
+Its own GIL: scheduling never waits for HTTP or detokenizing. Reading and writing messages happen on threads of their
+own, so that they overlap the computation.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import zmq
+
+from slipway_api import logs
+from slipway_runtime.engine.launch import EngineStart
+from slipway_runtime.engine.loop import StepLoop
+from slipway_runtime.messages import EngineFailed, Loaded, Message, News
+
+
+def main() -> int:
+    """Be an engine; the exit code."""
+    # Signals are for the parent: it drains, and its end is ours.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    start = _read_start(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, args=(sys.stdin.buffer,), name="parent", daemon=True).start()
+    logs.configure("runtime", start.log_level)
+    with zmq.Context() as context:
+        news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        writer = threading.Thread(target=_write, args=(context, start.directory, news), name="write", daemon=True)
+        writer.start()
+        failed = _serve(start, context, news.put)
+        news.put(failed)
+        news.put(None)
+        writer.join()
+    return 1
+
+
+def _serve(start: EngineStart, context: "zmq.Context[zmq.Socket[bytes]]", tell: Callable[[News], None]) -> EngineFailed:
+    """Build an engine and step it until it fails; the failure."""
+    # Only here: torch costs seconds, and the parent should hear at once that there is somebody.
+    from slipway_runtime.engine.build import build_engine
+    from slipway_runtime.models.config import ModelRefusedError
+
+    try:
+        engine = build_engine(Path(start.model_path), start.options, on_news=tell)
+    except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
+        return EngineFailed(str(refused))
+    except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told
+        return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
+    tell(Loaded(engine.facts, engine.stats(time.monotonic())))
+    loop = StepLoop(engine, time.monotonic)
+    threading.Thread(target=_read, args=(context, start.directory, loop), name="read", daemon=True).start()
+    try:
+        loop.run(tell)
+    except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must hear of it
+        return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
+    return EngineFailed("the step loop ended without a reason")
+
+
+def _read(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, loop: StepLoop) -> None:
+    try:
+        with context.socket(zmq.PULL) as requests:
+            requests.set_hwm(0)
+            requests.linger = 0
+            requests.bind(f"ipc://{directory}/requests")
+            decoder = msgspec.msgpack.Decoder(Message)
+            while True:
+                loop.send(decoder.decode(requests.recv()))
+    except zmq.ContextTerminated:
+        pass  # the loop has failed, and we leave
+    except Exception as error:  # noqa: BLE001  an engine that hears nothing is worse than one that ends
+        loop.stop(error)
+
+
+def _write(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, news: "queue.SimpleQueue[News | None]") -> None:
+    with context.socket(zmq.PUSH) as socket:
+        socket.set_hwm(0)
+        socket.linger = 2000  # milliseconds for the last word to leave
+        socket.connect(f"ipc://{directory}/news")
+        encoder = msgspec.msgpack.Encoder()
+        while (message := news.get()) is not None:
+            socket.send(encoder.encode(message))
+
+
+def _read_start(stream: BinaryIO) -> EngineStart:
+    length = int.from_bytes(stream.read(4), "big")
+    return msgspec.msgpack.decode(stream.read(length), type=EngineStart)
+
+
+def _end_with_parent(stream: BinaryIO) -> None:
+    # The parent keeps the other end open; the kernel closes it, whatever ended the parent.
+    stream.read(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
