@@ -40,8 +40,10 @@ class Reason(StrEnum):
     ROLLING_OUT = "RollingOut"
     # Stalled: a person has to act; reason and message are copied into Ready
     INVALID_SPEC = "InvalidSpec"
+    DOES_NOT_FIT = "DoesNotFit"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
+    CREDENTIALS_INVALID = "CredentialsInvalid"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     QUOTA_EXCEEDED = "QuotaExceeded"
     CRASH_LOOPING = "CrashLooping"

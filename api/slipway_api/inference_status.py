@@ -92,7 +92,7 @@ class CapacityStatus(Struct):
     """What one replica can hold."""
 
     max_sequences: int | None = Field(default=None, ge=0)
-    """Requests that run at once."""
+    """Requests of full length that run at once: what the KV cache holds, at most maxNumSeqs."""
     kv_blocks: int | None = Field(default=None, ge=0)
     """Blocks of the KV cache."""
     bytes_per_token: int | None = Field(default=None, ge=0)

@@ -11,6 +11,13 @@ ignored and every field that may grow has a default, so that an older side under
 | /undrain  | POST   | yes   |                             | DrainStatus                         |
 | /ready    | GET    | no    |                             | Ready, with 200 or 503              |
 | /health   | GET    | no    |                             | Health: 200 unless the engine died  |
+| /adapters | GET    | yes   |                             | AdapterList                         |
+| /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads     |
+| /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
+| /model    | GET    | yes   |                             | ModelInfo                           |
+| /model    | POST   | yes   | LoadModelRequest            | ModelInfo, or 409 for another model |
+| /sleep    | POST   | yes   | SleepRequest (may be empty) | SleepStatus                         |
+| /wake_up  | POST   | yes   |                             | SleepStatus                         |
 """
 
 from enum import StrEnum
@@ -48,6 +55,7 @@ class Signals(Body):
     handed_over: int = Field(default=0, ge=0)
     generated_tokens: int = Field(default=0, ge=0)
     prompt_tokens: int = Field(default=0, ge=0)
+    starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp, as in Ready.reason
 
     @field_serializer("kv_usage")
     def _four_digits(self, usage: float) -> float:
@@ -58,10 +66,12 @@ class Signals(Body):
 class ReadyReason(StrEnum):
     """Why a replica is or is not ready."""
 
+    DOWNLOADING = "Downloading"
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
     READY = "Ready"
     DRAINING = "Draining"
+    SLEEPING = "Sleeping"
     STEP_LOOP_STALLED = "StepLoopStalled"
     ENGINE_DEAD = "EngineDead"
 
@@ -142,3 +152,64 @@ class State(Body):
     queue: QueueCounts
     draining: bool
     startup: StartupTimes = StartupTimes()
+
+
+class AdapterInfo(Body):
+    """One adapter of a replica, by the name that clients send as `model`."""
+
+    name: str
+    digest: str = ""  # sha256:… of its content; empty until its files are here
+    uri: str = ""
+    state: str  # loading, host, slot, draining, failed
+    bytes: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0)
+    requests: int = Field(default=0, ge=0)  # running and waiting
+    pinned: bool = False
+    idle_seconds: float | None = None  # since it was last used; absent: never
+    message: str = ""  # of a failed one: why
+
+
+class AdapterList(Body):
+    """All adapters of a replica. A changed `boot_id` means that the engine began anew, without them."""
+
+    boot_id: str = ""
+    adapters: tuple[AdapterInfo, ...] = ()
+
+
+class LoadAdapterRequest(Body):
+    """Load an adapter under a name. Asking again is harmless; other content takes the name over when it is loaded."""
+
+    name: str
+    uri: str
+    digest: str = ""  # refuse any other content
+    pinned: bool = False  # never leaves host memory by itself
+
+
+class ModelInfo(Body):
+    """Which model a process serves."""
+
+    uri: str = ""
+    served_name: str = ""
+    revision: str = ""
+    loaded: bool = False
+
+
+class LoadModelRequest(Body):
+    """Serve this model. Asking for the one that is there is harmless."""
+
+    uri: str
+    served_name: str = ""
+    revision: str = ""
+
+
+class SleepRequest(Body):
+    """Give the device's memory back. Level 1 keeps the weights in host memory, level 2 forgets them."""
+
+    level: int = Field(default=1, ge=1, le=2)
+
+
+class SleepStatus(Body):
+    """Whether a replica sleeps."""
+
+    sleeping: bool
+    level: int = 0

@@ -92,6 +92,7 @@ class Manager:
         self._scraper: Scraper[Address, ServiceKey] = Scraper(
             self.world.targets,
             replicas.signals,
+            replicas.state,
             on_news=self._queue.add,
             on_error=self._count_silence,
             now=clock.now,

@@ -182,14 +182,15 @@ class World:
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:
-    """The replica to ask for signals; None while it cannot answer: not started, or already being deleted."""
+    """The replica to ask for signals; None while it cannot answer: its server does not run, or is being deleted."""
     key = service_of(pod)
     server = pod.container(names.SERVER_CONTAINER)
-    if key is None or not pod.status.pod_ip or pod.is_terminating or server is None or not server.started:
+    if key is None or not pod.status.pod_ip or pod.is_terminating or server is None or server.state.running is None:
         return None
     return Target(
         uid=pod.uid,
         address=Address(pod.namespace, pod.name, pod.status.pod_ip),
         service=key,
         is_draining=pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING,
+        is_starting=not server.started,
     )

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
-from slipway_api.runtime_api import DrainRequest, DrainStatus, Signals
+from slipway_api.runtime_api import BlockCounts, DrainRequest, DrainStatus, QueueCounts, Signals, State
 
 
 @dataclass
@@ -21,6 +21,8 @@ class RuntimeDouble:
     running: int = 0
     waiting: int = 0
     draining: bool = False
+    starting: str = ""
+    blocks: int = 1000
     nonsense: bytes | None = None
     port: int = 0
     calls: list[str] = field(default_factory=list)
@@ -30,6 +32,7 @@ class RuntimeDouble:
         """The routes of the admin port that the operator uses."""
         app = web.Application()
         app.router.add_get(names.PATH_SIGNALS, self._signals)
+        app.router.add_get(names.PATH_STATE, self._state)
         app.router.add_post(names.PATH_DRAIN, self._drain)
         app.router.add_post(names.PATH_UNDRAIN, self._undrain)
         return app
@@ -62,8 +65,25 @@ class RuntimeDouble:
             running=self.running,
             waiting=self.waiting,
             draining=self.draining,
+            starting=self.starting,
         )
         return web.Response(body=signals.wire(), content_type="application/json")
+
+    async def _state(self, request: web.Request) -> web.Response:
+        self._check(request)
+        state = State(
+            boot_id=self.boot_id,
+            model_name="chat",
+            uptime_seconds=1.0,
+            block_size=16,
+            bytes_per_token=4096,
+            max_model_len=4096,
+            max_num_seqs=64,
+            blocks=BlockCounts(total=self.blocks, live=0, cached=0, free=self.blocks),
+            queue=QueueCounts(running=self.running, waiting=self.waiting),
+            draining=self.draining,
+        )
+        return web.Response(body=state.wire(), content_type="application/json")
 
     async def _drain(self, request: web.Request) -> web.Response:
         self._check(request)

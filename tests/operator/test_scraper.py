@@ -6,12 +6,20 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from slipway_api.runtime_api import Signals
-from slipway_operator.core.observed import Sample
+from slipway_api.runtime_api import BlockCounts, QueueCounts, Signals, State
+from slipway_operator.core.observed import Capacity, Sample
 from slipway_operator.scraper import Scraper, Target, matters
 from tests.operator.virtual_time import run_in_virtual_time
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def a_state(**facts: object) -> State:
+    """Room for 1,000 blocks of 16 tokens; a request takes up to 4,096 tokens."""
+    known = {"model_name": "chat", "uptime_seconds": 1.0, "draining": False, "queue": QueueCounts(running=0, waiting=0)}
+    known |= {"block_size": 16, "bytes_per_token": 8192, "max_model_len": 4096, "max_num_seqs": 64}
+    blocks = BlockCounts(total=1000, live=0, cached=0, free=1000)
+    return State.model_validate(known | {"blocks": blocks} | facts)
 
 
 class Fleet:
@@ -22,19 +30,27 @@ class Fleet:
         self.broken: set[str] = set()
         self.hanging: set[str] = set()
         self.draining: set[str] = set()
+        self.starting: dict[str, str] = {}
+        self.mute: set[str] = set()  # answer for their load, and not for their state
+        self.described: list[str] = []
+        self.boot_id = "boot"
         self.asked: list[tuple[float, str]] = []
         self.news: Counter[str] = Counter()
         self.errors: list[Exception] = []
         self.scraper: Scraper[str, str] = Scraper(
             self.targets,
             self.ask,
+            self.describe,
             on_news=lambda key: self.news.update([key]),
             on_error=self.errors.append,
             now=lambda: T0 + timedelta(seconds=asyncio.get_running_loop().time()),
         )
 
     def targets(self) -> list[Target[str, str]]:
-        return [Target(uid, uid, "chat", is_draining=uid in self.draining) for uid in self.load]
+        return [
+            Target(uid, uid, "chat", is_draining=uid in self.draining, is_starting=uid in self.starting)
+            for uid in self.load
+        ]
 
     async def ask(self, uid: str) -> Signals:
         self.asked.append((asyncio.get_running_loop().time(), uid))
@@ -42,7 +58,20 @@ class Fleet:
             await asyncio.sleep(3600)
         if uid in self.broken:
             raise ConnectionError("no route to host")
-        return Signals(boot_id="boot", kv_usage=0.5, running=self.load[uid], waiting=0, draining=uid in self.draining)
+        return Signals(
+            boot_id=self.boot_id,
+            kv_usage=0.5,
+            running=self.load[uid],
+            waiting=0,
+            draining=uid in self.draining,
+            starting=self.starting.get(uid, ""),
+        )
+
+    async def describe(self, uid: str) -> State:
+        self.described.append(uid)
+        if uid in self.mute:
+            raise ConnectionError("reset by peer")
+        return a_state()
 
     def calls_of(self, uid: str) -> int:
         return sum(1 for _, who in self.asked if who == uid)
@@ -170,6 +199,9 @@ def test_samples_of_replicas_that_are_gone_are_forgotten():
         ({"running": 0, "draining": True}, {"running": 0, "draining": True}, True),
         ({"running": 0}, {"running": 0, "boot_id": "boot-2"}, True),
         ({"running": 0}, {"running": 0, "seconds": 100}, True),
+        ({"running": 0, "starting": "Downloading"}, {"running": 0, "starting": "Loading"}, True),
+        ({"running": 0, "starting": "Loading"}, {"running": 0, "starting": "Loading"}, False),
+        ({"running": 0}, {"running": 0, "capacity": Capacity(max_sequences=1, kv_blocks=9, bytes_per_token=9)}, True),
     ],
 )
 def test_a_sample_matters_when_a_decision_could_change(before, after, is_news):
@@ -177,3 +209,73 @@ def test_a_sample_matters_when_a_decision_could_change(before, after, is_news):
         return Sample(at=T0 + timedelta(seconds=seconds), **{"boot_id": "boot", "kv_usage": 0.1, "waiting": 0, **facts})
 
     assert matters(None if before is None else sample(0, **before), sample(**after)) is is_news
+
+
+@pytest.mark.capability("OP-5")
+def test_what_a_replica_holds_is_asked_for_once_in_its_life():
+    fleet = Fleet()
+    fleet.load = {"chat-0": 0}
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.scraper.run())
+        await asyncio.sleep(60)
+        assert fleet.described == ["chat-0"]
+        sample = fleet.scraper.sample("chat-0")
+        assert sample is not None
+        assert sample.capacity == Capacity(max_sequences=3, kv_blocks=1000, bytes_per_token=8192)
+
+        fleet.boot_id = "another engine"
+        await asyncio.sleep(60)
+        assert fleet.described == ["chat-0"] * 2
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+
+def test_a_replica_that_keeps_its_state_to_itself_is_still_heard():
+    fleet = Fleet()
+    fleet.load, fleet.mute = {"chat-0": 3}, {"chat-0"}
+
+    run_in_virtual_time(fleet.watch_for(10))
+
+    sample = fleet.scraper.sample("chat-0")
+    assert sample is not None
+    assert (sample.running, sample.capacity) == (3, None)
+
+
+def test_a_replica_that_loads_is_followed_closely_and_its_silence_is_no_error():
+    fleet = Fleet()
+    fleet.load, fleet.broken, fleet.starting = {"chat-0": 0}, {"chat-0"}, {"chat-0": "Downloading"}
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.scraper.run())
+        await asyncio.sleep(10)
+        assert fleet.errors == []
+        fleet.broken = set()
+        await asyncio.sleep(10)
+        sample = fleet.scraper.sample("chat-0")
+        assert sample is not None
+        assert sample.starting == "Downloading"
+        assert fleet.calls_of("chat-0") >= 9
+        assert fleet.described == []
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("OP-5")
+@pytest.mark.parametrize(
+    ("facts", "sequences"),
+    [
+        ({}, 3),  # 1,000 blocks, 256 for a request of full length
+        ({"max_model_len": 4097}, 3),  # 257 blocks
+        ({"max_num_seqs": 2}, 2),
+        ({"max_model_len": 17}, 64),  # 500 would fit, 64 may run
+        ({"blocks": BlockCounts(total=0, live=0, cached=0, free=0)}, None),
+        ({"max_model_len": 0}, None),
+    ],
+)
+def test_capacity_is_counted_in_requests_of_full_length(facts, sequences):
+    capacity = Capacity.of(a_state(**facts))
+
+    assert (capacity.max_sequences if capacity else None) == sequences

@@ -9,6 +9,7 @@
 | READY         | condition Ready                                      | yes            | capacity                   |
 | OVERDUE       | older than its startup may take                      | yes            | nothing: it blocks nobody  |
 | IMAGE_ERROR   | the kubelet cannot pull the image                    | yes            | nothing                    |
+| CONFIG_ERROR  | a Secret or ConfigMap of its environment is missing  | yes            | nothing                    |
 | CRASHING      | CrashLoopBackOff                                     | yes            | nothing                    |
 | UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
 | LOADING       | otherwise                                            | yes            | coming capacity            |
@@ -42,6 +43,7 @@ class Stage(Enum):
     READY = "is ready"
     OVERDUE = "did not become ready in time"
     IMAGE_ERROR = "cannot pull its image"
+    CONFIG_ERROR = "lacks a part of its environment"
     CRASHING = "keeps crashing"
     UNSCHEDULABLE = "waits for a node"
     LOADING = "is loading"
@@ -58,7 +60,18 @@ class Stage(Enum):
 
 
 _GONE = frozenset({Stage.TERMINATING, Stage.DEAD, Stage.DRAINING, Stage.LOST})
-_BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CRASHING})
+_BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING})
+
+
+_WORST_FIRST = (
+    Stage.IMAGE_ERROR,
+    Stage.CONFIG_ERROR,
+    Stage.CRASHING,
+    Stage.OVERDUE,
+    Stage.LOST,
+    Stage.UNSCHEDULABLE,
+    Stage.LOADING,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +107,7 @@ def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[int, bo
     the newest goes, because its cache knows the least.
     """
     replica = member.replica
-    serves = (Stage.IMAGE_ERROR, Stage.CRASHING, Stage.OVERDUE, Stage.LOST, Stage.UNSCHEDULABLE, Stage.LOADING)
-    standing = serves.index(member.stage) if member.stage in serves else len(serves)
+    standing = _WORST_FIRST.index(member.stage) if member.stage in _WORST_FIRST else len(_WORST_FIRST)
     sample = replica.sample
     requests = sample.requests if sample else 1_000_000
     usage = sample.kv_usage if sample else 1.0
@@ -118,6 +130,8 @@ def stage(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timed
         return Stage.OVERDUE
     if replica.waiting_reason in IMAGE_ERRORS:
         return Stage.IMAGE_ERROR
+    if replica.waiting_reason == "CreateContainerConfigError":
+        return Stage.CONFIG_ERROR
     if replica.waiting_reason == "CrashLoopBackOff":
         return Stage.CRASHING
     if replica.unschedulable:

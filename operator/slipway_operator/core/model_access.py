@@ -17,21 +17,21 @@ CLAIM_VOLUME: Final = "slipway-pvc"
 
 def address(model: Model) -> str:
     """What the runtime is told: `pvc://models/llama` is `file:///mnt/slipway/pvc/llama` to it."""
-    if (claim := _claim(model)) is None:
+    if (name := claim(model)) is None:
         return model.uri
-    return f"file://{names.PVC_DIRECTORY}{model.uri.removeprefix(f'pvc://{claim}')}"
+    return f"file://{names.PVC_DIRECTORY}{model.uri.removeprefix(f'pvc://{name}')}"
 
 
 def volumes(model: Model) -> list[dict[str, Any]]:
     """The claim of a `pvc://` model."""
-    if (claim := _claim(model)) is None:
+    if (name := claim(model)) is None:
         return []
-    return [{"name": CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}]
+    return [{"name": CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": name, "readOnly": True}}]
 
 
 def mounts(model: Model) -> list[dict[str, Any]]:
     """Where that claim appears."""
-    if _claim(model) is None:
+    if claim(model) is None:
         return []
     return [{"name": CLAIM_VOLUME, "mountPath": names.PVC_DIRECTORY, "readOnly": True}]
 
@@ -40,7 +40,7 @@ def credentials(model: Model) -> list[dict[str, Any]]:
     """Environment variables from the credentials' Secret."""
     if model.credentials_secret_ref is None:
         return []
-    required = _required_keys(model)
+    required = required_keys(model)
     secret = model.credentials_secret_ref.name
     return [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": key not in required}}}
@@ -48,13 +48,13 @@ def credentials(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def _required_keys(model: Model) -> set[str]:
+def required_keys(model: Model) -> tuple[str, ...]:
     """What the addresses cannot be opened without."""
     schemes = {urlsplit(uri).scheme for uri in (model.uri, model.tokenizer.uri)}
-    return {key for scheme in schemes for key in names.CREDENTIALS_OF_SCHEME.get(scheme, ())}
+    return tuple(sorted({key for scheme in schemes for key in names.CREDENTIALS_OF_SCHEME.get(scheme, ())}))
 
 
-def _claim(model: Model) -> str | None:
+def claim(model: Model) -> str | None:
     """The claim of a `pvc://` address."""
     parts = urlsplit(model.uri)
     return parts.netloc if parts.scheme == "pvc" else None

@@ -11,13 +11,38 @@ from typing import Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
-from slipway_api.runtime_api import Signals
+from slipway_api.runtime_api import Signals, State
 from slipway_api.types import ServiceKey
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
 TokenDigests = Callable[[str, str], tuple[str, ...]]
 """(namespace, pod name) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What one replica holds, fixed from its start to its end."""
+
+    max_sequences: int
+    """Requests of full length at once: what the KV cache holds, at most `maxNumSeqs`."""
+    kv_blocks: int
+    bytes_per_token: int
+
+    @classmethod
+    def of(cls, state: State) -> "Capacity | None":
+        """From a `/state` answer; None while the model is loading.
+
+        1,000 blocks of 16 tokens, 4,096 tokens in a request: 1000 // 256 = 3 of them.
+        """
+        if not (state.blocks.total and state.block_size and state.max_model_len):
+            return None
+        blocks_of_one = -(-state.max_model_len // state.block_size)
+        return cls(
+            max_sequences=min(state.max_num_seqs, state.blocks.total // blocks_of_one),
+            kv_blocks=state.blocks.total,
+            bytes_per_token=state.bytes_per_token,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +55,12 @@ class Sample:
     running: int
     waiting: int
     draining: bool = False
+    starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp
+    capacity: Capacity | None = None  # None: it is loading, or has not said yet
 
     @classmethod
-    def of(cls, signals: Signals, at: datetime) -> "Sample":
-        """The part of a `/signals` answer that decisions use."""
+    def of(cls, signals: Signals, at: datetime, capacity: Capacity | None = None) -> "Sample":
+        """The part of a `/signals` answer that decisions use, and what the replica said once of its capacity."""
         return cls(
             at=at,
             boot_id=signals.boot_id,
@@ -41,6 +68,8 @@ class Sample:
             running=signals.running,
             waiting=signals.waiting,
             draining=signals.draining,
+            starting=signals.starting,
+            capacity=capacity,
         )
 
     @property

@@ -12,6 +12,7 @@ refreshed with each decision, otherwise at most every 60 s and only when they mo
 | none           | > 0     | Stalled                               | False, with the reason of Stalled    |
 | none           | > 0     | it was available before               | False NoReadyReplicas                |
 | none           | > 0     | no node has a GPU                     | Unknown WaitingForGPU                |
+| none           | > 0     | a replica brings the model            | Unknown DownloadingModel             |
 | none           | > 0     | it loads for the first time           | Unknown Loading                      |
 """
 
@@ -34,6 +35,7 @@ from slipway_api.conditions import (
 from slipway_api.inference_status import (
     Address,
     AutoscalingStatus,
+    CapacityStatus,
     InferenceServiceStatus,
     RevisionStatus,
     ScalingDecision,
@@ -94,7 +96,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         revisions=_revisions(observed, decided, current),
         attempts=decided.assignment.attempts,
         autoscaling=_autoscaling(before, decided, now),
-        capacity=before.capacity,
+        capacity=_capacity(decided) or before.capacity,
     )
 
 
@@ -136,6 +138,20 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
             ready=sum(one.is_ready and one.replica.revision == hash for one in decided.members),
         )
         for hash, image in images.items()
+    )
+
+
+def _capacity(decided: Decided) -> CapacityStatus | None:
+    """What a replica of the wanted revision holds, or of any while there is none; the smallest, where nodes differ."""
+    known = [(one.replica.revision, one.replica.sample) for one in decided.members if one.is_ready]
+    told = [(revision, sample.capacity) for revision, sample in known if sample and sample.capacity]
+    wanted = [capacity for revision, capacity in told if revision == decided.revision.hash]
+    chosen = wanted or [capacity for _, capacity in told]
+    if not chosen:
+        return None
+    least = min(chosen, key=lambda capacity: (capacity.max_sequences, capacity.kv_blocks))
+    return CapacityStatus(
+        max_sequences=least.max_sequences, kv_blocks=least.kv_blocks, bytes_per_token=least.bytes_per_token
     )
 
 
@@ -256,8 +272,9 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    reason = Reason.WAITING_FOR_GPU if trouble.waits_for_gpu else Reason.LOADING
-    return ConditionStatus.UNKNOWN, reason, sentence
+    if trouble.waits_for_gpu:
+        return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
+    return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if trouble.downloads else Reason.LOADING, sentence
 
 
 def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:

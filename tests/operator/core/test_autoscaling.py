@@ -133,7 +133,9 @@ def test_limits_hold_at_once_and_without_evidence():
 @pytest.mark.capability("PF-6", "PF-7")
 def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
     assert {metric.value for metric in MetricType} == {"KVCacheUtilization", "QueueDepth"}
-    assert set(Sample.__dataclass_fields__) == {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
+    of_the_requests = {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
+    for_the_status = {"starting", "capacity"}
+    assert set(Sample.__dataclass_fields__) == of_the_requests | for_the_status
 
 
 @pytest.mark.capability("AS-3")
