@@ -1,55 +1,233 @@
-"""Where fetched models lie on this machine, and that only one process at a time fetches the same one.
+"""Where fetched models lie on this machine, shared by every process and pod that mounts it (ADR 0018).
 
-The lock is the kernel's (`flock`): it ends with the process that held it, however that process ended.
+    models/<key>/      a model, whole and checked; `key` says its content, so two addresses of one content share it
+    partial/<key>/     what is still coming; becomes models/<key> by one rename
+    locks/<key>.lock   held exclusively while it comes or goes, shared while in use; its time is that of the last use
+    names/<name>.json  which key an address meant last
+
+Locks are the kernel's (`flock`): they end with the process that held them, however it ended. A file that two models
+share is one file with two names (a hard link), so nothing counts references but the file system.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import structlog
 
+from slipway_runtime.storage.errors import OutOfSpaceError
+from slipway_runtime.storage.source import RemoteFile
+
 log = structlog.get_logger()
 
-
-def hub_directory(cache: Path) -> Path:
-    """Where models from the hub lie, in the hub's own layout: files by content, revisions as links to them."""
-    return cache / "hub"
+MANIFEST: Final = ".slipway.json"
+_GIB: Final = 1 << 30
 
 
-def is_verified(cache: Path, snapshot: Path) -> bool:
-    """Whether the files of a snapshot had their checksums before; reading 140 GB again would cost minutes."""
-    return _mark(cache, snapshot).is_file()
+def content_key(files: Sequence[RemoteFile]) -> str:
+    """The name of a model by what its files are."""
+    lines = sorted(f"{file.name}\0{file.size}\0{file.identity}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
-def remember_verified(cache: Path, snapshot: Path) -> None:
-    """From now on these files are trusted: the cache belongs to this pod or to this user."""
-    mark = _mark(cache, snapshot)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+class Cache:
+    """The models of one folder; `limit_bytes` 0: only the disk limits it, and nothing is ever evicted."""
 
+    _held: Final[dict[Path, int]] = {}  # models that this process uses, with the descriptor of their shared lock
+    _holding = threading.Lock()
 
-def _mark(cache: Path, snapshot: Path) -> Path:
-    repository, commit = snapshot.parent.parent.name, snapshot.name  # models--org--name/snapshots/<commit>
-    return cache / "verified" / f"{repository}@{commit}"
+    def __init__(self, root: Path, limit_bytes: int = 0) -> None:
+        self._root = root
+        self._limit = limit_bytes
+        for part in ("models", "partial", "locks", "names"):
+            (root / part).mkdir(parents=True, exist_ok=True)
 
+    # --- addresses
 
-@contextlib.contextmanager
-def only_one(cache: Path, what: str) -> Iterator[None]:
-    """Hold the lock of one model; a second process waits, and then finds everything there."""
-    locks = cache / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    name = hashlib.sha256(what.encode()).hexdigest()[:32]
-    handle = os.open(locks / f"{name}.lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
+    def remember(self, address: str, key: str) -> None:
+        """This address meant this content, now."""
+        name = self._name(address)
+        fresh = name.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        fresh.write_text(json.dumps({"address": address, "key": key}))
+        fresh.rename(name)
+
+    def remembered(self, address: str) -> str | None:
+        """What this address meant last."""
+        try:
+            return str(json.loads(self._name(address).read_text())["key"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _name(self, address: str) -> Path:
+        return self._root / "names" / f"{hashlib.sha256(address.encode()).hexdigest()[:32]}.json"
+
+    # --- models in use
+
+    def hold(self, key: str) -> Path | None:
+        """The model's folder, which stays until this process ends or releases it; None: it is not here, or not whole.
+
+        Waits for a process that is fetching it.
+        """
+        folder = self._root / "models" / key
+        with self._holding:
+            if folder in self._held:
+                return folder
+        handle = self._open(key)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process fetches this model, waiting for it", key=key)
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        if not (folder / MANIFEST).is_file():
+            os.close(handle)
+            return None
+        os.utime(handle)  # the time of the last use
+        with self._holding:
+            if folder in self._held:
+                os.close(handle)
+            else:
+                self._held[folder] = handle
+        return folder
+
+    def release(self, folder: Path) -> None:
+        """This process needs the model no longer; it stays until room is needed."""
+        with self._holding:
+            handle = self._held.pop(folder, None)
+        if handle is not None:
+            os.close(handle)
+
+    # --- models that come
+
+    @contextlib.contextmanager
+    def coming(self, key: str) -> Iterator[Path | None]:
+        """The folder where this process alone may put the model's files; None: it has come in the meantime."""
+        handle = self._open(key)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if (self._root / "models" / key / MANIFEST).is_file():
+                yield None
+                return
+            partial = self._root / "partial" / key
+            partial.mkdir(exist_ok=True)
+            yield partial
+        finally:
+            os.close(handle)
+
+    def finish(self, key: str, address: str, files: Sequence[RemoteFile], sha256: dict[str, str]) -> None:
+        """Everything has come and is checked: from now on the model is here."""
+        partial = self._root / "partial" / key
+        about = {
+            file.name: {"size": file.size, "sha256": sha256[file.name], "identity": file.identity} for file in files
+        }
+        for file in files:
+            (partial / file.name).chmod(0o444)  # shared by everybody on this machine
+        (partial / MANIFEST).write_text(json.dumps({"address": address, "files": about}, indent=1))
+        folder = self._root / "models" / key
+        shutil.rmtree(folder, ignore_errors=True)  # without a manifest: what an interrupted eviction left
+        partial.rename(folder)
+
+    def link_known(self, files: Sequence[RemoteFile], partial: Path) -> None:
+        """Give files of other models a second name here, where they are the same: a new revision brings what is new."""
+        known: dict[tuple[str, int], Path] = {}
+        for folder in (self._root / "models").iterdir():
+            for name, about in manifest(folder).items():
+                known[about.get("identity", ""), about.get("size", -1)] = folder / name
+        for file in files:
+            source, target = known.get((file.identity, file.size)), partial / file.name
+            if source is not None and not target.exists():
+                with contextlib.suppress(
+                    OSError
+                ):  # evicted a moment ago, or no links on this file system: it is fetched
+                    os.link(source, target)
+
+    # --- room
+
+    def make_room(self, needed: int, missing: int, key: str) -> None:
+        """Evict what was not used for longest until `needed` more bytes fit; never what a process uses or fetches.
+
+        missing: bytes that the disk does not hold yet; more than `needed` where files were begun and have holes.
+        """
+        if self._limit:
+            used = self._used()
+            for folder in self._by_last_use(besides=key) if used + needed > self._limit else ():
+                if used + needed <= self._limit:
+                    break
+                used -= self._evict(folder, used)
+            if used + needed > self._limit:
+                raise OutOfSpaceError(
+                    f"the model needs {_gib(needed)}, and {_gib(used)} of the cache's limit of {_gib(self._limit)} "
+                    "are in use"
+                )
+        free = shutil.disk_usage(self._root).free
+        if missing > free:
+            raise OutOfSpaceError(f"the model needs {_gib(missing)}, and the disk of the cache has {_gib(free)} left")
+
+    def _used(self) -> int:
+        return _size([self._root / "models", self._root / "partial"])
+
+    def _by_last_use(self, besides: str) -> list[Path]:
+        folders = [*(self._root / "partial").iterdir(), *(self._root / "models").iterdir()]
+        used = {folder: self._last_use(folder.name) for folder in folders if folder.name != besides}
+        return sorted(used, key=lambda folder: used[folder])
+
+    def _last_use(self, key: str) -> float:
+        try:
+            return (self._root / "locks" / f"{key}.lock").stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _evict(self, folder: Path, used: int) -> int:
+        """Remove a model that nobody holds; the bytes that were freed."""
+        handle = self._open(folder.name)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("another process fetches this model, waiting for it", model=what)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+            return 0  # in use, or on its way
+        try:
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: half a model is no model
+            shutil.rmtree(folder, ignore_errors=True)
+            freed = used - self._used()  # less than its size where another model shares its files
+        finally:
+            os.close(handle)
+        log.info("evicted a model from the cache", key=folder.name, bytes=freed)
+        return freed
+
+    def _open(self, key: str) -> int:
+        path = self._root / "locks" / f"{key}.lock"
+        is_new = not path.exists()
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        if is_new:
+            os.utime(handle, (time.time(), time.time()))
+        return handle
+
+
+def manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of a cached model's files: size, SHA-256, identity; empty for a folder that is not ours."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return files if isinstance(files, dict) else {}
+
+
+def _size(folders: Sequence[Path]) -> int:
+    """Bytes of all files below, each counted once whatever its names; files that come count as whole."""
+    seen: dict[int, int] = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):  # gone in the meantime
+                about = path.lstat()
+                seen[about.st_ino] = about.st_size
+    return sum(seen.values())
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"

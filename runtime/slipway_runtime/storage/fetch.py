@@ -1,143 +1,205 @@
-"""From a model's address to a directory with its files, checked.
+"""From a model's address to a directory with its files, checked; adapters are fetched alike.
 
-| address                      | where the files come from                                          |
-|------------------------------|--------------------------------------------------------------------|
-| `file:///path`               | that directory, as it is                                           |
-| `hf://organisation/name@rev` | the hub (or `HF_ENDPOINT`), into the cache: resumed, checksummed   |
+| address                      | where the files come from                                                     |
+|------------------------------|-------------------------------------------------------------------------------|
+| `file:///path`               | that directory, as it is; claims (`pvc://`) are mounted and arrive like this  |
+| `hf://organisation/name@rev` | the hub (or `HF_ENDPOINT`)                                                    |
+| `s3://bucket/prefix`         | AWS, or the store behind `AWS_ENDPOINT_URL`                                   |
+| `https://host/folder`        | a web server; `HTTP_BEARER_TOKEN` is sent to that host and to no other        |
 
-Only weights as safetensors, JSON files and chat templates are brought: nothing that runs code on loading.
 The digest of weights is `sha256:` and the SHA-256 of `model.safetensors`; where there are several files, that of what
 `sha256sum *.safetensors` prints for them.
 """
 
+import contextlib
 import hashlib
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
-from slipway_runtime.storage.cache import hub_directory, is_verified, only_one, remember_verified
+import structlog
 
-WEIGHTS: Final = ("*.safetensors",)
-TOKENIZER: Final = ("*.json", "*.jinja")
+from slipway_runtime.storage.access import Access
+from slipway_runtime.storage.address import Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
+from slipway_runtime.storage.cache import Cache, content_key, manifest
+from slipway_runtime.storage.download import OnProgress, bring
+from slipway_runtime.storage.errors import (
+    AccessDeniedError,
+    FetchError,
+    ModelNotFoundError,
+    OutOfSpaceError,
+    Patience,
+    UnreachableError,
+)
+from slipway_runtime.storage.source import RemoteFile, Source, choose
 
+__all__ = [
+    "Access", "AccessDeniedError", "FetchError", "HubModel", "LocalModel", "ModelNotFoundError", "Patience", "S3Model",
+    "UnreachableError", "WebModel", "check_digest", "fetch", "parse", "release", "shown", "weights_digest",
+]  # fmt: skip
 
-class FetchError(Exception):
-    """The model cannot be had; the message is a sentence for the user."""
+log = structlog.get_logger()
 
-
-class ModelNotFoundError(FetchError):
-    """Nothing is at this address, and waiting will not bring it: somebody has to write another, or give access."""
-
-
-@dataclass(frozen=True)
-class LocalModel:
-    """`file://`: a directory that is there."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """`hf://`: a repository on the hub, at one revision."""
-
-    repository: str
-    revision: str | None  # None: the newest, which may change under a running service
+TELL_EVERY: Final = 10.0  # seconds between two log lines of a download
 
 
-def parse(uri: str) -> LocalModel | HubModel:
-    """What an address means; raises FetchError where it means nothing."""
-    parts = urlsplit(uri)
-    if uri and not parts.scheme:
-        return LocalModel(Path(uri).resolve())  # as people type it: slipway-runtime serve models/tiny
-    if parts.scheme == "file":
-        if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-            raise FetchError(f"{uri} is no local path: write file:///absolute/path")
-        return LocalModel(Path(unquote(parts.path)))
-    if parts.scheme == "hf":
-        repository, _, revision = uri.removeprefix("hf://").partition("@")
-        if repository.count("/") != 1 or not all(repository.split("/")):
-            raise FetchError(f"{uri} is no repository: write hf://organisation/name@revision")
-        return HubModel(repository, revision or None)
-    raise FetchError(f"{uri} has an unknown scheme: file:// and hf:// are supported")
+def fetch(
+    uri: str,
+    *,
+    cache: Path,
+    weights: bool = True,
+    endpoint: str | None = None,
+    access: Access | None = None,
+    limit_bytes: int = 0,
+    at_most_bytes: int = 0,
+    on_progress: OnProgress | None = None,
+    patience: Patience = Patience(),  # noqa: B008  frozen
+) -> Path:
+    """Bring what the address names, and return the directory it is in. Blocks; safe to repeat and to kill.
 
+    weights: False brings only what lies beside them, such as a tokenizer. access: credentials, by default those of
+    the environment; endpoint: another hub. limit_bytes: what the cache may hold, 0 for no limit. at_most_bytes:
+    refuse anything larger, which an adapter of a stranger may be. on_progress: called with bytes that are there and
+    bytes in all, from several threads but never from two at once. Raises FetchError, a sentence for the user.
 
-def fetch(uri: str, *, cache: Path, weights: bool = True, endpoint: str | None = None) -> Path:
-    """Bring what the address names, and return the directory it is in. Blocks; safe to repeat and to interrupt."""
-    match parse(uri):
-        case LocalModel(path):
-            if not path.is_dir():
-                raise ModelNotFoundError(f"{uri}: there is no directory {path}")
-            return path
-        case HubModel() as model:
-            with only_one(cache, uri):
-                return _from_hub(model, cache, weights=weights, endpoint=endpoint)
-
-
-def _from_hub(model: HubModel, cache: Path, *, weights: bool, endpoint: str | None) -> Path:
-    # Only here: the library costs a quarter of the start, and a model of this machine needs none of it.
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()  # stderr carries JSON lines
-    name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
-    hub = HfApi(endpoint=endpoint)
+    The directory stays in the cache until this process ends, or calls `release`.
+    """
+    address = parse(uri)
+    if isinstance(address, LocalModel):
+        if not address.path.is_dir():
+            raise ModelNotFoundError(f"{uri}: there is no directory {address.path}")
+        return address.path
+    access = access or Access.of(os.environ)
     try:
-        # The hub's library resumes what was interrupted, and goes without the network when everything is there.
-        # Files in folders of a repository are other formats of the same weights.
-        directory = Path(
-            hub.snapshot_download(
-                model.repository,
-                revision=model.revision,
-                cache_dir=hub_directory(cache),
-                allow_patterns=[*TOKENIZER, *(WEIGHTS if weights else ())],
-                ignore_patterns=["*/*"],
-            )
+        shelf = Cache(cache, limit_bytes)
+        return _fetch(
+            address, uri, shelf, access, endpoint, weights, at_most_bytes, on_progress or _log_progress(uri), patience
         )
-        if not is_verified(cache, directory):
-            found = hub.verify_repo_checksums(model.repository, revision=directory.name, cache_dir=hub_directory(cache))
-            for broken in found.mismatches:
-                (directory / broken["path"]).resolve().unlink()  # what the link points at, so that it is fetched again
-            if found.mismatches:
-                names = ", ".join(broken["path"] for broken in found.mismatches)
-                raise FetchError(f"{name}: {names} arrived broken and was removed; it will be fetched again")
-            if weights:
-                remember_verified(cache, directory)
-    except GatedRepoError as error:
-        raise FetchError(f"{name} asks for credentials, or for its terms to be accepted") from error
-    except RepositoryNotFoundError as error:
-        raise ModelNotFoundError(f"{name} does not exist, or is not visible without credentials") from error
-    except RevisionNotFoundError as error:
-        raise ModelNotFoundError(f"{name}: there is no such revision") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FetchError(f"{name} could not be fetched: {type(error).__name__}") from error
-    if weights and not any(directory.glob("*.safetensors")):
-        raise FetchError(f"{name} has no *.safetensors: pickled weights are not loaded, because they can run code")
-    return directory
+    except OSError as error:
+        raise FetchError(f"{shown(uri)}: the cache cannot be written: {error.strerror}") from error
 
 
-def weights_digest(directory: Path) -> str:
-    """`sha256:…` of the weights, as the module says. Reads all of them."""
+def release(directory: Path, *, cache: Path) -> None:
+    """This process needs a fetched directory no longer: the cache may evict it when room is needed."""
+    Cache(cache).release(directory)
+
+
+def _fetch(
+    address: Address,
+    uri: str,
+    shelf: Cache,
+    access: Access,
+    endpoint: str | None,
+    weights: bool,
+    at_most_bytes: int,
+    on_progress: OnProgress,
+    patience: Patience,
+) -> Path:
+    wanted = f"{uri} {endpoint or access.hub_endpoint} {'model' if weights else 'tokenizer'}"
+    last = shelf.remembered(wanted)
+    if last and isinstance(address, HubModel) and address.is_pinned and (held := shelf.hold(last)):
+        return held  # a commit never changes: not a byte needs the network
+    with _source(address, access, endpoint) as source:
+        try:
+            files = patience.ask(lambda: choose(source, weights=weights), source.name, time.sleep)
+        except UnreachableError as error:
+            if last and (held := shelf.hold(last)):
+                log.warning("the source does not answer; using what it had last", model=shown(uri), reason=str(error))
+                return held
+            raise
+        size = sum(file.size for file in files)
+        if at_most_bytes and size > at_most_bytes:
+            raise OutOfSpaceError(f"{source.name} has {size} bytes, more than the {at_most_bytes} that are allowed")
+        key = content_key(files)
+        held = shelf.hold(key)
+        while held is None:  # twice only where somebody evicts it in the moment between the two locks
+            _bring(source, files, key, shelf, on_progress, patience)
+            held = shelf.hold(key)
+    shelf.remember(wanted, key)
+    return held
+
+
+def _bring(
+    source: Source, files: Sequence[RemoteFile], key: str, shelf: Cache, on_progress: OnProgress, patience: Patience
+) -> None:
+    with shelf.coming(key) as folder:
+        if folder is None:
+            return
+        shelf.link_known(files, folder)
+        new = [file for file in files if not (folder / file.name).exists()]
+        begun = {file.name: _blocks(folder / f"{file.name}.part") for file in new}
+        shelf.make_room(
+            sum(file.size for file in new if begun[file.name] is None),
+            sum(max(0, file.size - (begun[file.name] or 0)) for file in new),
+            key,
+        )
+        sums = bring(source, files, folder, on_progress=on_progress, patience=patience)
+        shelf.finish(key, source.name, files, sums)
+
+
+def _blocks(path: Path) -> int | None:
+    """Bytes of a file that the disk holds, without its holes; None: there is no file."""
+    return path.stat().st_blocks * 512 if path.exists() else None
+
+
+@contextlib.contextmanager
+def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[Source]:
+    # Each imports its library when it is needed: they cost half a second, and most replicas need none or one.
+    source: Source
+    match address:
+        case HubModel():
+            from slipway_runtime.storage.hub import HubSource
+
+            source = HubSource(address, endpoint or access.hub_endpoint, access.hub_token)
+        case S3Model():
+            from slipway_runtime.storage.s3 import S3Source
+
+            source = S3Source(address, access)
+        case WebModel(url):
+            from slipway_runtime.storage.folder import FolderSource
+
+            source = FolderSource(url, access.bearer_token)
+        case LocalModel():
+            raise AssertionError("a local model needs no source")
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _log_progress(uri: str) -> OnProgress:
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= TELL_EVERY:
+            told = time.monotonic()
+            log.info("fetching", model=shown(uri), bytes=done, of=total)
+
+    return tell
+
+
+def weights_digest(directory: Path, cache: Path | None = None) -> str:
+    """`sha256:…` of the weights, as the module says. Reads them all, unless they were summed on the way to `cache`.
+
+    Only there: anybody can put a list of sums beside weights of his own.
+    """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FetchError(f"{directory} has no *.safetensors")
-    sums = [(_sha256(file), file.name) for file in files]
+    known = manifest(directory) if cache is not None and directory.parent == cache / "models" else {}
+    sums = [(str(known[file.name]["sha256"]) if file.name in known else _sha256(file), file.name) for file in files]
     if len(sums) == 1:
         return f"sha256:{sums[0][0]}"
     listing = "".join(f"{digest}  {name}\n" for digest, name in sums)
     return f"sha256:{hashlib.sha256(listing.encode()).hexdigest()}"
 
 
-def check_digest(directory: Path, expected: str) -> None:
+def check_digest(directory: Path, expected: str, cache: Path | None = None) -> None:
     """Refuse weights that are not those the service was made for."""
-    found = weights_digest(directory)
+    found = weights_digest(directory, cache)
     if found != expected.lower():
         raise FetchError(f"the weights have the digest {found}, the service was made for {expected}: refusing to start")
 

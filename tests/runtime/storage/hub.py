@@ -17,7 +17,10 @@ class Hub:
     url: str = ""
     repositories: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     downloads: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)  # the Authorization of each request
+    gated: set[str] = field(default_factory=set)  # repositories whose terms nobody has accepted
     corrupt: set[str] = field(default_factory=set)  # files that arrive broken, once
+    away: bool = False  # answers 503 to everything
     cut_after: int | None = None  # bytes, once: the connection breaks in the middle of a file
 
     def sha(self, repository: str, revision: str) -> str:
@@ -40,6 +43,15 @@ def entry(path: str, content: bytes) -> dict[str, Any]:
     return found
 
 
+def sibling(path: str, content: bytes) -> dict[str, Any]:
+    """The same, as the repository itself lists it when asked for blobs."""
+    listed = entry(path, content)
+    found: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": listed["oid"]}
+    if "lfs" in listed:
+        found["lfs"] = {"sha256": listed["lfs"]["oid"], "size": len(content), "pointerSize": 134}
+    return found
+
+
 @contextmanager
 def a_hub() -> Iterator[Hub]:
     hub = Hub()
@@ -54,6 +66,9 @@ def a_hub() -> Iterator[Hub]:
             self.answer(body=True)
 
         def answer(self, body: bool) -> None:
+            if hub.away:
+                return self.send(503, b"", {})
+            hub.tokens.append(self.headers.get("Authorization", ""))
             parts = self.path.split("?")[0].strip("/").split("/")
             if parts[:2] == ["api", "models"]:
                 return self.about("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main", parts[4:5] == ["tree"])
@@ -62,6 +77,8 @@ def a_hub() -> Iterator[Hub]:
         def about(self, repository: str, revision: str, tree: bool) -> None:
             if repository not in hub.repositories:
                 return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            if repository in hub.gated:
+                return self.send(403, b"{}", {"X-Error-Code": "GatedRepo"})
             if (found := hub.find(repository, revision)) is None:
                 return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             sha, files = found
@@ -73,7 +90,7 @@ def a_hub() -> Iterator[Hub]:
                 "private": False,
                 "downloads": 0,
                 "tags": [],
-                "siblings": [{"rfilename": name} for name in files],
+                "siblings": [sibling(*file) for file in files.items()],
             }
             return self.send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
 
@@ -87,18 +104,18 @@ def a_hub() -> Iterator[Hub]:
                 "X-Repo-Commit": sha,
                 "Accept-Ranges": "bytes",
             }
-            status, start = 200, 0
+            status, start, end = 200, 0, len(content)
             if (wanted := self.headers.get("Range", "")).startswith("bytes="):
-                start = int(wanted.removeprefix("bytes=").split("-")[0])
-                if start:
-                    status = 206
-                    headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                start, end = int(first), min(len(content), int(last) + 1 if last else len(content))
+                status = 206
+                headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
             if body and name in hub.corrupt:
                 hub.corrupt.discard(name)
                 content = bytes(len(content))
             if body:
                 hub.downloads.append(f"{name}@{start}" if start else name)
-            return self.send(status, content[start:], headers, body=body)
+            return self.send(status, content[start:end], headers, body=body)
 
         def send(self, status: int, content: bytes, headers: dict[str, str], body: bool = True) -> None:
             self.send_response(status)

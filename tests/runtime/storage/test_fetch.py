@@ -1,6 +1,7 @@
 """A model's address leads to a directory with its files, or to a sentence why not."""
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from slipway_runtime.storage.fetch import (
+    Access,
+    AccessDeniedError,
     FetchError,
     HubModel,
     LocalModel,
     ModelNotFoundError,
+    Patience,
+    S3Model,
+    UnreachableError,
+    WebModel,
     check_digest,
     fetch,
     parse,
@@ -55,6 +62,9 @@ def hub(running_hub: Hub) -> Hub:
         ("hf://org/name@abc123", HubModel("org/name", "abc123")),
         ("hf://org/name@refs/pr/1", HubModel("org/name", "refs/pr/1")),
         ("hf://org/name", HubModel("org/name", None)),
+        ("s3://bucket/some/prefix/", S3Model("bucket", "some/prefix")),
+        ("s3://bucket", S3Model("bucket", "")),
+        ("https://host:8443/models/tiny", WebModel("https://host:8443/models/tiny/")),
     ],
 )
 def test_addresses_are_understood(uri: str, meaning: object):
@@ -69,7 +79,11 @@ def test_addresses_are_understood(uri: str, meaning: object):
         "hf://name",
         "hf://a/b/c",
         "hf:///b",
-        "s3://bucket/x",
+        "s3:///x",
+        "s3://B/x",
+        "https://",
+        "https://user:word@host/tiny",
+        "https://host/tiny?X-Amz-Signature=abc",
         "ftp://x/y",
     ],
 )
@@ -88,7 +102,7 @@ def test_a_local_model_is_used_where_it_is(tmp_path: Path):
 def test_only_what_runs_no_code_comes_from_the_hub(hub: Hub, tmp_path: Path):
     directory = fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
 
-    assert sorted(path.name for path in directory.rglob("*")) == [
+    assert sorted(path.name for path in directory.rglob("[!.]*")) == [
         "chat_template.jinja",
         "config.json",
         "model.safetensors",
@@ -144,6 +158,8 @@ def test_a_file_that_arrives_broken_is_refused_and_fetched_again(hub: Hub, tmp_p
     ("uri", "words", "kind"),
     [
         ("hf://org/nothing@v1", "does not exist", ModelNotFoundError),
+        ("hf://org/gated@main", "asks for credentials, or for its terms", AccessDeniedError),
+        ("hf://org/..@main", "is no name that a repository can have", FetchError),
         ("hf://org/tiny@v9", "no such revision", ModelNotFoundError),
         ("hf://org/pickled@main", "pickled weights", FetchError),
     ],
@@ -151,6 +167,8 @@ def test_a_file_that_arrives_broken_is_refused_and_fetched_again(hub: Hub, tmp_p
 def test_what_the_hub_does_not_have_is_said_in_a_sentence(
     hub: Hub, tmp_path: Path, uri: str, words: str, kind: type[FetchError]
 ):
+    hub.gated = {"org/gated"}
+    hub.repositories["org/gated"] = {"main": {"config.json": b"{}"}}
     hub.repositories["org/pickled"] = {"main": {"config.json": b"{}", "pytorch_model.bin": b"x"}}
 
     with pytest.raises(kind, match=words) as refused:
@@ -160,8 +178,13 @@ def test_what_the_hub_does_not_have_is_said_in_a_sentence(
 
 
 def test_a_hub_that_is_away_is_said_in_a_sentence(tmp_path: Path):
-    with pytest.raises(FetchError, match="could not be fetched") as refused:
-        fetch("hf://org/tiny@v1", cache=tmp_path, endpoint="http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match="does not answer: ConnectError, 2 times") as refused:
+        fetch(
+            "hf://org/tiny@v1",
+            cache=tmp_path,
+            endpoint="http://127.0.0.1:9",
+            patience=Patience(attempts=2, first_delay=0),
+        )
 
     assert not isinstance(refused.value, ModelNotFoundError), "it may be back in a minute"
 
@@ -183,3 +206,68 @@ def test_other_weights_than_promised_refuse_to_start(tmp_path: Path):
 
     with pytest.raises(FetchError, match="refusing to start"):
         check_digest(tmp_path, "sha256:" + "0" * 64)
+
+
+def test_a_refused_address_is_shown_without_what_may_be_a_secret():
+    for uri in ("https://user:hunter2@host/tiny", "https://host/tiny?sig=hunter2", "s3://user:hunter2@bucket/x"):
+        with pytest.raises(FetchError) as refused:
+            parse(uri)
+        assert "hunter2" not in str(refused.value)
+
+
+def test_a_list_of_sums_beside_local_weights_is_not_believed(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    (tmp_path / ".slipway.json").write_text('{"files": {"model.safetensors": {"sha256": "%s"}}}' % ("0" * 64))
+
+    assert weights_digest(tmp_path, tmp_path / "cache") == f"sha256:{hashlib.sha256(b'other weights').hexdigest()}"
+
+
+def test_the_hub_gets_the_token_and_a_commit_needs_no_hub(hub: Hub, tmp_path: Path):
+    uri = f"hf://org/tiny@{hub.sha('org/tiny', 'v1')}"
+    hub.tokens.clear()
+    access = Access(hub_endpoint=hub.url, hub_token="hf_secret")
+
+    first = fetch(uri, cache=tmp_path, access=access)
+    assert set(hub.tokens) == {"Bearer hf_secret"}
+    assert "hf_secret" not in repr(access)
+    hub.tokens.clear()
+
+    assert fetch(uri, cache=tmp_path, access=access) == first
+    assert hub.tokens == [], "not one request"
+
+
+def test_a_new_revision_brings_only_what_is_new(hub: Hub, tmp_path: Path):
+    fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
+    hub.downloads.clear()
+
+    directory = fetch("hf://org/tiny@main", cache=tmp_path, endpoint=hub.url)
+
+    assert hub.downloads == ["config.json"]
+    assert (directory / "config.json").read_bytes() == FILES["config.json"]
+    assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_the_index_decides_which_of_two_copies_of_the_weights_comes(hub: Hub, tmp_path: Path):
+    index = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
+    hub.repositories["org/sharded"] = {"main": {
+        "config.json": b"{}", "model.safetensors.index.json": index, "model-1-of-2.safetensors": b"1" * 100,
+        "model-2-of-2.safetensors": b"2" * 100, "consolidated.safetensors": b"the same once more",
+    }}  # fmt: skip
+
+    directory = fetch("hf://org/sharded", cache=tmp_path, endpoint=hub.url)
+
+    assert not (directory / "consolidated.safetensors").exists()
+    assert (directory / "model-2-of-2.safetensors").read_bytes() == b"2" * 100
+
+
+def test_without_its_hub_a_model_that_came_before_still_starts(hub: Hub, tmp_path: Path):
+    first = fetch("hf://org/tiny@v1", cache=tmp_path, access=Access(hub_endpoint=hub.url))
+    hub.away = True
+    try:
+        again = fetch(
+            "hf://org/tiny@v1", cache=tmp_path, access=Access(hub_endpoint=hub.url),
+            patience=Patience(attempts=1),
+        )  # fmt: skip
+    finally:
+        hub.away = False
+    assert again == first

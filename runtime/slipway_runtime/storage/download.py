@@ -1,0 +1,197 @@
+"""Bring files into a folder: many parts at once, each going on where it was cut, checked at the end.
+
+A file that is coming has two companions, and neither survives its arrival:
+
+    <name>.part     its bytes, each part at its place; holes are what is missing
+    <name>.have     8 bytes for each part: how many of its bytes are there
+
+Bytes are written before their count, so whatever kills the process, at worst one piece is read again. What a crash of
+the whole machine may tear is found by the checksum.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Final
+
+from slipway_runtime.storage.errors import BrokenFileError, Interrupted, OutOfSpaceError, Patience, UnreachableError
+from slipway_runtime.storage.source import Checksum, RemoteFile, Source
+
+PART_BYTES: Final = 32 << 20
+THREADS: Final = 8  # one connection rarely fills a link; more than this, and hubs begin to refuse
+_COUNT: Final = struct.Struct("<Q")
+
+OnProgress = Callable[[int, int], object]  # bytes that are there, bytes in all
+
+
+class _Stopped(Exception):  # noqa: N818  another part has failed: this one ends quietly
+    pass
+
+
+def bring(
+    source: Source,
+    files: Sequence[RemoteFile],
+    folder: Path,
+    *,
+    on_progress: OnProgress = lambda done, total: None,
+    patience: Patience = Patience(),  # noqa: B008  frozen
+) -> dict[str, str]:
+    """Fetch what is missing of `files` into `folder`; the SHA-256 of each by name. Blocks; safe to kill and repeat."""
+    return _Bringing(source, files, folder, on_progress, patience).run()
+
+
+class _Bringing:
+    def __init__(
+        self, source: Source, files: Sequence[RemoteFile], folder: Path, on_progress: OnProgress, patience: Patience
+    ) -> None:
+        self._source = source
+        self._arrivals = [_Arrival(file, folder) for file in files]
+        self._on_progress = on_progress
+        self._patience = patience
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._total = sum(file.size for file in files)
+        self._done = sum(sum(arrival.have) for arrival in self._arrivals)
+
+    def run(self) -> dict[str, str]:
+        self._on_progress(self._done, self._total)
+        with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="fetch") as threads:
+            # File by file, so that the check of one runs beside the bytes of the next.
+            work = [
+                threads.submit(self._part, arrival, part) for arrival in self._arrivals for part in range(arrival.parts)
+            ]
+            _, waiting = wait(work, return_when=FIRST_EXCEPTION)
+            if waiting:
+                self._stop.set()
+        errors = [error for future in work if (error := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, _Stopped):
+                raise error
+        return {arrival.file.name: arrival.sha256 for arrival in self._arrivals}
+
+    def _part(self, arrival: "_Arrival", part: int) -> None:
+        attempt = 0
+        while (missing := arrival.missing(part)) is not None:
+            start, end = missing
+            if self._stop.is_set():
+                raise _Stopped
+            try:
+                for piece in self._source.read(arrival.file, start, end):
+                    arrival.take(part, piece[: end - start])
+                    start += len(piece)
+                    attempt = 0  # it goes on: only tries that bring nothing are counted
+                    self._tell(len(piece))
+                    if self._stop.is_set():
+                        raise _Stopped
+                if arrival.missing(part) is not None:
+                    raise Interrupted("the file ended early")
+            except Interrupted as interrupted:
+                attempt += 1
+                if attempt == self._patience.attempts:
+                    raise UnreachableError(
+                        f"{self._source.name}: {arrival.file.name} does not come: {interrupted}, {attempt} times"
+                    ) from interrupted
+                if self._stop.wait(self._patience.delay(attempt, interrupted.retry_after)):
+                    raise _Stopped from None
+            except OSError as error:
+                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                    raise OutOfSpaceError(
+                        f"{self._source.name}: the disk became full at {arrival.file.name}"
+                    ) from error
+                raise
+        with self._lock:
+            arrival.open_parts -= 1
+            last = arrival.open_parts == 0
+        if last:
+            arrival.finish(self._source.name)
+
+    def _tell(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._on_progress(self._done, self._total)
+
+
+class _Arrival:
+    """One file on its way: what of it is there."""
+
+    def __init__(self, file: RemoteFile, folder: Path) -> None:
+        self.file = file
+        self.sha256 = ""
+        self._final = folder / file.name
+        self._bytes = folder / f"{file.name}.part"
+        self._counts = folder / f"{file.name}.have"
+        size = PART_BYTES if file.in_parts else max(1, file.size)
+        self._bounds = [(first, min(first + size, file.size)) for first in range(0, file.size, size)] or [(0, 0)]
+        self.parts = self.open_parts = len(self._bounds)
+        self.have = [0] * self.parts
+        if self._final.exists() and self._final.stat().st_size == file.size:
+            self.have = [end - start for start, end in self._bounds]
+        elif self._bytes.exists() and self._counts.exists():
+            self._recall()
+        else:
+            self._bytes.write_bytes(b"")
+            os.truncate(self._bytes, file.size)
+            self._counts.write_bytes(bytes(8 * self.parts))
+
+    def _recall(self) -> None:
+        counts = self._counts.read_bytes().ljust(8 * self.parts, b"\0")
+        for part, (start, end) in enumerate(self._bounds):
+            (count,) = _COUNT.unpack_from(counts, 8 * part)
+            self.have[part] = count if count <= end - start else 0
+        os.truncate(self._bytes, self.file.size)
+
+    def missing(self, part: int) -> tuple[int, int] | None:
+        """The bytes of a part that are not there yet."""
+        start, end = self._bounds[part]
+        return (start + self.have[part], end) if start + self.have[part] < end else None
+
+    def take(self, part: int, piece: bytes) -> None:
+        """Write a piece at its place, then that it is there."""
+        place = self._bounds[part][0] + self.have[part]
+        with self._bytes.open("r+b", buffering=0) as file:
+            file.seek(place)
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
+        self.have[part] += len(piece)
+        with self._counts.open("r+b", buffering=0) as counts:
+            counts.seek(8 * part)
+            counts.write(_COUNT.pack(self.have[part]))
+
+    def finish(self, where: str) -> None:
+        """Check the whole file and give it its name; a broken one is removed."""
+        path = self._bytes if self._bytes.exists() else self._final
+        found, self.sha256 = _digests(path, self.file.checksum)
+        if self.file.checksum is not None and found != self.file.checksum.digest:
+            path.unlink()
+            self._counts.unlink(missing_ok=True)
+            raise BrokenFileError(
+                f"{where}: {self.file.name} arrived broken ({self.file.checksum.algorithm} {found[:12]}…, expected "
+                f"{self.file.checksum.digest[:12]}…) and was removed; it will be fetched again"
+            )
+        if path == self._bytes:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # the name promises the content, after a power cut too
+            path.rename(self._final)
+        self._counts.unlink(missing_ok=True)
+
+
+def _digests(path: Path, checksum: Checksum | None) -> tuple[str, str]:
+    """The digest that the source speaks of, and the SHA-256, in one reading."""
+    sha256 = hashlib.sha256()
+    git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    is_git = checksum is not None and checksum.algorithm == "git"
+    with path.open("rb") as file:
+        with contextlib.suppress(OSError):  # a hint
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while piece := file.read(4 << 20):
+            sha256.update(piece)
+            if is_git:
+                git.update(piece)
+    return (git.hexdigest() if is_git else sha256.hexdigest()), sha256.hexdigest()

@@ -1,0 +1,90 @@
+"""`hf://organisation/name@revision`: a repository on the hub. Large files have their SHA-256 there, small ones git's.
+
+The hub's own library finds the repository, its commit and its files, and builds URLs and headers; the bytes come like
+those of every other source, so that resuming, checking and the cache are the same for all.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from slipway_runtime.storage.address import HubModel
+from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
+from slipway_runtime.storage.source import Checksum, RemoteFile
+from slipway_runtime.storage.web import Web
+
+
+class HubSource:
+    """One revision of a repository."""
+
+    def __init__(self, model: HubModel, endpoint: str, token: str) -> None:
+        # Only here: the library costs a quarter of the start, and a model of this machine needs none of it.
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, says its manual
+
+        self.name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
+        self._model = model
+        self._endpoint = endpoint or constants.ENDPOINT
+        self._token: str | bool = token or False
+        self._web = Web(build_hf_headers(token=self._token))
+        self._files: dict[str, RemoteFile] = {}
+
+    def listing(self) -> dict[str, RemoteFile]:
+        """The files at the top of the repository; those in its folders are other formats of the same weights."""
+        from huggingface_hub import HfApi, hf_hub_url
+
+        info = self._asked(
+            lambda: HfApi(endpoint=self._endpoint, token=self._token).model_info(
+                self._model.repository, revision=self._model.revision, files_metadata=True, timeout=30
+            )
+        )
+        for file in info.siblings or ():
+            if "/" in file.rfilename or file.size is None:
+                continue
+            checksum = Checksum("git", file.blob_id) if file.blob_id else None
+            if file.lfs is not None:
+                checksum = Checksum("sha256", file.lfs.sha256)
+            self._files[file.rfilename] = RemoteFile(
+                name=file.rfilename,
+                size=file.size,
+                location=hf_hub_url(self._model.repository, file.rfilename, revision=info.sha, endpoint=self._endpoint),
+                version=info.sha or "",
+                checksum=checksum,
+            )
+        return self._files
+
+    def about(self, names: Collection[str]) -> dict[str, RemoteFile]:
+        """Those of the names that are in the repository."""
+        return {name: self._files[name] for name in names if name in self._files}
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        """A range of a file of this commit."""
+        return self._web.read(file.location, start, end)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._web.close()
+
+    def _asked(self, question: Any) -> Any:
+        """The library's answer, its exceptions as ours."""
+        from huggingface_hub import errors
+
+        try:
+            return question()
+        except errors.GatedRepoError as error:
+            raise AccessDeniedError(f"{self.name} asks for credentials, or for its terms to be accepted") from error
+        except errors.RepositoryNotFoundError as error:
+            raise ModelNotFoundError(f"{self.name} does not exist, or is not visible without credentials") from error
+        except errors.RevisionNotFoundError as error:
+            raise ModelNotFoundError(f"{self.name}: there is no such revision") from error
+        except errors.HFValidationError as error:
+            raise FetchError(f"{self.name} is no name that a repository can have") from error
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in {401, 403}:
+                raise AccessDeniedError(f"{self.name} is refused with status {status}: check the token") from error
+            if status < 500 and status not in {408, 429}:
+                raise FetchError(f"{urlsplit(self._endpoint).netloc} answers {status} for {self.name}") from error
+            raise Interrupted(f"status {status}") from error
+        except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # of the HTTP library it uses
+            raise Interrupted(type(error).__name__) from error

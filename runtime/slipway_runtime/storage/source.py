@@ -1,0 +1,126 @@
+"""What a source of files can do, whatever it is; and which of its files make a model.
+
+Only weights as safetensors, JSON files and chat templates are brought: nothing that runs code on loading.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Final, Protocol
+
+from slipway_runtime.storage.errors import BrokenFileError, FetchError, ModelNotFoundError
+
+INDEX: Final = "model.safetensors.index.json"
+SUMS: Final = "SHA256SUMS"  # as sha256sum(1) writes it: a folder may have one, and then it is obeyed
+MOST_INDEX_BYTES: Final = 16 << 20
+_WEIGHTS: Final = "*.safetensors"
+_BESIDE: Final = ("*.json", "*.jinja")
+_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What a file's content must come to. `git`: SHA-1 over `blob <size>\\0` and the content."""
+
+    algorithm: str  # sha256 | git
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """One file at its source."""
+
+    name: str
+    size: int
+    location: str  # URL or object key
+    version: str = ""  # ETag or time; empty: the source does not say
+    checksum: Checksum | None = None
+    in_parts: bool = True  # the source can read from the middle
+
+    @property
+    def identity(self) -> str:
+        """Files of the same identity have the same content, as far as anybody can tell without reading them."""
+        if self.checksum:
+            return f"{self.checksum.algorithm}:{self.checksum.digest}"
+        return f"{self.location} {self.version}"
+
+
+class Source(Protocol):
+    """Where files come from. Errors are FetchErrors, or Interrupted where another try may help."""
+
+    name: str  # as errors say it
+
+    def listing(self) -> dict[str, RemoteFile]: ...  # noqa: D102  what is there, by name
+    def about(self, names: Collection[str]) -> dict[str, RemoteFile]: ...  # noqa: D102  those of these that exist
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]: ...  # noqa: D102  bytes start … end
+    def close(self) -> None: ...  # noqa: D102
+
+
+def choose(source: Source, *, weights: bool) -> list[RemoteFile]:
+    """The files that make the model: what the index names, or all safetensors; and what lies beside them.
+
+    Repositories often hold the same weights twice, as shards with an index and in another layout: the index decides.
+    """
+    found = source.listing()
+    chosen = {name: file for name, file in found.items() if any(fnmatch(name, kind) for kind in _BESIDE)}
+    if weights:
+        if INDEX in found:
+            shards = index_shards(read_whole(source, found[INDEX]))
+            known = source.about(shards)
+            if missing := sorted(shards - known.keys()):
+                raise ModelNotFoundError(f"{source.name}: the index names {missing[0]}, which is not there")
+            chosen |= known
+        else:
+            chosen.pop(INDEX, None)
+            chosen |= {name: file for name, file in found.items() if fnmatch(name, _WEIGHTS)}
+        if not any(fnmatch(name, _WEIGHTS) for name in chosen):
+            if any(fnmatch(name, kind) for name in found for kind in _PICKLES):
+                raise FetchError(
+                    f"{source.name} has no *.safetensors: pickled weights are not loaded, because they can run code"
+                )
+            raise ModelNotFoundError(f"{source.name} has no *.safetensors")
+    for name in chosen:
+        check_name(name, source.name)
+    return [chosen[name] for name in sorted(chosen)]
+
+
+def index_shards(raw: bytes) -> set[str]:
+    """The files that an index of shards names."""
+    try:
+        shards = set(json.loads(raw)["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise FetchError(f"{INDEX} is no index of shards") from error
+    for shard in shards:
+        if not isinstance(shard, str) or not fnmatch(shard, _WEIGHTS):
+            raise FetchError(f"{INDEX} names a file that is no *.safetensors")
+        check_name(shard, INDEX)
+    return shards
+
+
+def check_name(name: str, where: str) -> None:
+    """A name that cannot lead out of a folder, nor hide in it."""
+    if not _NAME.fullmatch(name):
+        raise FetchError(f"{where} has a file with a name that leads elsewhere: {name[:60]!r}")
+
+
+def read_whole(source: Source, file: RemoteFile) -> bytes:
+    """A small file, into memory."""
+    if file.size > MOST_INDEX_BYTES:
+        raise FetchError(f"{source.name}: {file.name} has {file.size} bytes, which is no list of files")
+    raw = b"".join(source.read(file, 0, file.size))
+    if len(raw) != file.size:
+        raise BrokenFileError(f"{source.name}: {file.name} has {file.size} bytes, and {len(raw)} came")
+    return raw
+
+
+def parse_sums(raw: bytes) -> dict[str, Checksum]:
+    """`SHA256SUMS` by name: lines of a digest, two characters, a name."""
+    sums: dict[str, Checksum] = {}
+    for line in raw.decode(errors="replace").splitlines():
+        digest, _, name = line.partition(" ")
+        if re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+            sums[name.lstrip(" *").removeprefix("./")] = Checksum("sha256", digest.lower())
+    return sums

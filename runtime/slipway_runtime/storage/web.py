@@ -1,0 +1,133 @@
+"""Ranges of files over HTTP, for the hub and for plain folders: one client, many threads.
+
+A redirect to another host carries no `Authorization`: the client drops it where the origin changes. Answers are never
+compressed, so that a range is a range of the file.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
+
+TIMEOUT: Final = httpx.Timeout(60.0, connect=10.0)  # seconds without a byte
+_TRY_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a server says of a file."""
+
+    size: int
+    version: str  # ETag, or the time of the last change; empty: it says neither
+    in_parts: bool
+
+
+class Web:
+    """Reads files; every error is a sentence with the host and without the rest of the URL."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._client = httpx.Client(
+            headers={"User-Agent": "slipway-runtime", **headers, "Accept-Encoding": "identity"},
+            follow_redirects=True,
+            timeout=TIMEOUT,
+        )
+
+    def head(self, url: str) -> Head | None:
+        """What is known of the file; None: it is not there."""
+        with self._ask("GET", url, {"Range": "bytes=0-0"}, missing_is_fine=True) as answer:
+            if answer.status_code == 404:
+                return None
+            size = answer.headers.get("Content-Length", "")
+            in_parts = answer.status_code == 206
+            if in_parts:
+                size = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            if answer.status_code == 416:
+                size = "0"  # an empty file has no first byte
+            if not size.isdecimal():
+                raise FetchError(f"{urlsplit(url).netloc} does not say how long {_last(url)} is")
+            return Head(int(size), _version(answer), in_parts)
+
+    def read(self, url: str, start: int, end: int, version: str = "") -> Iterator[bytes]:
+        """Bytes start … end. With `version`, refuse to go on when the file has become another one."""
+        if start == end:
+            return
+        with self._ask("GET", url, {"Range": f"bytes={start}-{end - 1}"}) as answer:
+            if version and _version(answer) not in {"", version}:
+                raise FetchError(f"{urlsplit(url).netloc}: {_last(url)} was changed while it was fetched")
+            skip = 0
+            if answer.status_code == 206:
+                if not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                    raise FetchError(f"{urlsplit(url).netloc} sent another part of {_last(url)} than was asked for")
+            else:
+                skip = start  # it cannot read from the middle: what comes first is there already
+            left = end - start
+            try:
+                for piece in answer.iter_raw():
+                    fresh = piece[skip:][:left]
+                    skip = max(0, skip - len(piece))
+                    left -= len(fresh)
+                    if fresh:
+                        yield fresh
+                    if not left:
+                        return
+            except httpx.TransportError as error:
+                raise Interrupted(type(error).__name__) from error
+        raise Interrupted("the file ended early")
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _ask(self, method: str, url: str, headers: dict[str, str], *, missing_is_fine: bool = False) -> "_Answer":
+        return _Answer(self._client, method, url, headers, missing_is_fine)
+
+
+class _Answer:
+    """An answer that is open as long as the block; statuses that are no answer are raised."""
+
+    def __init__(
+        self, client: httpx.Client, method: str, url: str, headers: dict[str, str], missing_is_fine: bool
+    ) -> None:
+        self._client = client
+        self._request = client.build_request(method, url, headers=headers)
+        self._host = urlsplit(url).netloc
+        self._name = _last(url)
+        self._missing_is_fine = missing_is_fine
+        self._response: httpx.Response | None = None
+
+    def __enter__(self) -> httpx.Response:
+        try:
+            self._response = self._client.send(self._request, stream=True)
+        except httpx.TransportError as error:
+            raise Interrupted(type(error).__name__) from error
+        except (httpx.InvalidURL, httpx.RequestError) as error:
+            raise FetchError(f"{self._host} cannot be asked for {self._name}: {type(error).__name__}") from error
+        status = self._response.status_code
+        if status in {200, 206} or (self._missing_is_fine and status in {404, 416}):
+            return self._response
+        self._response.close()
+        if status in _TRY_AGAIN:
+            after = self._response.headers.get("Retry-After", "")
+            raise Interrupted(f"status {status}", float(after) if after.isdecimal() else 0.0)
+        if status in {401, 403}:
+            raise AccessDeniedError(f"{self._host} refuses {self._name} with status {status}: check the credentials")
+        if status in {404, 410}:
+            raise ModelNotFoundError(f"{self._host} has no {self._name}")
+        raise FetchError(f"{self._host} answers {status} for {self._name}")
+
+    def __exit__(self, *_: object) -> None:
+        if self._response is not None:
+            self._response.close()
+
+
+def _version(answer: httpx.Response) -> str:
+    etag: str = answer.headers.get("ETag", "")
+    return etag.removeprefix("W/") or str(answer.headers.get("Last-Modified", ""))
+
+
+def _last(url: str) -> str:
+    return urlsplit(url).path.rpartition("/")[2]
