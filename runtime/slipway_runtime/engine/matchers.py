@@ -1,7 +1,7 @@
 """Where each answer stands in its grammar, and which tokens it may draw next. No torch: the engine process asks.
 
     grammars.start(request)                            # when it comes in: compiles beside the steps
-    result = execute(plan, lambda: grammars.masks(plan))    # every plan; another thread may, while the model computes
+    result = runner.execute(plan, grammars.masks(plan))   # of every plan; made while the model computes
     for output in update(result): grammars.accept(output)
 
 It fails closed. A matcher that breaks, for whatever reason, allows nothing but an end, and `accept` answers with the
@@ -12,8 +12,10 @@ preemption does not touch it; output that came with the request is replayed. Aft
 allows only end-of-sequence tokens come.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,7 @@ from slipway_runtime.messages import Output, Request, StepPlan, TokenMasks
 
 Key = tuple[str, int]  # a request's id, and which of its answers
 Words = npt.NDArray[np.uint32]
+_NOBODY: Key = ("", 0)
 
 
 class Grammars:
@@ -32,12 +35,25 @@ class Grammars:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # llguidance lets go of the GIL
+        # llguidance lets go of the GIL. Two threads: the masks of a step do not wait for somebody's new grammar.
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._answers: dict[Key, _Answer] = {}
         self._rows: dict[int, Key] = {}  # who has which row of the worker
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
         for token in compiler.eos_token_ids:
             self._ends[token // 32] |= np.uint32(1 << (token % 32))
+
+    @classmethod
+    def beside(cls, folder: Path, eos_token_ids: tuple[int, ...]) -> "Grammars | None":
+        """Over the vocabulary of the `tokenizer.json` in a folder; None where there is none."""
+        path = folder / "tokenizer.json"
+        return cls(GrammarCompiler(path.read_text("utf-8"), eos_token_ids=eos_token_ids)) if path.is_file() else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the tokenizer; a model's vocabulary may be padded beyond."""
+        return self._compiler.vocabulary.vocab_size
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -45,32 +61,29 @@ class Grammars:
     def start(self, request: Request) -> None:
         """Begin to compile a request's grammar; masks wait for it. Requests without one need no call."""
         if request.grammar is not None:
-            compiling = self._pool.submit(self._compiler.matcher, request.grammar)
+            compiling = self._compiling.submit(self._compiler.matcher, request.grammar)
             for index in range(request.n):
                 self._answers[request.id, index] = _Answer(
                     compiling, request.output_token_ids, self._compiler.eos_token_ids
                 )
 
-    def masks(self, plan: StepPlan) -> TokenMasks | None:
-        """The masks of a plan's draws. Every plan must be given: they say who has which row.
+    def masks(self, plan: StepPlan) -> Callable[[], TokenMasks | None]:
+        """Begin to make the masks of a plan's draws; what comes back waits for them. No `accept` before it was called.
 
-        Draws after a draft that the grammar refuses get no mask: they can never be kept.
+        Every plan must be given: they say who has which row. Draws after a draft that the grammar refuses get no
+        mask: they can never be kept.
         """
         for new in plan.new_rows:
             self._rows[new.row] = new.request_id, new.index
-        if not self._answers:
-            return None
-        draws: list[int] = []
-        masks: list[Words] = []
+        drawing: list[tuple[int, _Answer, tuple[int, ...]]] = []
         first = 0  # the row's first place among all draws
-        for place in np.flatnonzero(plan.samples).tolist():
-            guessed = plan.drafts[place] if plan.drafts else ()
-            if (answer := self._answers.get(self._rows[plan.rows[place]])) is not None:
-                made = self._masks_of(answer, guessed)
-                draws.extend(range(first, first + len(made)))
-                masks.extend(made)
-            first += 1 + len(guessed)
-        return TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes()) if draws else None
+        if self._answers:
+            for place in np.flatnonzero(plan.samples).tolist():
+                guessed = plan.drafts[place] if plan.drafts else ()
+                if (answer := self._answers.get(self._rows.get(plan.rows[place], _NOBODY))) is not None:
+                    drawing.append((first, answer, guessed))
+                first += 1 + len(guessed)
+        return self._masking.submit(self._make, drawing).result if drawing else _no_masks
 
     def accept(self, output: Output) -> str:
         """Follow what was emitted; every Output may be given. Empty, or why the answer must end with an error."""
@@ -89,8 +102,18 @@ class Grammars:
             del self._answers[key]
 
     def close(self) -> None:
-        """End the thread that compiles."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._masking.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, drawing: list[tuple[int, "_Answer", tuple[int, ...]]]) -> TokenMasks:
+        draws: list[int] = []
+        masks: list[Words] = []
+        for first, answer, guessed in drawing:
+            made = self._masks_of(answer, guessed)
+            draws.extend(range(first, first + len(made)))
+            masks.extend(made)
+        return TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes())
 
     def _masks_of(self, answer: "_Answer", guessed: tuple[int, ...]) -> list[Words]:
         """One mask for the next token, and one after each drafted token as far as the grammar takes them."""
@@ -116,6 +139,10 @@ class Grammars:
         words = np.zeros((1, self._compiler.words), dtype=np.int32)
         fill_next_token_bitmask(matcher, words)
         return self._ends if answer.ready() is None else words[0].view(np.uint32)
+
+
+def _no_masks() -> None:
+    return None
 
 
 @dataclass(slots=True)
