@@ -5,11 +5,24 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
+from slipway_api import names
+
 MOST_BYTES: Final = 16 << 20  # of a JSON file beside the weights; the largest known index has one megabyte
 
 
 class ModelRefusedError(Exception):
     """A checkpoint or a setting that this engine cannot honour; the message is a sentence for the user."""
+
+
+class DoesNotFitError(ModelRefusedError):
+    """The memory is too small for what is asked; the message has the arithmetic.
+
+    It begins with the word that the operator makes the reason of a condition of, because the message alone crosses from
+    the engine's process to the one that leaves it to the kubelet.
+    """
+
+    def __init__(self, arithmetic: str) -> None:
+        super().__init__(f"{names.WORD_DOES_NOT_FIT}{arithmetic}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
