@@ -37,8 +37,10 @@ class Kernels(Protocol):
     ) -> AttentionPlan:
         """Prepare once what the attention of every layer of a step needs."""
 
-    def paged_attention(self, q: Tensor, kv: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: (slots, 2, Hkv, D) -> (T, Hq * D)."""
+    def paged_attention(
+        self, q: Tensor, kv: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+    ) -> Tensor:
+        """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: as `kv_pages` says -> (T, Hq * D)."""
 
     def plan_lora(self, token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
         """token_slots: (T,) -1 without an adapter. Prepare once what the adapters of every layer of a step need."""

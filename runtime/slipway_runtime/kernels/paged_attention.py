@@ -34,6 +34,8 @@ Ints = npt.NDArray[np.int64]
 
 SPLIT = 512  # tokens of a sequence that one decode program reads
 EXTEND_ROWS = 64  # of a tile: new tokens × query heads of a KV head
+LOWEST = tl.constexpr(-1e30)  # below any score, and finite
+NO_WINDOW = (1 << 31) - 1  # tokens; more than any sequence has
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +82,25 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
     )
 
 
-def paged_attention(q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
-    """softmax(q·k * scale) · v over all tokens of the same sequence up to the query's own.
+def paged_attention(
+    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
-    q: (T, Hq, D)  cache: (slots, 2, Hkv, D) -> (T, Hq * D). `kv`, this step's, is in the cache already.
+    q: (T, Hq, D)  cache: (blocks, 2, Hkv, page, D) -> (T, Hq * D). `kv`, this step's, is in the cache already.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "the elements of a query head lie side by side"
-    assert cache[0].is_contiguous(), "so do those of a token's keys and values"
+    assert cache.is_contiguous(), "so do those of a head's page"
     out = q.new_empty(num_tokens, num_heads * head_dim)
     if plan.num_decodes:
-        _launch_decode(q, cache, plan, scale, out)
+        _launch_decode(q, cache, plan, scale, window or NO_WINDOW, out)
     if plan.num_chunk_tokens:
-        _launch_extend(q[plan.num_decodes :], cache, plan, scale, out[plan.num_decodes :])
+        _launch_extend(q[plan.num_decodes :], cache, plan, scale, window or NO_WINDOW, out[plan.num_decodes :])
     return out
 
 
-def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, out: Tensor) -> None:
+def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, out: Tensor) -> None:
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
@@ -107,7 +111,8 @@ def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, out: Tens
         stats = q.new_empty(num_splits, num_heads, 2, dtype=torch.float32)
     _decode[(num_splits, num_kv_heads)](
         q, cache, out, partial, stats, plan.work, plan.lengths, plan.tables,
-        plan.tables.stride(0), q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), scale * math.log2(math.e),
+        plan.tables.stride(0), q.stride(0), q.stride(1), cache.stride(0), cache.stride(1),
+        window, scale * math.log2(math.e),
         GROUPS=groups, SPLIT_TOKENS=plan.split, PARTIAL=plan.merge, BLOCK_SIZE=plan.block_size,
         BLOCK_M=max(16, _power_of_two(groups)), **_tile(cache),
     )  # fmt: skip
@@ -117,7 +122,7 @@ def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, out: Tens
         )
 
 
-def _launch_extend(q: Tensor, cache: Tensor, plan: Plan, scale: float, out: Tensor) -> None:
+def _launch_extend(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, out: Tensor) -> None:
     """q, out: the chunks' part."""
     num_kv_heads = cache.shape[2]
     groups = q.shape[1] // num_kv_heads
@@ -127,14 +132,14 @@ def _launch_extend(q: Tensor, cache: Tensor, plan: Plan, scale: float, out: Tens
     _extend[(plan.num_chunk_tokens // queries + plan.num_chunks, num_kv_heads)](
         q, cache, out, plan.chunk_starts, plan.lengths[plan.num_decodes :], plan.tables[plan.num_decodes :],
         plan.num_chunks, plan.tables.stride(0), q.stride(0), q.stride(1), cache.stride(0), cache.stride(1),
-        scale * math.log2(math.e),
+        window, scale * math.log2(math.e),
         GROUPS=groups, QUERIES=queries, BLOCK_SIZE=plan.block_size, BLOCK_M=block_m, **_tile(cache),
     )  # fmt: skip
 
 
 def _tile(cache: Tensor) -> dict[str, int]:
     """The shape of a tile of keys. Wide ones are shorter, so that keys and values fit into shared memory."""
-    head_dim = cache.shape[3]
+    head_dim = cache.shape[4]
     block_d = max(16, _power_of_two(head_dim))  # tl.dot takes no less than 16
     return {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": 64 if block_d * cache.itemsize <= 256 else 32}
 
@@ -146,13 +151,13 @@ def _power_of_two(n: int) -> int:
 
 @triton.jit
 def _attend(
-    q, keys, table, start, end, seen, slot_stride, value_offset, scale_log2,
+    q, keys, table, start, end, since, seen, block_stride, value_offset, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over positions start … end, in base 2; query i sees those below seen[i] ≤ end.
+    """Softmax over positions start … end, in base 2; query i sees since[i] … seen[i] ≤ end of them.
 
-    q: (BLOCK_M, BLOCK_D)  keys: of this KV head in slot 0 -> maximum and sum (BLOCK_M,), weighted values
+    q: (BLOCK_M, BLOCK_D)  keys: of this KV head in block 0 -> maximum and sum (BLOCK_M,), weighted values
     (BLOCK_M, BLOCK_D), not yet divided by the sum.
     """
     d = tl.arange(0, BLOCK_D)
@@ -162,14 +167,16 @@ def _attend(
     for first in range(start, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE  # times a stride, this leaves 32 bits behind
-        place = keys + slot[:, None] * slot_stride + d[None, :]
+        # A block's number times its stride leaves 32 bits behind.
+        token = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * HEAD_DIM
+        place = keys + token[:, None] + d[None, :]
         wanted = (n < end)[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(place, mask=wanted, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(n[None, :] < seen[:, None], scores, float("-inf"))
-        # Finite from the first tile on: every query sees the first position of its range.
-        higher = tl.maximum(maximum, tl.max(scores, 1))
+        visible = (n[None, :] >= since[:, None]) & (n[None, :] < seen[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        # Finite from the first tile on, though a window may hide all of it: -inf - -inf would be NaN.
+        higher = tl.maximum(tl.maximum(maximum, tl.max(scores, 1)), LOWEST)
         shrink = tl.exp2(maximum - higher)
         p = tl.exp2(scores - higher[:, None])
         v = tl.load(place + value_offset, mask=wanted, other=0.0)
@@ -179,10 +186,10 @@ def _attend(
     return maximum, total, acc
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode(
     q, cache, out, partial, stats, work, lengths, tables,
-    table_stride, q_token_stride, q_head_stride, slot_stride, value_offset, scale_log2,
+    table_stride, q_token_stride, q_head_stride, block_stride, value_offset, window, scale_log2,
     GROUPS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, PARTIAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +198,8 @@ def _decode(
     kv_head = tl.program_id(1)
     row = tl.load(work + 2 * item).to(tl.int64)
     start = tl.load(work + 2 * item + 1) * SPLIT_TOKENS
-    end = tl.minimum(start + SPLIT_TOKENS, tl.load(lengths + row))
+    length = tl.load(lengths + row)
+    end = tl.minimum(start + SPLIT_TOKENS, length)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -199,16 +207,17 @@ def _decode(
     ours = (m < GROUPS)[:, None] & (d < HEAD_DIM)[None, :]
     tile = tl.load(q + row * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=ours, other=0.0)
     seen = tl.zeros([BLOCK_M], dtype=tl.int32) + end
+    since = tl.zeros([BLOCK_M], dtype=tl.int32) + length - window
     maximum, total, acc = _attend(
-        tile, cache + kv_head * HEAD_DIM, tables + row * table_stride, start, end, seen,
-        slot_stride, value_offset, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        tile, cache + kv_head * BLOCK_SIZE * HEAD_DIM, tables + row * table_stride, start, end, since, seen,
+        block_stride, value_offset, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     num_heads = tl.num_programs(1) * GROUPS
     if PARTIAL:
         place = item * num_heads + head
         tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=ours)
-        tl.store(stats + 2 * place, tl.where(total > 0, maximum, 0.0), mask=m < GROUPS)  # padding: no -inf to merge
+        tl.store(stats + 2 * place, tl.where(total > 0, maximum, LOWEST), mask=m < GROUPS)  # no -inf to merge
         tl.store(stats + 2 * place + 1, total, mask=m < GROUPS)
     else:
         attended = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -241,10 +250,10 @@ def _merge(partial, stats, out, first_split, HEAD_DIM: tl.constexpr, BLOCK_D: tl
     tl.store(out + place + d, attended.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "window"])
 def _extend(
     q, cache, out, chunk_starts, lengths, tables, num_chunks,
-    table_stride, q_token_stride, q_head_stride, slot_stride, value_offset, scale_log2,
+    table_stride, q_token_stride, q_head_stride, block_stride, value_offset, window, scale_log2,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -279,9 +288,10 @@ def _extend(
     end = tl.minimum(length, past + first + QUERIES)
     table = tables + tl.cast(chunk, tl.int64) * table_stride
     _, total, acc = _attend(
-        tile, cache + kv_head * HEAD_DIM, table, 0, end, tl.minimum(past + t + 1, end),
-        slot_stride, value_offset, scale_log2, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
+        tile, cache + kv_head * BLOCK_SIZE * HEAD_DIM, table, 0, end,
+        past + t + 1 - window, tl.minimum(past + t + 1, end), block_stride, value_offset, scale_log2,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     num_heads = tl.num_programs(1) * GROUPS
     place = (token * num_heads + head[:, None]) * HEAD_DIM + d[None, :]
-    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=ours)
+    tl.store(out + place, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=ours)

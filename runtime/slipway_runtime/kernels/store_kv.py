@@ -27,11 +27,11 @@ def rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: 
     num_tokens, num_heads, head_dim = qkv.shape
     half = head_dim // 2
     assert qkv.stride(2) == cos.stride(2) == sin.stride(2) == 1, "the elements of a head lie side by side"
-    assert cache[0].is_contiguous(), "so do those of a token's keys and values"
+    assert cache.is_contiguous(), "so do those of a head's page"
     _rope_and_store[(num_tokens, num_heads)](
         qkv, cos, sin, cache, slots,
         qkv.stride(0), qkv.stride(1), cos.stride(0), sin.stride(0), cache.stride(0),
-        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=(num_heads - num_q_heads) // 2,
+        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=(num_heads - num_q_heads) // 2, BLOCK_SIZE=cache.shape[3],
         HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip
     return qkv[:, :num_q_heads]
@@ -39,8 +39,9 @@ def rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: 
 
 @triton.jit
 def _rope_and_store(
-    qkv, cos, sin, cache, slots, token_stride, head_stride, cos_stride, sin_stride, slot_stride,
-    NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    qkv, cos, sin, cache, slots, token_stride, head_stride, cos_stride, sin_stride, block_stride,
+    NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T, Hq + 2 Hkv)."""
     token = tl.program_id(0).to(tl.int64)
@@ -64,7 +65,8 @@ def _rope_and_store(
         tl.store(second, b, mask=ours)
     slot = tl.load(slots + token).to(tl.int64)
     if (head >= NUM_Q_HEADS) & (slot >= 0):
-        # Keys then values, both (Hkv, D): in the cache as in qkv.
-        place = cache + slot * slot_stride + (head - NUM_Q_HEADS) * (2 * HALF) + d
+        # The pages of a block stand as the heads do in qkv: those of the keys, then those of the values.
+        page = (slot // BLOCK_SIZE) * block_stride + (head - NUM_Q_HEADS) * (BLOCK_SIZE * 2 * HALF)
+        place = cache + page + (slot % BLOCK_SIZE) * (2 * HALF) + d
         tl.store(place, a, mask=ours)
         tl.store(place + HALF, b, mask=ours)

@@ -13,7 +13,17 @@ __all__ = ["Attention", "StepContext"]
 class Attention:
     """Projects to heads, rotates, stores keys and values, attends to the sequence so far."""
 
-    __slots__ = ("_head_dim", "_k_norm", "_kernels", "_num_kv_heads", "_num_q_heads", "_q_norm", "out", "qkv")
+    __slots__ = (
+        "_head_dim",
+        "_k_norm",
+        "_kernels",
+        "_num_kv_heads",
+        "_num_q_heads",
+        "_q_norm",
+        "_window",
+        "out",
+        "qkv",
+    )
 
     def __init__(
         self,
@@ -25,6 +35,7 @@ class Attention:
         head_dim: int,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
+        window: int | None,
         kernels: Kernels,
     ) -> None:
         self.qkv = qkv
@@ -34,6 +45,7 @@ class Attention:
         self._head_dim = head_dim
         self._q_norm = q_norm
         self._k_norm = k_norm
+        self._window = window
         self._kernels = kernels
 
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
@@ -45,4 +57,5 @@ class Attention:
             qkv[:, q_heads : q_heads + kv_heads] = self._k_norm(qkv[:, q_heads : q_heads + kv_heads])
         q = self._kernels.rope_and_store(qkv, step.cos, step.sin, cache, step.slots, q_heads)
         kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self._head_dim)
-        return self.out(self._kernels.paged_attention(q, kv, cache, step.plan, self._head_dim**-0.5), step)
+        scale = self._head_dim**-0.5
+        return self.out(self._kernels.paged_attention(q, kv, cache, step.plan, scale, self._window), step)

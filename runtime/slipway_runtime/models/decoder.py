@@ -93,7 +93,8 @@ def load_decoder(
     def norm(name: str, size: int = hidden) -> RMSNorm:
         return RMSNorm(checkpoint.take(f"{name}.weight", size), config.rms_norm_eps, kernels)
 
-    def layer(prefix: str) -> DecoderLayer:
+    def layer(index: int) -> DecoderLayer:
+        prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size
@@ -108,6 +109,7 @@ def load_decoder(
                 head_dim=config.head_dim,
                 q_norm=norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
                 k_norm=norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+                window=config.window_of(index),
                 kernels=kernels,
             ),
             linear(mlp, ("gate_proj", "up_proj"), (inner, inner), hidden, bias=config.mlp_bias),
@@ -118,7 +120,7 @@ def load_decoder(
         )
 
     embedding = Embedding(checkpoint.take("model.embed_tokens.weight", vocabulary, hidden))
-    layers = [layer(f"model.layers.{index}") for index in range(config.num_layers)]
+    layers = [layer(index) for index in range(config.num_layers)]
     if config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
         head = Linear(make_matmul(embedding.weight))  # the matrix that reads tokens also scores them

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipway_runtime.models.config import ModelConfig, ModelRefusedError
+from slipway_runtime.kernels import kv_pages
+from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 
 CPU_SHARE = 0.25  # of the memory that is left after the weights: a process on a CPU is rarely alone
 _CGROUP = Path("/sys/fs/cgroup")
@@ -25,12 +26,12 @@ def size_cache(
     config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
 ) -> CacheSize:
     """As many blocks as the budget pays for, but no more than `useful_tokens` need when that is given."""
-    bytes_per_token = config.kv_bytes_per_token(dtype.itemsize)
+    bytes_per_token = config.kv_bytes_per_token(1) // config.head_dim * kv_pages.head_bytes(config.head_dim, dtype)
     num_blocks = budget_bytes // (bytes_per_token * block_size) - 1  # one pays for the null block
     if useful_tokens is not None:
         num_blocks = min(num_blocks, -(-useful_tokens // block_size))
     if num_blocks < 2:
-        raise ModelRefusedError(
+        raise DoesNotFitError(
             f"{budget_bytes} bytes for the KV cache hold {max(num_blocks, 0)} blocks of {block_size} tokens "
             f"at {bytes_per_token} bytes a token; at least 2 are needed"
         )
@@ -38,13 +39,13 @@ def size_cache(
 
 
 def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """One cache per layer, (slots, 2, Hkv, D), all in one arena.
+    """One cache per layer, laid out as `kv_pages` says, all in one arena.
 
     Zeroed: padding of a batch points into memory that nobody wrote yet, and 0 × NaN would be NaN.
     """
-    slots = (size.num_blocks + 1) * size.block_size
-    arena = torch.zeros(config.num_layers, slots, 2, config.num_kv_heads, config.head_dim, dtype=dtype, device=device)
-    return list(arena.unbind(0))
+    page = kv_pages.page_shape(size.block_size, config.head_dim, dtype)
+    shape = (config.num_layers, size.num_blocks + 1, 2, config.num_kv_heads, *page)
+    return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
 
 
 def default_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int:

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.kernels.dispatch import Kernels, LoraPlan
 from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.messages import StepPlan, StepResult, TokenLogprobs
 from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.inputs import StepInputs, pack
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.rows import Rows
@@ -29,6 +30,7 @@ class Runner:
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         num_tokens: int | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """num_tokens: of the tokenizer. A padded vocabulary has more scores, and what they mean nobody knows."""
         self._decoder = decoder
@@ -37,6 +39,7 @@ class Runner:
         self._block_size = block_size
         self._device = device
         self._num_tokens = num_tokens
+        self.adapters = adapters  # None: adapters are off
         self._rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
         self._sampler = Sampler(self._rows, eos_token_ids, kernels)
 
@@ -46,21 +49,24 @@ class Runner:
         `masks` is asked for when the scores are there: whoever makes them has until then. None: the plan has them.
         """
         self._rows.take_in(plan)
+        if self.adapters is not None:
+            self.adapters.take_in(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
             if not plan.rows:
                 return StepResult(step=plan.step, token_ids=())
             inputs = pack(plan, self._rows, self._block_size, self._device)
-            hidden = self.hidden(inputs)
+            lora = None if self.adapters is None else self.adapters.plan(plan.rows, plan.num_new)
+            hidden = self.hidden(inputs, lora)
             return self._draw(plan, inputs, hidden, masks or (lambda: plan.masks))
 
-    def hidden(self, inputs: StepInputs) -> Tensor:
+    def hidden(self, inputs: StepInputs, lora: LoraPlan | None = None) -> Tensor:
         """The last layer's output for each new token. (T, H)."""
         cos, sin = self._decoder.rotary(inputs.positions)
         plan = self._kernels.plan_attention(
             inputs.num_computed, inputs.num_new, inputs.block_tables, self._block_size, like=cos
         )
-        return self._decoder(inputs.token_ids, self._caches, StepContext(cos, sin, inputs.slots, plan))
+        return self._decoder(inputs.token_ids, self._caches, StepContext(cos, sin, inputs.slots, plan, lora))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the tokens that may come next. (R, H) -> (R, V), float32."""
@@ -89,5 +95,4 @@ class Runner:
     def _copy_blocks(self, plan: StepPlan) -> None:
         for source, target in plan.copies:
             for cache in self._caches:
-                blocks = cache.view(-1, self._block_size, *cache.shape[1:])
-                blocks[target] = blocks[source]
+                cache[target] = cache[source]

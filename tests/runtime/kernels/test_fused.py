@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipway_runtime.kernels import norms, reference, store_kv
+from tests.runtime.paging import by_slot
 
 TOLERANCE = {
     torch.float32: 1e-5,
@@ -60,7 +61,7 @@ def test_rotates_and_stores_as_the_reference_does(groups, head_dim, dtype, devic
     angles = torch.rand(3, head_dim // 2) * 6
     cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
     table = torch.stack((cos, sin), dim=1).to(dtype)  # as the layers keep it: neither is contiguous by itself
-    cache = torch.zeros(12, 2, kv_heads, head_dim, dtype=dtype)
+    cache = torch.zeros(3, 2, kv_heads, 4, head_dim, dtype=dtype)
     ours, our_cache, our_table = qkv.to(device, copy=True), cache.to(device, copy=True), table.to(device)
 
     expected = reference.rope_and_store(qkv, table[:, :1], table[:, 1:], cache, slots, groups * kv_heads)
@@ -76,7 +77,8 @@ def test_rotates_and_stores_as_the_reference_does(groups, head_dim, dtype, devic
 def test_a_token_without_a_slot_leaves_the_cache_alone(device):
     qkv = torch.randn(3, 4, 16, device=device)
     cos, sin = torch.ones(3, 1, 16, device=device), torch.zeros(3, 1, 16, device=device)
-    cache = torch.full((6, 2, 1, 16), 7.0, device=device)
+    cache = torch.full((3, 2, 1, 2, 16), 7.0, device=device)
     store_kv.rope_and_store(qkv, cos, sin, cache, torch.tensor([-1, 5, -(2**40)], device=device), 2)
-    assert (cache[:5] == 7.0).all()
-    assert torch.equal(cache[5].flatten(), qkv[1, 2:].flatten())
+    slots = by_slot(cache)
+    assert (slots[:5] == 7.0).all()
+    assert torch.equal(slots[5].flatten(), qkv[1, 2:].flatten())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels import paged_attention as kernels
 from slipway_runtime.kernels import reference
+from tests.runtime.paging import paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # absolute, for values of N(0, 1)
 SCALE = 0.3
@@ -36,7 +37,7 @@ class Step:
     tables: np.ndarray
     block_size: int
 
-    def reference(self) -> Tensor:
+    def reference(self, window: int | None) -> Tensor:
         """By the definition, in float32; padding counts as zero."""
         real = self.num_computed + self.num_new > 0
         tokens = torch.from_numpy(np.repeat(real, self.num_new))
@@ -45,21 +46,22 @@ class Step:
         )
         out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2])
         out[tokens] = reference.paged_attention(
-            self.q[tokens].float(), self.kv[tokens].float(), self.cache.float(), plan, SCALE
+            self.q[tokens].float(), self.kv[tokens].float(), self.cache.float(), plan, SCALE, window
         )
         return out
 
-    def triton(self, device: torch.device) -> Tensor:
+    def triton(self, device: torch.device, window: int | None = None) -> Tensor:
         """By the kernels; what a table holds behind the end of its sequence is a trap."""
         used = -(-(self.num_computed + self.num_new) // self.block_size)
         tables = np.where(np.arange(self.tables.shape[1]) < used[:, None], self.tables, OUTSIDE)
         cache = self.cache.to(device)
         plan = kernels.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
-        return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE).cpu()
+        return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE, window).cpu()
 
-    def agrees(self, device: torch.device) -> None:
+    def agrees(self, device: torch.device, window: int | None = None) -> None:
         tolerance = TOLERANCE[self.q.dtype]
-        torch.testing.assert_close(self.triton(device).float(), self.reference(), atol=tolerance, rtol=tolerance)
+        ours = self.triton(device, window).float()
+        torch.testing.assert_close(ours, self.reference(window), atol=tolerance, rtol=tolerance)
 
 
 def a_step(
@@ -92,7 +94,7 @@ def a_step(
     return Step(
         q=qkv[:, : groups * kv_heads],  # a slice, as the layers pass it
         kv=torch.cat(fresh),
-        cache=cache,
+        cache=paged(cache, block_size),
         num_computed=np.array([past for past, _ in work]),
         num_new=np.array([new for _, new in work]),
         tables=tables,
@@ -154,6 +156,13 @@ def test_a_mixed_step_equals_the_reference(groups, kv_heads, head_dim, block_siz
     a_step(MIXED, groups=groups, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype).agrees(
         device
     )
+
+
+@pytest.mark.capability("KN-2")
+@pytest.mark.parametrize("window", [1, 20])
+def test_a_window_hides_what_came_before_it(window, device, monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 16)  # some splits, and some tiles, are hidden altogether
+    a_step([*EDGES, (90, 1), (0, 7), (100, 33)]).agrees(device, window)
 
 
 @pytest.mark.capability("KN-2")

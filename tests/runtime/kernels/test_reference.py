@@ -6,21 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.kernels import reference
+from slipway_runtime.kernels import reference, reference_attention
+from tests.runtime.paging import by_slot, paged
 
 
-def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     """q: (n, Hq, D), the last n tokens of k, v: (length, Hkv, D)."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     length, new = k.shape[0], q.shape[0]
-    visible = torch.arange(length)[None, :] <= torch.arange(length - new, length)[:, None]
+    keys, queries = torch.arange(length)[None, :], torch.arange(length - new, length)[:, None]
+    visible = (keys <= queries) & (keys > queries - (window or length))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v).flatten(1)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 5, 8])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("groups", "block_size", "window"),
+    [(1, 1, None), (2, 4, None), (4, 16, None), (5, 16, None), (8, 4, None), (2, 4, 1), (3, 16, 9), (1, 4, 40)],
+)
 @pytest.mark.parametrize(
     "work",  # (past, new) of each row; rows of one new token first
     [
@@ -35,7 +41,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     ],
     ids=str,
 )
-def test_paged_attention_is_attention(groups, block_size, work):
+def test_paged_attention_is_attention(groups, block_size, work, window):
     torch.manual_seed(0)
     kv_heads, head_dim, scale = 2, 8, 0.3
     num_blocks = sum(-(-(past + new) // block_size) for past, new in work) + 1
@@ -54,19 +60,19 @@ def test_paged_attention_is_attention(groups, block_size, work):
         cache[torch.from_numpy(tables[row])[positions // block_size] * block_size + positions % block_size] = kv
         queries.append(q)
         fresh.append(kv[past:])
-        expected.append(plain_attention(q, kv[:, 0], kv[:, 1], scale))
+        expected.append(plain_attention(q, kv[:, 0], kv[:, 1], scale, window))
     plan = reference.plan_attention(
         np.array([past for past, _ in work]), np.array([new for _, new in work]), tables, block_size, cache
     )
-    ours = reference.paged_attention(torch.cat(queries), torch.cat(fresh), cache, plan, scale)
+    ours = reference.paged_attention(
+        torch.cat(queries), torch.cat(fresh), paged(cache, block_size), plan, scale, window
+    )
     torch.testing.assert_close(ours, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 
 def test_the_mask_of_a_long_chunk_never_exceeds_a_tile_of_rows():
-    plan = reference.plan_attention(
-        np.array([10_000]), np.array([1_000]), np.arange(1, 690)[None, :], 16, torch.zeros(1)
-    )
-    assert max(mask.shape[0] for mask in plan.chunks[0].masks) == reference.TILE
+    masks = reference_attention.chunk_masks(10_000, 1_000, None, torch.zeros(1))
+    assert max(mask.shape[0] for mask in masks) == reference_attention.TILE
 
 
 def test_padding_of_a_batch_stays_below_a_factor_of_two():
@@ -74,7 +80,7 @@ def test_padding_of_a_batch_stays_below_a_factor_of_two():
     plan = reference.plan_attention(
         lengths - 1, np.ones_like(lengths), np.ones((7, 500), dtype=np.int64), 16, torch.zeros(1)
     )
-    padded = sum(group.batch * group.length for group in plan.groups)
+    padded = sum(len(group.lengths) * group.longest for group in plan.groups)
     assert padded <= 2 * lengths.sum() + 16 * len(lengths)
 
 
@@ -96,8 +102,9 @@ def test_rotates_queries_and_keys_and_stores_keys_and_values():
     angles = torch.rand(3, 2)
     cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None]
     sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
-    cache = torch.zeros(10, 2, 1, 4)
-    q = reference.rope_and_store(qkv, cos, sin, cache, torch.tensor([7, 2, 9]), 2)
+    pages = torch.zeros(5, 2, 1, 2, 4)
+    q = reference.rope_and_store(qkv, cos, sin, pages, torch.tensor([7, 2, 9]), 2)
+    cache = by_slot(pages)
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         pairs = torch.complex(x[..., :2].contiguous(), x[..., 2:].contiguous())

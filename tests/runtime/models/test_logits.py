@@ -149,7 +149,7 @@ def test_a_prompt_in_chunks_has_the_logits_of_the_whole(chunk, tmp_path):
 
 
 def test_a_chunk_wider_than_a_tile_has_the_logits_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipway_runtime.kernels.reference.TILE", 7)
+    monkeypatch.setattr("slipway_runtime.kernels.reference_attention.TILE", 7)
     model = a_checkpoint(tmp_path)
     tokens = some_tokens(61, seed=1)
     bench = Bench(tmp_path)

@@ -41,4 +41,4 @@ def test_a_containers_limit_counts_before_the_machines_memory(limit, used, avail
 def test_a_new_cache_holds_zeros_so_that_padding_is_harmless():
     caches = allocate_cache(CONFIG, CacheSize(3, 16, 256), torch.float32, torch.device("cpu"))
     assert len(caches) == 2
-    assert all(cache.shape == (64, 2, 2, 8) and not cache.any() for cache in caches)
+    assert all(cache.shape == (4, 2, 2, 16, 8) and not cache.any() for cache in caches)

@@ -1,0 +1,84 @@
+"""Where the keys and values of a layer lie, and how they are rounded. The one place that knows.
+
+Head-major pages: a block holds, for keys and then for values, one page per KV head, so that what a query head reads of
+a block is one run of memory.
+
+    in the model's type   (blocks, 2, Hkv, page, D)
+    quantized             (blocks, 2, Hkv, page · (D + 4)) one-byte codes: page · D codes of the tokens, then page
+                          float32 scales, one per token and head. A block's bytes are all that it takes to move it.
+
+code = round(x / scale), scale = max |x| of the head / largest code, so x ≈ code · scale. The dtype of the tensor says
+which: float8_e4m3fn (largest 448) or int8 (127).
+"""
+
+import torch
+from torch import Tensor
+
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+SCALE_BYTES = 4
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+_SMALLEST_SCALE = 1e-12  # of a head of zeros
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether a cache of this type holds codes and scales."""
+    return dtype in _LARGEST
+
+
+def page_shape(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of one head's page."""
+    return (block_size * (head_dim + SCALE_BYTES),) if is_quantized(dtype) else (block_size, head_dim)
+
+
+def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """What a key or a value of one token and head takes."""
+    return head_dim * dtype.itemsize + (SCALE_BYTES if is_quantized(dtype) else 0)
+
+
+def block_size_of(cache: Tensor, head_dim: int) -> int:
+    """Tokens in a block."""
+    return cache.shape[3] // (head_dim + SCALE_BYTES) if is_quantized(cache.dtype) else cache.shape[3]
+
+
+def codes(cache: Tensor, head_dim: int) -> Tensor:
+    """Keys and values, or their codes, as a view. (blocks, 2, Hkv, page, D)."""
+    if not is_quantized(cache.dtype):
+        return cache
+    page = block_size_of(cache, head_dim)
+    return cache[..., : page * head_dim].view(*cache.shape[:3], page, head_dim)
+
+
+def scales(cache: Tensor, head_dim: int) -> Tensor:
+    """The scales of a quantized cache, as a view. (blocks, 2, Hkv, page), float32."""
+    page = block_size_of(cache, head_dim)
+    return cache[..., page * head_dim :].view(torch.float32)
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x: (…, D) -> codes (…, D) and scales (…), float32."""
+    x = x.float()
+    scale = (x.abs().amax(-1) / _LARGEST[dtype]).clamp_min_(_SMALLEST_SCALE)
+    code = x / scale[..., None]
+    return (code.round_() if dtype == torch.int8 else code).to(dtype), scale
+
+
+def store(kv: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write keys and values of T tokens. kv: (T, 2, Hkv, D)  slots: (T,) block * page + place in the block."""
+    head_dim = kv.shape[-1]
+    page = block_size_of(cache, head_dim)
+    block, place = slots // page, slots % page
+    if not is_quantized(cache.dtype):
+        cache[block, :, :, place] = kv
+        return
+    code, scale = quantize(kv, cache.dtype)
+    # As plain bytes: an assignment by index knows no float8.
+    codes(cache.view(torch.int8), head_dim)[block, :, :, place] = code.view(torch.int8)
+    scales(cache, head_dim)[block, :, :, place] = scale
+
+
+def dequantized(pages: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Pages of a cache, (…, page · (D + 4)) -> (…, page, D) in `dtype`."""
+    page = pages.shape[-1] // (head_dim + SCALE_BYTES)
+    code = pages[..., : page * head_dim].view(*pages.shape[:-1], page, head_dim)
+    scale = pages[..., page * head_dim :].view(torch.float32)
+    return (code.to(torch.float32) * scale[..., None]).to(dtype)
