@@ -7,7 +7,16 @@ from typing import Any, Final
 from slipway_api.memory import ModelShape
 from slipway_runtime.layers.rotary import RopeScaling
 from slipway_runtime.models.config_rope import longest_context, rope_scaling, rope_theta
-from slipway_runtime.models.config_values import DoesNotFitError, ModelRefusedError, demand, flag, number, read_json, shown, whole
+from slipway_runtime.models.config_values import (
+    DoesNotFitError,
+    ModelRefusedError,
+    demand,
+    flag,
+    number,
+    read_json,
+    shown,
+    whole,
+)
 
 __all__ = ["DoesNotFitError", "ModelConfig", "ModelRefusedError", "parse_config", "read_config"]
 
