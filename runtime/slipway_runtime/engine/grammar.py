@@ -111,7 +111,7 @@ class GrammarCompiler:
             raise GrammarRefusedError(f"the grammar cannot be read: {_one_line(str(error))}") from None
 
     def _look_through(self, kind: str, schema: Any) -> Any:
-        if not isinstance(schema, dict | bool):
+        if not isinstance(schema, dict):
             raise GrammarRefusedError(f"the {kind} must be a JSON object")
         members = alternatives = 0
         level: list[Any] = [schema]
@@ -168,7 +168,10 @@ class GrammarCompiler:
 
 def _schema_source(text: str) -> str:
     """Between its parts up to 40 characters of white space: a weak model could go on with spaces for ever."""
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"})
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"})
+    except ValueError as error:  # numbers that only Python calls JSON
+        raise GrammarRefusedError(f"the json_schema is not JSON: {_one_line(str(error))}") from None
 
 
 def _json(kind: str, text: str) -> Any:
