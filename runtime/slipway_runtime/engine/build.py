@@ -2,28 +2,78 @@
 
 import atexit
 import gc
+import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.grammar import GrammarCompiler
+from slipway_runtime.engine.kv_events import KvEventPublisher
+from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.messages import EngineFacts, Loading, Request, SamplingParams, WarmingUp
-from slipway_runtime.models.config import ModelConfig, ModelRefusedError, read_config
-from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.engine.overlap import OverlappedEngine, Worker
+from slipway_runtime.engine.shortage import shortage_refused
+from slipway_runtime.engine.warmup import Masks, warm_up
+from slipway_runtime.kernels.dispatch import Kernels, kernels_for
+from slipway_runtime.layers.lora import LoraBank
+from slipway_runtime.messages import EngineFacts, Loading, StepPlan, StepResult, WarmingUp
+from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter, slot_bytes
+from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
+from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.worker.kv_cache import allocate_cache, default_budget_bytes, size_cache
+from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache, default_budget_bytes, size_cache
 from slipway_runtime.worker.runner import Runner
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DEFAULTS = EngineOptions()
 _SMALL_MODEL = 100_000_000  # parameters; below, float32 costs a CPU little memory and is the fastest it has
+_DRAFT_TOKENS = 4  # that a row may guess in a step, when speculation is on and nobody says how many
+_RANK = 16  # of adapters, when they are on and nobody says
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What was decided before anything is loaded."""
+
+    config: ModelConfig
+    options: EngineOptions
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    max_adapters: int
+    max_cpu_adapters: int
+    max_rank: int
+    draft_tokens: int
+
+    def residency(self, pool: BlockPool, block_bytes: int) -> Residency | None:
+        """Adapters share one budget with KV where both live in the same memory: on a CPU."""
+        if not self.max_adapters:
+            return None
+        shared = block_bytes if self.device.type == "cpu" else 0
+        largest = slot_bytes(self.config, self.max_rank, self.dtype.itemsize)
+        most = min(pool.total // 2, -(-self.max_cpu_adapters * largest // block_bytes))
+        return Residency(
+            pool,
+            max_adapters=self.max_adapters,
+            max_cpu_adapters=self.max_cpu_adapters,
+            block_bytes=shared,
+            most_blocks=most if shared else None,
+        )
 
 
 def build_engine(
@@ -42,10 +92,89 @@ def build_engine(
     if options.threads:
         torch.set_num_threads(options.threads)
     started = time.perf_counter()
+    plan = _decide(model_path, options)
+    kernels = kernels_for(plan.device)
+    with shortage_refused("the weights", plan.device):
+        decoder, weight_bytes = _load(model_path, plan, kernels)
+    with shortage_refused("the adapters", plan.device):
+        slots = _slots(decoder, plan, kernels)
+    with shortage_refused("the KV cache", plan.device):
+        size = _size_cache(plan)
+        length = _fit_pool(plan.max_model_len, size.num_blocks * options.block_size, asked=options.max_model_len)
+        runner = Runner(
+            decoder,
+            allocate_cache(plan.config, size, plan.dtype, plan.device),
+            kernels,
+            block_size=options.block_size,
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=length,
+            eos_token_ids=plan.eos_token_ids,
+            device=plan.device,
+            adapters=slots,
+        )
+    loaded = time.perf_counter()
+
+    def new_scheduler(*, kv_events: bool) -> Scheduler:
+        pool = BlockPool(size.num_blocks, options.block_size)
+        return Scheduler(
+            pool,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=length,
+            eos_token_ids=frozenset(plan.eos_token_ids),
+            model=_content_key(model_path, plan),
+            tenant_weights=options.tenant_weights,
+            speculation_max_tokens=plan.draft_tokens,
+            residency=plan.residency(pool, size.bytes_per_token * options.block_size),
+            kv_events=kv_events,
+        )
+
+    on_news(WarmingUp())
+    overlap = options.overlap if options.overlap is not None else plan.device.type == "cuda"
+    grammars = _grammars(Path(options.tokenizer_path or model_path), plan)
+    worker = Worker(partial(_execute, runner, grammars)) if overlap else None
+    with shortage_refused("the largest batch", plan.device):
+        _warm_up(new_scheduler(kv_events=False), runner, slots, plan, worker)
+    warm = time.perf_counter()
+    scheduler = new_scheduler(kv_events=bool(options.kv_events_endpoint))
+    facts = EngineFacts(
+        vocab_size=plan.config.vocab_size,
+        eos_token_ids=plan.eos_token_ids,
+        max_model_len=scheduler.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        block_size=options.block_size,
+        num_blocks=size.num_blocks,
+        bytes_per_token=size.bytes_per_token,
+        weight_bytes=weight_bytes,
+        dtype=str(plan.dtype).removeprefix("torch."),
+        device=str(plan.device),
+        load_seconds=loaded - started,
+        warmup_seconds=warm - loaded,
+        quantization=options.quantization,
+        kv_dtype="" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
+        deterministic=options.deterministic,
+        max_adapters=plan.max_adapters,
+        max_cpu_adapters=plan.max_cpu_adapters,
+        max_rank=plan.max_rank,
+        speculation=options.speculation,
+    )
+    gc.collect()
+    gc.freeze()  # the model lives as long as the process: the collector need not look at it again
+    atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
+    parts: dict[str, Any] = {
+        "grammars": grammars,
+        "adapters": None if slots is None else _adapters(scheduler, slots, plan),
+        "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
+    }
+    if worker is not None:
+        return OverlappedEngine(scheduler, worker, facts, **parts)
+    return Engine(scheduler, partial(_execute, runner, grammars), facts, **parts)
+
+
+def _decide(model_path: Path, options: EngineOptions) -> _Plan:
     config = read_config(model_path)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
-    number_format = choose_dtype(options.dtype, config, on)
-    length = _longest(config, options.max_model_len)
     num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
     num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
     if num_batched_tokens < num_seqs:
@@ -53,82 +182,119 @@ def build_engine(
             f"max_num_batched_tokens ({num_batched_tokens}) is smaller than max_num_seqs ({num_seqs}): "
             "a step must hold a token of each running sequence"
         )
-
-    kernels = kernels_for(on)
-    with Checkpoint(model_path, number_format, on) as checkpoint:
-        decoder = load_decoder(config, checkpoint, kernels, length, number_format, on)
-        weight_bytes = checkpoint.bytes
-    size = size_cache(
-        config,
-        dtype=number_format,
-        block_size=options.block_size,
-        budget_bytes=options.kv_cache_bytes or default_budget_bytes(on, options.gpu_memory_utilization),
-        # Memory nobody asked for is taken only as far as all rows at full length could use it.
-        useful_tokens=None if options.kv_cache_bytes or on.type != "cpu" else num_seqs * length,
-    )
-    length = _fit_pool(length, size.num_blocks * options.block_size, asked=options.max_model_len)
-    eos = tuple(sorted({*config.eos_token_ids, *options.extra_eos_token_ids}))
-    runner = Runner(
-        decoder,
-        allocate_cache(config, size, number_format, on),
-        kernels,
-        block_size=options.block_size,
-        max_num_seqs=num_seqs,
-        max_model_len=length,
-        eos_token_ids=eos,
+    return _Plan(
+        config=config,
+        options=options,
         device=on,
-    )
-    loaded = time.perf_counter()
-
-    def new_scheduler() -> Scheduler:
-        return Scheduler(
-            BlockPool(size.num_blocks, options.block_size),
-            max_num_seqs=num_seqs,
-            max_num_batched_tokens=num_batched_tokens,
-            max_model_len=length,
-            eos_token_ids=frozenset(eos),
-        )
-
-    on_news(WarmingUp())
-    warm_up(new_scheduler(), runner)
-    warm = time.perf_counter()
-    facts = EngineFacts(
-        vocab_size=config.vocab_size,
-        eos_token_ids=eos,
-        max_model_len=length,
+        dtype=choose_dtype(options.dtype, config, on),
+        max_model_len=_longest(config, options.max_model_len),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_batched_tokens,
-        block_size=options.block_size,
-        num_blocks=size.num_blocks,
-        bytes_per_token=size.bytes_per_token,
-        weight_bytes=weight_bytes,
-        dtype=str(number_format).removeprefix("torch."),
-        device=str(on),
-        load_seconds=loaded - started,
-        warmup_seconds=warm - loaded,
+        eos_token_ids=tuple(sorted({*config.eos_token_ids, *options.extra_eos_token_ids})),
+        max_adapters=options.max_adapters,
+        max_cpu_adapters=max(options.max_cpu_adapters, options.max_adapters),
+        max_rank=(options.max_rank or _RANK) if options.max_adapters else 0,
+        draft_tokens=(options.speculation_max_tokens or _DRAFT_TOKENS) if options.speculation != "none" else 0,
     )
-    gc.collect()
-    gc.freeze()  # the model lives as long as the process: the collector need not look at it again
-    atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
-    return Engine(new_scheduler(), runner.execute, facts)
 
 
-def warm_up(scheduler: Scheduler, runner: Runner) -> None:
-    """Run real requests through a scheduler of their own: the widest prefill, full and single batches, both draws.
+def _load(model_path: Path, plan: _Plan, kernels: Kernels) -> tuple[Decoder, int]:
+    """The decoder, and the bytes of its weights."""
+    with Checkpoint(model_path, plan.dtype, plan.device) as checkpoint:
+        decoder = load_decoder(plan.config, checkpoint, kernels, plan.max_model_len, plan.dtype, plan.device)
+        return decoder, checkpoint.bytes
 
-    What a first call allocates, compiles or pages in happens here. Nothing of it stays but the warmth: the blocks
-    are free again, and the prefixes are known only to this scheduler.
-    """
-    longest = min(scheduler.max_num_batched_tokens, scheduler.max_model_len - 4)
-    lengths = [longest] + [1] * (scheduler.max_num_seqs - 1)
-    for index, length in enumerate(lengths):
-        params = SamplingParams(max_tokens=3, temperature=float(index % 2), top_p=0.9, ignore_eos=True)
-        request = Request(
-            id=f"warm-{index}", prompt_token_ids=(index % 2,) * max(length, 1), params=params, arrived=0.0
+
+def _size_cache(plan: _Plan) -> CacheSize:
+    asked = plan.options.kv_cache_bytes
+    return size_cache(
+        plan.config,
+        dtype=plan.dtype,
+        block_size=plan.options.block_size,
+        budget_bytes=asked or default_budget_bytes(plan.device, plan.options.gpu_memory_utilization),
+        # Memory nobody asked for is taken only as far as all rows at full length could use it.
+        useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
+    )
+
+
+def _slots(decoder: Decoder, plan: _Plan, kernels: Kernels) -> AdapterSlots | None:
+    if not plan.max_adapters:
+        return None
+    bank = LoraBank(
+        [linear for layer in decoder.layers for linear in layer.linears],
+        kernels,
+        num_slots=plan.max_adapters,
+        max_rank=plan.max_rank,
+        dtype=plan.dtype,
+        device=plan.device,
+        deterministic=plan.options.deterministic,
+    )
+    return AdapterSlots(bank, plan.max_num_seqs)
+
+
+def _adapters(scheduler: Scheduler, slots: AdapterSlots, plan: _Plan) -> Adapters[HostAdapter]:
+    def read(path: Path, digest: str) -> HostAdapter:
+        return read_adapter(
+            path,
+            plan.config,
+            max_rank=plan.max_rank,
+            dtype=plan.dtype,
+            digest=digest,
+            pin_memory=plan.device.type == "cuda",
         )
-        scheduler.add(request, 0.0)
-    while scheduler.has_work:
-        scheduler.update(runner.execute(scheduler.schedule(0.0)), 0.0)
+
+    return Adapters(scheduler, read, keep=slots.keep, forget=slots.forget)
+
+
+def _grammars(folder: Path, plan: _Plan) -> Grammars | None:
+    """None where there is no tokenizer: an answer that a grammar binds can then only end."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    return Grammars(GrammarCompiler(file.read_text(encoding="utf-8"), eos_token_ids=plan.eos_token_ids))
+
+
+def _execute(runner: Runner, grammars: Grammars | None, plan: StepPlan) -> StepResult:
+    """One plan, with the masks of its grammars, which are made while the model computes."""
+    return runner.execute(plan) if grammars is None else runner.execute(plan, grammars.masks(plan))
+
+
+def _warm_up(
+    scheduler: Scheduler, runner: Runner, slots: AdapterSlots | None, plan: _Plan, worker: Worker | None
+) -> None:
+    """Warm the thread that later steps run on, with adapters that change nothing."""
+    digests: list[str] = []
+    if slots is not None:
+        nothing = {
+            name: (
+                torch.zeros(plan.max_rank, columns, dtype=plan.dtype),
+                torch.zeros(plan.max_rank, rows, dtype=plan.dtype),
+            )
+            for name, (rows, columns) in lora_modules(plan.config).items()
+        }
+        for index in range(plan.max_adapters):
+            adapter = HostAdapter(digest=f"warm-{index}", rank=plan.max_rank, matrices=nothing, bytes=0)
+            slots.keep(adapter)
+            scheduler.adapter_loading(adapter.digest, 0.0)
+            scheduler.adapter_loaded(adapter.digest, 0.0, num_bytes=0, rank=plan.max_rank)
+            digests.append(adapter.digest)
+
+    def execute(step: StepPlan, masks: Masks) -> StepResult:
+        compute = partial(runner.execute, masks=masks)
+        return compute(step) if worker is None else worker.call(compute, step).result()
+
+    warm_up(scheduler, execute, vocab_size=plan.config.vocab_size, adapters=tuple(digests))
+    for slot, digest in enumerate(digests):
+        assert slots is not None
+        slots.unload(slot)
+        slots.forget(digest)
+
+
+def _content_key(model_path: Path, plan: _Plan) -> str:
+    """What decides the KV of equal tokens, beside adapter and salt: the same on every replica of the same model."""
+    config = hashlib.sha256((model_path / "config.json").read_bytes()).hexdigest()
+    options = plan.options
+    return f"{config}/{plan.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -156,7 +322,7 @@ def _longest(config: ModelConfig, asked: int) -> int:
 def _fit_pool(length: int, pool_tokens: int, asked: int) -> int:
     """A sequence must fit into the pool alone, or it could never finish."""
     if asked > pool_tokens:
-        raise ModelRefusedError(
+        raise DoesNotFitError(
             f"max_model_len is {asked}, and the KV cache holds {pool_tokens} tokens: give it more memory or a shorter "
             "context"
         )

@@ -1,22 +1,43 @@
-"""The engine: schedule, execute, update. Knows no thread, no event loop and no clock but a stopwatch."""
+"""The engine: schedule, execute, update. Knows no thread and no event loop, and of time only a stopwatch.
+
+This plain loop is the specification of the overlapped one (overlap.py): both give the same outputs.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
+from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.messages import (
     EngineFacts,
     EngineStats,
     FinishReason,
+    LoadAdapter,
     Message,
+    Output,
     Reply,
     Request,
+    ResetPrefixCache,
+    Sleep,
     StepPlan,
     StepReport,
     StepResult,
+    UnloadAdapter,
+    WakeUp,
 )
+from slipway_runtime.scheduling.kv_events import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
+
+Execute = Callable[[StepPlan], StepResult]
+
+
+class Grammars(Protocol):
+    """What the engine needs of the grammars; matchers.py has them."""
+
+    def start(self, request: Request) -> None: ...  # noqa: D102
+    def accept(self, output: Output) -> str: ...  # noqa: D102
 
 
 class Engine:
@@ -25,14 +46,21 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        execute: Callable[[StepPlan], StepResult],
+        execute: Execute,
         facts: EngineFacts,
         *,
+        grammars: Grammars | None = None,
+        adapters: Adapters[Any] | None = None,
+        publish: Callable[[Sequence[KvEvent]], None] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """execute: blocks until the step is computed. publish: told what happened to the prefixes, after each step."""
         self._scheduler = scheduler
         self._execute = execute
         self._facts = facts
+        self._grammars = grammars
+        self._adapters = adapters
+        self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
 
@@ -43,42 +71,50 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or tell anything."""
-        return bool(self._scheduler.has_work or self._replies)
+        """Whether a step would do or tell anything. Waiting for an adapter's file is no work."""
+        if self._replies or (self._adapters is not None and self._adapters.has_news):
+            return True
+        return self._scheduler.has_work and not self._scheduler.is_stalled
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Whom the engine's own threads wake when one of them has something to tell."""
+        if self._adapters is not None:
+            self._adapters.wake = wake
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue."""
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.start(request)
         self._scheduler.add(request, now)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
         """End a request, or one of its answers, wherever it is; its blocks are free before the next step computes."""
-        if index is None:
-            self._scheduler.abort(request_id, reason, now)
-        else:
-            self._scheduler.abort(request_id, reason, now, index)
+        self._scheduler.abort(request_id, reason, now, index)
 
     def control(self, message: Message, now: float) -> None:
         """Begin what is asked; the reply comes with the report of a step."""
-        assert not isinstance(message, Request)
-        self._replies.append(
-            Reply(call=getattr(message, "call", 0), error=f"this engine knows no {type(message).__name__}")
-        )
+        match message:
+            case LoadAdapter() | UnloadAdapter() if self._adapters is not None:
+                self._adapters.control(message, now)
+            case LoadAdapter() | UnloadAdapter():
+                self._replies.append(Reply(call=message.call, error="adapters are off: --max-adapters is 0"))
+            case ResetPrefixCache():
+                self._scheduler.forget_prefixes()
+                self._replies.append(Reply(call=message.call))
+            case Sleep() | WakeUp():
+                self._replies.append(Reply(call=message.call, error="this engine does not sleep"))
+            case _:
+                raise AssertionError(f"{type(message).__name__} is not a control message")
 
     def step(self, now: float) -> StepReport:
-        """One step for everybody who runs."""
+        """One step for everybody who runs. `now`: when it begins."""
         began = self._stopwatch()
         plan = self._scheduler.schedule(now)
         planned = self._stopwatch()
         result = self._execute(plan)
         executed = self._stopwatch()
-        outputs = self._scheduler.update(result, now)
-        cost = planned - began + self._stopwatch() - executed
-        stats = msgspec.structs.replace(self._scheduler.stats(now), schedule_seconds=cost)
-        replies, self._replies = self._replies, []
-        return StepReport(outputs=tuple(outputs), stats=stats, replies=tuple(replies))
+        outputs = self._take_in(result, now + executed - began)
+        return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
 
     def idle(self) -> None:
         """With nothing to do, check the books: a leaked block is found on the day it leaks."""
@@ -87,3 +123,40 @@ class Engine:
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
         return self._scheduler.stats(now)
+
+    # --- the second half of a step
+
+    def _take_in(self, result: StepResult, now: float, *, in_flight: bool = False) -> list[Output]:
+        """What a computed step brought. `in_flight`: whether another plan is being executed."""
+        outputs = self._scheduler.update(result, now)
+        if self._grammars is not None:
+            outputs = [self._followed(output, self._grammars, now) for output in outputs]
+        if self._adapters is not None:
+            self._adapters.after_step(now, in_flight=in_flight)
+        if self._publish is not None and (events := self._scheduler.take_kv_events()):
+            self._publish(events)
+        return outputs
+
+    def _followed(self, output: Output, grammars: Grammars, now: float) -> Output:
+        """Advance the grammar of an answer; one that can no longer be followed ends here, never unbound."""
+        error = grammars.accept(output)
+        if not error:
+            return output
+        if output.finish_reason is None:
+            self._scheduler.abort(output.request_id, FinishReason.ERROR, now, output.index)
+        return msgspec.structs.replace(
+            output, token_ids=(), logprobs=(), finish_reason=FinishReason.ERROR, error=error, finished_at=now
+        )
+
+    def _report(self, outputs: list[Output], now: float, *, planning: float) -> StepReport:
+        replies, self._replies = self._replies, []
+        statuses = None
+        if self._adapters is not None:
+            replies += self._adapters.take_replies()
+            statuses = self._adapters.take_statuses()
+        return StepReport(
+            outputs=tuple(outputs),
+            stats=msgspec.structs.replace(self._scheduler.stats(now), schedule_seconds=planning),
+            replies=tuple(replies),
+            adapters=statuses,
+        )

@@ -1,0 +1,168 @@
+"""Adapters between storage and the scheduler: files are read on a thread of their own, so that no step waits for one.
+
+The scheduler's residency decides what is in memory; this reads what it wants, keeps the copies it counts, and answers
+those who asked. Only the step loop's thread calls these methods.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Generic, Protocol, TypeVar
+
+from slipway_runtime.messages import AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
+
+_UNKNOWN: Final = "no adapter with this digest is loaded"
+
+
+class HostAdapter(Protocol):
+    """What is told to the scheduler of an adapter in host memory; models/adapters.py has it."""
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102
+    @property
+    def bytes(self) -> int: ...  # noqa: D102
+
+
+class Scheduler(Protocol):
+    """What is asked of the scheduler."""
+
+    @property
+    def adapters_version(self) -> int: ...  # noqa: D102
+    def adapters(self) -> tuple[AdapterStatus, ...]: ...  # noqa: D102
+    def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool: ...  # noqa: D102
+    def adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None: ...  # noqa: D102
+    def adapter_failed(self, digest: str, error: str, now: float) -> None: ...  # noqa: D102
+    def unload_adapter(self, digest: str, now: float) -> bool: ...  # noqa: D102
+    def take_wanted_adapters(self) -> tuple[str, ...]: ...  # noqa: D102
+    def take_dropped_adapters(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+_A = TypeVar("_A", bound=HostAdapter)
+
+
+@dataclass(frozen=True)
+class _Read(Generic[_A]):
+    """A file that was read, or could not be."""
+
+    digest: str
+    adapter: _A | None = None
+    error: str = ""
+
+
+class Adapters(Generic[_A]):
+    """Reads adapters, keeps their copies, answers calls."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        read: Callable[[Path, str], _A],
+        *,
+        keep: Callable[[_A], None],
+        forget: Callable[[str], None],
+    ) -> None:
+        """read: by path and digest; blocks, and raises with a sentence. keep, forget: the worker's host copies."""
+        self.wake: Callable[[], None] = lambda: None
+        self._scheduler = scheduler
+        self._read = read
+        self._keep = keep
+        self._forget = forget
+        self._paths: dict[str, Path] = {}
+        self._loading: dict[str, list[int]] = {}  # digest -> calls that wait for it
+        self._unloading: dict[str, list[int]] = {}
+        self._forget_next: set[str] = set()  # a plan in flight may still copy these into a slot
+        self._replies: list[Reply] = []
+        self._told = scheduler.adapters_version
+        self._to_read: queue.SimpleQueue[tuple[str, Path]] = queue.SimpleQueue()
+        self._was_read: queue.SimpleQueue[_Read[_A]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a step would tell or change anything."""
+        return bool(self._replies) or not self._was_read.empty() or self._told != self._scheduler.adapters_version
+
+    def control(self, message: LoadAdapter | UnloadAdapter, now: float) -> None:
+        """Begin what is asked."""
+        if isinstance(message, UnloadAdapter):
+            if self._scheduler.unload_adapter(message.digest, now):
+                self._unloading.setdefault(message.digest, []).append(message.call)
+                self._answer_unloads()
+            else:
+                self._replies.append(Reply(call=message.call, error=_UNKNOWN))
+            return
+        self._paths[message.digest] = Path(message.path)
+        if self._scheduler.adapter_loading(message.digest, now, pinned=message.pinned):
+            self._loading[message.digest] = [message.call]
+            self._start_reading(message.digest)
+        elif message.digest in self._loading:
+            self._loading[message.digest].append(message.call)
+        else:
+            self._replies.append(Reply(call=message.call))
+
+    def after_step(self, now: float, *, in_flight: bool) -> None:
+        """Take in what was read, read what is wanted, forget what is not. `in_flight`: another plan is executed."""
+        while not self._was_read.empty():
+            self._take_in(self._was_read.get(), now)
+        for digest in self._scheduler.take_wanted_adapters():
+            self._start_reading(digest)
+        for digest in self._forget_next:
+            self._forget(digest)
+        self._forget_next = set(self._scheduler.take_dropped_adapters())
+        if not in_flight:
+            for digest in self._forget_next:
+                self._forget(digest)
+            self._forget_next = set()
+        self._answer_unloads()
+
+    def take_replies(self) -> list[Reply]:
+        """The calls that have ended since this was last asked."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_statuses(self) -> tuple[AdapterStatus, ...] | None:
+        """All adapters, if a state has changed since this was last asked."""
+        if self._told == self._scheduler.adapters_version:
+            return None
+        self._told = self._scheduler.adapters_version
+        return self._scheduler.adapters()
+
+    def _take_in(self, read: _Read[_A], now: float) -> None:
+        if read.adapter is None:
+            self._scheduler.adapter_failed(read.digest, read.error, now)
+        else:
+            self._forget_next.discard(read.digest)
+            self._keep(read.adapter)
+            self._scheduler.adapter_loaded(read.digest, now, num_bytes=read.adapter.bytes, rank=read.adapter.rank)
+        # The scheduler may refuse what could be read: too large for the memory of adapters.
+        error = read.error or next(
+            (s.error for s in self._scheduler.adapters() if s.digest == read.digest and s.state is AdapterState.FAILED),
+            "",
+        )
+        self._replies += [Reply(call=call, error=error) for call in self._loading.pop(read.digest, [])]
+
+    def _answer_unloads(self) -> None:
+        if not self._unloading:
+            return
+        known = {status.digest for status in self._scheduler.adapters()}
+        for digest in self._unloading.keys() - known:
+            self._replies += [Reply(call=call) for call in self._unloading.pop(digest)]
+            if digest not in self._loading:
+                self._paths.pop(digest, None)
+
+    def _start_reading(self, digest: str) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read_all, name="adapters", daemon=True)
+            self._thread.start()
+        self._to_read.put((digest, self._paths[digest]))
+
+    def _read_all(self) -> None:
+        while True:
+            digest, path = self._to_read.get()
+            try:
+                read: _Read[_A] = _Read(digest, self._read(path, digest))
+            except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only those who wait for it hear
+                read = _Read(digest, error=str(error) or type(error).__name__)
+            self._was_read.put(read)
+            self.wake()

@@ -1,0 +1,141 @@
+"""Tells routers which prefixes this replica holds, over ZeroMQ in the format of vLLM's KV events.
+
+A message has three parts: the topic (empty), a sequence number (8 bytes, big-endian), and a batch in msgpack: an array
+[time, events, data-parallel rank], each event an array that begins with its name. Field order and names are those of
+vLLM's `distributed/kv_events.py`, so that routers which read it work unchanged; new fields go to the end.
+
+The last `KEPT` batches can be asked for again on a second socket, at the port after this one: a request is an empty
+part and the first sequence number wanted, the answer is (sequence number, batch) messages and one of number -1.
+"""
+
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import zmq
+
+from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from slipway_runtime.scheduling.kv_events import KvEvent
+
+KEPT: Final = 10_000
+MEDIUM: Final = "GPU"  # vLLM's word for the memory that attention reads, whatever it is made of
+END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag="BlockStored"):
+    """vLLM's BlockStored. `lora_id` numbers the adapters that this replica has met, from 1."""
+
+    block_hashes: tuple[bytes, ...]
+    parent_block_hash: bytes | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag="BlockRemoved"):
+    """vLLM's BlockRemoved."""
+
+    block_hashes: tuple[bytes, ...]
+    medium: str | None
+
+
+class Cleared(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag="AllBlocksCleared"):
+    """vLLM's AllBlocksCleared."""
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step did to the prefixes."""
+
+    ts: float  # seconds since the epoch
+    events: tuple[Stored | Removed | Cleared, ...]
+    data_parallel_rank: int | None = None
+
+
+class KvEventPublisher:
+    """Sends batches from a thread of its own: a slow subscriber loses messages and may ask for them again."""
+
+    def __init__(self, endpoint: str) -> None:
+        """endpoint: tcp://host:port, `*` for all interfaces; port + 1 answers replays. OSError: it is taken."""
+        self._adapters: dict[str, int] = {}
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._out = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        for socket, address in ((self._out, endpoint), (self._replay, replay_endpoint(endpoint))):
+            socket.linger = 0
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, f"KV events cannot be published on {address}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[KvEvent]) -> None:
+        """Send what one step did. Never blocks."""
+        self._batches.put(Batch(ts=time.time(), events=tuple(map(self._event, events))))
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        self._batches.put(None)
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _event(self, event: KvEvent) -> Stored | Removed | Cleared:
+        match event:
+            case BlockStored():
+                adapter = event.adapter or None
+                return Stored(
+                    block_hashes=event.block_hashes,
+                    parent_block_hash=event.parent_block_hash,
+                    token_ids=event.token_ids,
+                    block_size=event.block_size,
+                    lora_id=None if adapter is None else self._adapters.setdefault(adapter, len(self._adapters) + 1),
+                    medium=MEDIUM,
+                    lora_name=adapter,
+                )
+            case BlockRemoved():
+                return Removed(event.block_hashes, MEDIUM)
+            case AllBlocksCleared():
+                return Cleared()
+
+    def _run(self) -> None:
+        encoder = msgspec.msgpack.Encoder()
+        kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT)
+        number = 0
+        while True:
+            self._answer_replays(kept)
+            try:
+                batch = self._batches.get(timeout=0.1)  # replays are rare: they may wait so long
+            except queue.Empty:
+                continue
+            if batch is None:
+                return
+            kept.append((number.to_bytes(8, "big"), encoder.encode(batch)))
+            self._out.send_multipart((b"", *kept[-1]))
+            number += 1
+
+    def _answer_replays(self, kept: deque[tuple[bytes, bytes]]) -> None:
+        while self._replay.poll(0):
+            frames = self._replay.recv_multipart()
+            if len(frames) != 3:
+                continue  # somebody who does not speak this
+            client, _, first = frames
+            for number, batch in kept:
+                if number >= first:
+                    self._replay.send_multipart((client, b"", number, batch))
+            self._replay.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+
+def replay_endpoint(endpoint: str) -> str:
+    """Where batches can be asked for again: the next port."""
+    found = re.fullmatch(r"(tcp://.+:)(\d+)", endpoint)
+    if found is None:
+        raise ValueError(f"the endpoint of KV events is {endpoint!r}; it must look like tcp://*:5557")
+    return f"{found[1]}{int(found[2]) + 1}"

@@ -1,0 +1,67 @@
+"""The overlapped engine: while a worker thread executes one step, the next one is planned. See engine.py for the plain
+loop, which gives the same outputs.
+
+    step N:    | plan N+1 | wait for N, update N, report N |          on the loop's thread
+    worker:  … execute N ………………………| execute N+1 ……………………            on its own
+
+A plan needs no token that is still being drawn: the worker writes it into its row before it executes the next plan.
+Where a plan does depend on the last result, the scheduler says so, and the loop waits as the plain one does.
+"""
+
+import queue
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from slipway_runtime.engine.engine import Engine, Execute
+from slipway_runtime.messages import EngineFacts, StepPlan, StepReport, StepResult
+from slipway_runtime.scheduling.scheduler import Scheduler
+
+
+class Worker:
+    """Executes plans one after the other on a thread of its own."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._calls: queue.SimpleQueue[tuple[Execute, StepPlan, Future[StepResult]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
+
+    def submit(self, plan: StepPlan) -> "Future[StepResult]":
+        """Execute a plan after those before it."""
+        return self.call(self._execute, plan)
+
+    def call(self, execute: Execute, plan: StepPlan) -> "Future[StepResult]":
+        """The same, executed in another way: the warm-up must run on the thread that later steps run on."""
+        result: Future[StepResult] = Future()
+        self._calls.put((execute, plan, result))
+        return result
+
+    def _run(self) -> None:
+        while True:
+            execute, plan, result = self._calls.get()
+            try:
+                result.set_result(execute(plan))
+            except BaseException as error:  # noqa: BLE001  whoever waits for the result must hear of it
+                result.set_exception(error)
+
+
+class OverlappedEngine(Engine):
+    """An Engine with up to two plans in flight."""
+
+    def __init__(self, scheduler: Scheduler, worker: Worker, facts: EngineFacts, **parts: Any) -> None:
+        super().__init__(scheduler, lambda plan: worker.submit(plan).result(), facts, **parts)
+        self._submit = worker.submit
+        self._flying: Future[StepResult] | None = None
+
+    def step(self, now: float) -> StepReport:
+        """Plan the step after the one that is executed, then report the latter."""
+        began = self._stopwatch()
+        if self._flying is None:
+            self._flying = self._submit(self._scheduler.schedule(now))
+        following = self._submit(self._scheduler.schedule(now)) if self._scheduler.can_overlap else None
+        planned = self._stopwatch()
+        result = self._flying.result()
+        executed = self._stopwatch()
+        self._flying = following
+        outputs = self._take_in(result, now + executed - began, in_flight=following is not None)
+        return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
