@@ -1,10 +1,10 @@
-"""Adapters of this worker: those in host memory, and which of them sits in which slot.
+"""Adapters of this worker: those in host memory, which of them sits in which slot, and which row uses it.
 
-Steps are executed one after the other, loads before the step's computation: a slot is never written while a step
-reads it. A row that would compute with another adapter than it began with stops the step instead.
+Steps are executed one after the other, the loads of a plan before its computation: a slot is never written while a
+step reads it. A row whose slot was given to another adapter stops the step, rather than go on with foreign weights.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,21 +12,23 @@ import torch
 
 from slipway_runtime.kernels.dispatch import LoraPlan
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad
+from slipway_runtime.messages import StepPlan
 from slipway_runtime.models.adapters import HostAdapter
 
 Ints = npt.NDArray[np.int64]
 
 
 class AdapterSlots:
-    """Slots 0 … `num_slots` - 1, and the adapters in host memory that may be copied into them."""
+    """Slots 0 … `bank.num_slots` - 1, and the adapters in host memory that plans may copy into them."""
 
-    def __init__(self, bank: LoraBank) -> None:
+    def __init__(self, bank: LoraBank, max_num_seqs: int) -> None:
         self._bank = bank
         self._host: dict[str, HostAdapter] = {}
         self._digests = [""] * bank.num_slots
-        # Counts what has been in a slot. The last entry stands for "no slot", which slot -1 finds by itself.
-        self.epochs = np.zeros(bank.num_slots + 1, dtype=np.int64)
+        self._row_slots = np.full(max_num_seqs, -1, dtype=np.int64)
+        # How often each slot changed hands, and how often it had when the row began. No slot, -1, is the last entry.
+        self._epochs = np.zeros(bank.num_slots + 1, dtype=np.int64)
+        self._row_epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -47,26 +49,34 @@ class AdapterSlots:
         self._host.pop(digest, None)
 
     def load(self, slot: int, adapter: HostAdapter) -> None:
-        """Replace what is in a slot."""
-        self.epochs[slot] += 1
-        self._digests[slot] = ""  # if the copy fails, the slot holds nothing that anybody should use
-        self._bank.write(slot, adapter.matrices)
+        """Replace what is in a slot. No row that began before may use the slot any more."""
+        self.unload(slot)
+        with torch.inference_mode():
+            self._bank.write(slot, adapter.matrices)
         self._digests[slot] = adapter.digest
 
     def unload(self, slot: int) -> None:
         """Empty a slot."""
-        self.epochs[slot] += 1
+        self._epochs[slot] += 1
         self._digests[slot] = ""
-        self._bank.clear(slot)
-
-    def take_in(self, loads: Iterable[AdapterLoad]) -> None:
-        """Execute the loads of a plan."""
         with torch.inference_mode():
-            for load in loads:
-                self.load(load.slot, self._host[load.digest])
+            self._bank.clear(slot)
 
-    def plan(self, token_slots: Ints) -> LoraPlan | None:
-        """What the linears of a step need. token_slots: (T,). None when no token has an adapter."""
-        if token_slots.max(initial=-1) < 0:
+    def take_in(self, plan: StepPlan) -> None:
+        """Execute the loads of a plan, and learn which slots its new rows use."""
+        for load in plan.adapter_loads:
+            self.load(load.slot, self._host[load.digest])
+        for new in plan.new_rows:
+            assert new.adapter_slot < 0 or self._digests[new.adapter_slot], f"slot {new.adapter_slot} holds nothing"
+            self._row_slots[new.row] = new.adapter_slot
+            self._row_epochs[new.row] = self._epochs[new.adapter_slot]
+
+    def plan(self, rows: Sequence[int], num_new: Sequence[int]) -> LoraPlan | None:
+        """What the linears of a step need, `num_new` tokens of each of these rows. None: no token has an adapter."""
+        row_ids = np.array(rows, dtype=np.int64)
+        slots = self._row_slots[row_ids]
+        if slots.max(initial=-1) < 0:
             return None
-        return self._bank.plan(token_slots)
+        stale = self._epochs[slots] != self._row_epochs[row_ids]
+        assert not stale.any(), f"slot {slots[stale][0]} was given away under row {row_ids[stale][0]}"
+        return self._bank.plan(slots.repeat(num_new))
