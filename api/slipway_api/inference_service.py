@@ -96,6 +96,14 @@ class Drain(Struct):
     """Shortest wait between leaving the route and stopping, until every router knows."""
 
 
+_POOL_WITHIN_LIMIT = (
+    "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
+    "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
+    "!isQuantity(string(self.resources.limits['memory'])) || "
+    "quantity(self.runtime.kvCache.bytes).isLessThan(quantity(string(self.resources.limits['memory'])))"
+)
+
+
 class InferenceServiceSpec(Struct):
     """What should be served, and how."""
 
@@ -104,6 +112,12 @@ class InferenceServiceSpec(Struct):
             "self.resources.gpu.count == 0 || self.runtime.tensorParallelSize == self.resources.gpu.count",
             "resources.gpu.count must be 0 (CPU) or equal runtime.tensorParallelSize",
             ".resources.gpu.count",
+        ),
+        Rule(
+            _POOL_WITHIN_LIMIT,
+            "runtime.kvCache.bytes must be below resources.limits.memory, because without a GPU the KV cache is "
+            "part of the container's memory",
+            ".runtime.kvCache.bytes",
         ),
         Rule(
             "!has(self.autoscaling) || self.autoscaling.mode == 'External' || !has(self.replicas)",

@@ -74,6 +74,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"runtime": {"speculation": {"method": "draft"}}},
         'supported values: "none", "promptLookup"',
     ),
+    (
+        "a KV cache larger than the container",
+        {
+            "runtime": {"kvCache": {"bytes": "2Gi"}},
+            "resources": {"gpu": {"count": 0}, "limits": {"memory": "2147483648"}},
+        },
+        "runtime.kvCache.bytes must be below resources.limits.memory",
+    ),
     ("no guesses", {"runtime": {"speculation": {"maxTokens": 0}}}, "greater than or equal to 1"),
     ("too many guesses", {"runtime": {"speculation": {"maxTokens": 33}}}, "less than or equal to 32"),
     ("perhaps deterministic", {"runtime": {"deterministic": "yes"}}, "must be of type boolean"),
@@ -120,6 +128,22 @@ def test_what_can_work_is_accepted(api):
     assert kept["model"].items() >= {key: given["model"][key] for key in ("uri", "warmPrompts")}.items()
     assert kept["runtime"]["lora"] == given["runtime"]["lora"]
     assert kept["runtime"]["quantization"] == "int8"
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"gpu": {"count": 0}, "limits": {"memory": "3Gi"}},
+        {"gpu": {"count": 0}, "limits": {"cpu": 1}},
+        {"gpu": {"count": 1}, "limits": {"memory": "1Gi"}},
+    ],
+    ids=["more memory", "any memory", "the GPU's memory"],
+)
+@pytest.mark.capability("OP-5")
+def test_a_kv_cache_may_be_as_large_as_its_memory_allows(api, resources):
+    manifest = a_manifest("room", runtime={"kvCache": {"bytes": "2Gi"}}, resources=resources)
+
+    apply(api, manifest, "--dry-run=server")
 
 
 def test_adapters_are_off_until_they_are_asked_for_and_then_have_room(api):

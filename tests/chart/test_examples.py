@@ -9,6 +9,9 @@ import yaml
 from e2e.cluster.access import Access
 from slipway_api.inference_service import InferenceService
 from slipway_api.types import parse_quantity
+from slipway_operator.core.pod import arguments
+from slipway_operator.core.revision import resolve
+from slipway_runtime.command_line import arguments_of, serve_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -32,3 +35,14 @@ def test_every_example_fits_a_small_node_and_the_embedded_model(path: Path):
     assert parse_quantity(service.spec.resources.requests["cpu"]) <= parse_quantity("100m")
     assert parse_quantity(service.spec.resources.limits["cpu"]) == 1
     assert service.spec.runtime.kv_cache.fixed_bytes is not None
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_the_runtime_understands_what_every_example_asks_of_it(path: Path):
+    service = InferenceService.parse(yaml.safe_load(path.read_text()))
+
+    settings = serve_settings(arguments_of(arguments(service, resolve(service, "slipway/runtime:1"))), {})
+
+    assert settings.model_name == service.metadata.name
+    assert settings.quantization == service.spec.runtime.quantization.value
+    assert len(settings.warm_prompts) == len(service.spec.model.warm_prompts)
