@@ -62,6 +62,10 @@ PATH_SIGNALS: Final = "/signals"
 PATH_DRAIN: Final = "/drain"
 PATH_UNDRAIN: Final = "/undrain"
 PATH_STATE: Final = "/state"
+PATH_ADAPTERS: Final = "/adapters"
+PATH_MODEL: Final = "/model"
+PATH_SLEEP: Final = "/sleep"
+PATH_WAKE_UP: Final = "/wake_up"
 
 # Inside a runtime pod.
 RUN_DIRECTORY: Final = "/run/slipway"

@@ -144,8 +144,9 @@ class EngineClient:
             request.id, request.n, lambda reason, index: self._closed_by_reader(request.id, reason, index)
         )
         self._streams[request.id] = stream
-        self._sent.append(len(request.prompt_token_ids))
-        self._sent_count += 1
+        # The engine counts a request once for each of its answers; its prompt is computed once.
+        self._sent.extend([len(request.prompt_token_ids), *(0 for _ in range(1, request.n))])
+        self._sent_count += request.n
         self._transport.send(request)
         return stream
 

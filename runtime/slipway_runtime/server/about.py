@@ -4,13 +4,17 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client.exposition import choose_encoder
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import slipway_api
+from slipway_runtime.messages import AdapterState
+from slipway_runtime.server.adapters import Adapter
+from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.errors import ApiError, unknown_model
 from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import DetokenizeRequest, TokenizeRequest
 from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.served import served_by
 
 router = APIRouter()
 probes = APIRouter()  # on both ports
@@ -18,9 +22,12 @@ probes = APIRouter()  # on both ports
 
 @router.get("/v1/models")
 async def list_models(http: Request) -> dict[str, Any]:
-    """The one model that is served."""
+    """The base model, and the adapters that answer requests."""
     replica: Replica = http.app.state.replica
-    return {"object": "list", "data": [_card(replica, replica.model_for(""))]}
+    model = replica.model_for("")
+    cards = [_card(replica, model)]
+    cards += [_adapter_card(replica, model, a) for a in model.adapters.all() if a.state is AdapterState.HOST]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}")
@@ -29,7 +36,9 @@ async def get_model(name: str, http: Request) -> dict[str, Any]:
     replica: Replica = http.app.state.replica
     if not name:
         raise unknown_model(name)
-    return _card(replica, replica.model_for(name))
+    served = served_by(replica, name)
+    adapter = served.model.adapters.find(served.name) if served.digest else None
+    return _card(replica, served.model) if adapter is None else _adapter_card(replica, served.model, adapter)
 
 
 def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
@@ -53,7 +62,15 @@ def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
             "repetition_penalty": _or(defaults.repetition_penalty, 1.0),
             "max_tokens": defaults.max_tokens,
         },
+        "permission": [],
     }
+
+
+def _adapter_card(replica: Replica, model: LoadedModel, adapter: Adapter) -> dict[str, Any]:
+    """An adapter: where it came from, and whose child it is. A path of this machine is only its last part."""
+    root = adapter.uri if "://" in adapter.uri and not adapter.uri.startswith("file:") else adapter.name
+    own = {"id": adapter.name, "root": root, "parent": replica.identity.model, "digest": adapter.digest}
+    return _card(replica, model) | own
 
 
 def _or(value: float | None, otherwise: float) -> float:
@@ -61,20 +78,23 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
+async def tokenize(http: Request) -> dict[str, Any]:
     """The ids that a completion of this text, or a chat of these messages, would begin with."""
     replica: Replica = http.app.state.replica
-    model = replica.model_for(body.model)
+    body = await read_body(http, TokenizeRequest)
+    model = served_by(replica, body.model).model
     if body.messages:
-        ids = await model.prompts.chat(
+        prompt = await model.prompts.chat(
             body.messages,
-            add_generation_prompt=body.add_generation_prompt,
+            tools=body.tools or (),
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
             template_arguments=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
         )
     else:
-        ids = await model.prompts.text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-    tokenizer = model.prompts.files.tokenizer
+        prompt = await model.prompts.text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    tokenizer, ids = model.prompts.files.tokenizer, prompt.token_ids
     return {
         "count": len(ids),
         "max_model_len": model.engine.facts.max_model_len,
@@ -84,13 +104,23 @@ async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, Any]:
+async def detokenize(http: Request) -> dict[str, Any]:
     """The text of ids."""
     replica: Replica = http.app.state.replica
-    model = replica.model_for(body.model)
-    if body.tokens and max(body.tokens) >= model.engine.facts.vocab_size:
-        raise ApiError(400, f"tokens holds {max(body.tokens)}, beyond the vocabulary", param="tokens")
+    body = await read_body(http, DetokenizeRequest)
+    model = served_by(replica, body.model).model
+    vocabulary = model.engine.facts.vocab_size
+    if body.tokens and max(body.tokens) >= vocabulary:
+        raise ApiError(400, f"tokens holds an id outside the vocabulary of {vocabulary}", param="tokens")
     return {"prompt": await model.prompts.decode(body.tokens)}
+
+
+@router.get("/load")
+async def load(http: Request) -> dict[str, int]:
+    """How many requests are open, as vLLM says it."""
+    replica: Replica = http.app.state.replica
+    stats = replica.signals()
+    return {"server_load": stats.running + stats.waiting}
 
 
 @router.get("/version")
@@ -117,8 +147,22 @@ async def metrics(http: Request) -> Response:
     return Response(encode(replica.loaded.metrics.registry), headers={"content-type": content_type})
 
 
-@router.get("/v1/embeddings", include_in_schema=False)
-@router.post("/v1/embeddings", include_in_schema=False)
-async def embeddings() -> JSONResponse:
-    """Refused clearly: embedding inside the decode engine would stall its streams."""
-    raise ApiError(400, "this server generates text; embeddings are served by another kind of service")
+_OTHER_SERVICES = {
+    "/v1/embeddings": "embeddings are",
+    "/v1/rerank": "reranking is",
+    "/v1/score": "scoring pairs is",
+    "/v1/audio/transcriptions": "transcription is",
+    "/v1/audio/speech": "speech is",
+    "/v1/images/generations": "image generation is",
+    "/v1/moderations": "moderation is",
+    "/v1/responses": "the responses API is",
+}
+
+
+async def _another_service(http: Request) -> Response:
+    """Refused clearly: embedding inside the decode engine would stall its streams, and the rest is other engines'."""
+    raise ApiError(501, f"this server generates text; {_OTHER_SERVICES[http.url.path]} not served here")
+
+
+for _path in _OTHER_SERVICES:
+    router.add_api_route(_path, _another_service, methods=["GET", "POST"], include_in_schema=False)

@@ -1,17 +1,35 @@
-"""The admin port: probes without a token; signals, state and drain with one.
+"""The admin port: probes without a token; signals, state, drain, adapters, model and sleep with one.
 
 The kubelet cannot read a Secret, so `/ready`, `/health` and `/metrics` are open. The rest wants the token whose
 SHA-256 the pod was given; without any digest the port is bound to this machine only, and asks for nothing.
 """
+
+import asyncio
+from typing import TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
-from slipway_api.runtime_api import Body, DrainRequest
-from slipway_runtime.server.errors import ApiError
+from slipway_api.runtime_api import (
+    AdapterInfo,
+    AdapterList,
+    Body,
+    DrainRequest,
+    LoadAdapterRequest,
+    LoadModelRequest,
+    ModelInfo,
+    SleepRequest,
+    SleepStatus,
+)
+from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.replica import Replica
+
+ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and goes on
+
+_B = TypeVar("_B", bound=Body)
 
 
 async def token_required(http: Request) -> None:
@@ -27,6 +45,14 @@ routes = APIRouter(dependencies=[Depends(token_required)])
 
 def _wire(body: Body, status: int = 200) -> Response:
     return Response(body.wire(), status_code=status, media_type="application/json")
+
+
+async def _asked(http: Request, kind: type[_B], shape: str, *, or_empty: bool = False) -> _B:
+    raw = await http.body()
+    try:
+        return kind.model_validate_json(raw if raw.strip() or not or_empty else b"{}")
+    except ValueError:
+        raise ApiError(400, f"the body is {shape}{', or empty' if or_empty else ''}") from None
 
 
 @open_routes.get(names.PATH_READY)
@@ -55,11 +81,7 @@ async def state(http: Request) -> Response:
 async def drain(http: Request) -> Response:
     """Refuse new requests and finish the others; answers at once with how far it is."""
     replica: Replica = http.app.state.replica
-    raw = await http.body()
-    try:
-        asked = DrainRequest.model_validate_json(raw) if raw.strip() else DrainRequest()
-    except ValueError:
-        raise ApiError(400, 'the body is {"timeoutSeconds": …, "reason": …}, or empty') from None
+    asked = await _asked(http, DrainRequest, '{"timeoutSeconds": …, "reason": …}', or_empty=True)
     return _wire(replica.drain(asked.timeout_seconds, asked.reason))
 
 
@@ -68,3 +90,104 @@ async def undrain(http: Request) -> Response:
     """Take requests again."""
     replica: Replica = http.app.state.replica
     return _wire(replica.undrain())
+
+
+# --- adapters
+
+
+@routes.get(names.PATH_ADAPTERS)
+async def list_adapters(http: Request) -> Response:
+    """All adapters, those that failed and those that are leaving included. This list is the truth."""
+    replica: Replica = http.app.state.replica
+    infos = replica.loaded.adapters.infos() if replica.loaded is not None else []
+    return _wire(AdapterList(boot_id=replica.boot_id, adapters=tuple(infos)))
+
+
+@routes.post(names.PATH_ADAPTERS)
+async def load_adapter(http: Request) -> Response:
+    """Make a name mean an adapter: 200 when it does, 202 while it loads. Asking again is harmless."""
+    asked = await _asked(http, LoadAdapterRequest, '{"name": …, "uri": …, "digest": …, "pinned": …}')
+    registry = _registry(http)
+    loading = asyncio.create_task(
+        registry.load(asked.name, asked.uri, digest=asked.digest, pinned=asked.pinned), name=f"load {asked.name[:64]}"
+    )
+    done, _ = await asyncio.wait([loading], timeout=ANSWER_SECONDS)
+    if done:
+        await loading  # raises what there is to say
+        return _wire(registry.info(asked.name))
+    loading.add_done_callback(_hear)
+    return _wire(registry.info(asked.name) or AdapterInfo(name=asked.name, state="loading"), 202)
+
+
+@routes.delete(names.PATH_ADAPTERS + "/{name}")
+async def unload_adapter(name: str, http: Request) -> Response:
+    """Forget a name: 202 while requests finish, 200 when its content is gone, or was never here."""
+    registry = _registry(http)
+    try:
+        leaving = await registry.unload(name)
+    except ApiError:
+        return Response(status_code=202 if registry.leaving(name) else 200)
+    if leaving is not None:
+        await asyncio.wait([leaving], timeout=ANSWER_SECONDS)
+    return Response(status_code=202 if registry.leaving(name) else 200)
+
+
+def _registry(http: Request) -> AdapterRegistry:
+    replica: Replica = http.app.state.replica
+    if replica.loaded is None:
+        raise unavailable(replica.ready().message)
+    return replica.loaded.adapters
+
+
+def _hear(task: asyncio.Task[object]) -> None:
+    """Nobody waits any more: what went wrong stands in the list of adapters."""
+    if not task.cancelled():
+        task.exception()
+
+
+# --- model and sleep
+
+
+@routes.get(names.PATH_MODEL)
+async def model(http: Request) -> Response:
+    """Which model is here."""
+    return _wire(_model(http))
+
+
+@routes.post(names.PATH_MODEL)
+async def load_model(http: Request) -> Response:
+    """Serve a model. This process serves one from its start to its end: another one is a 409."""
+    asked = await _asked(http, LoadModelRequest, '{"uri": …, "servedName": …, "revision": …}')
+    here = _model(http)
+    same_name = asked.served_name in {"", here.served_name}
+    if asked.uri != here.uri or not same_name or asked.revision not in {"", here.revision}:
+        raise ApiError(409, "another model is here; it stays until the process ends")
+    return _wire(here, 200 if here.loaded else 202)
+
+
+@routes.post(names.PATH_SLEEP)
+async def sleep(http: Request) -> Response:
+    """Give the device's memory back; only with nothing running."""
+    asked = await _asked(http, SleepRequest, '{"level": 1 or 2}', or_empty=True)
+    replica: Replica = http.app.state.replica
+    await replica.sleep(asked.level)
+    return _wire(SleepStatus(sleeping=True, level=asked.level))
+
+
+@routes.post(names.PATH_WAKE_UP)
+async def wake_up(http: Request) -> Response:
+    """Serve again."""
+    replica: Replica = http.app.state.replica
+    await replica.wake_up()
+    return _wire(SleepStatus(sleeping=False))
+
+
+def _model(http: Request) -> ModelInfo:
+    replica: Replica = http.app.state.replica
+    identity = replica.identity
+    return ModelInfo(
+        uri=identity.uri,
+        served_name=identity.model,
+        revision=identity.revision,
+        loaded=replica.loaded is not None,
+    )

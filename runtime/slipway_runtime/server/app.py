@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import slipway_api
-from slipway_runtime.server import about, admin, chat, completions, errors
+from slipway_runtime.server import about, adapter_routes, admin, chat, completions, errors
 from slipway_runtime.server.middleware import Door
 from slipway_runtime.server.replica import Replica
 
@@ -21,14 +21,20 @@ MAX_OPEN_REQUESTS = 4096  # each waits in the engine's queue, is being read, or 
 
 
 def serving_app(
-    replica: Replica, *, max_body_bytes: int = 8 * 2**20, max_open_requests: int = MAX_OPEN_REQUESTS
+    replica: Replica,
+    *,
+    max_body_bytes: int = 8 * 2**20,
+    max_open_requests: int = MAX_OPEN_REQUESTS,
+    adapter_endpoints: bool = False,
 ) -> ASGIApp:
-    """What clients talk to."""
+    """What clients talk to; with `adapter_endpoints` they may load and unload adapters."""
     app = FastAPI(title="Slipway runtime", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
     errors.install(app)
     for router in (chat.router, completions.router, about.router, about.probes):
         app.include_router(router)
+    if adapter_endpoints:
+        app.include_router(adapter_routes.router)
     return Door(app, replica=replica, max_body_bytes=max_body_bytes, max_open_requests=max_open_requests)
 
 

@@ -1,286 +1,174 @@
-"""One call from the checked body to the last byte: what chat and completions have in common.
+"""One call from the checked body to the engine: what chat and completions have in common.
 
     admitted → queued → prefill → decode → streamed → ended; each moment has its time in the record
 
-Errors before the first token are responses with their own status, so a gateway may still try another replica.
-Errors after it are events of the stream. However a call ends, it leaves one record: metrics and one log line.
+A call is one request of the engine for each prompt, each with `n` answers; `answering.py` writes them down.
 """
 
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import structlog
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from slipway_api import names
 from slipway_runtime.engine.client import EngineError
 from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
-from slipway_runtime.messages import FinishReason, Request
+from slipway_runtime.messages import EngineFacts, FinishReason, Grammar, Output, Request, SamplingParams
 from slipway_runtime.server import sampling
-from slipway_runtime.server.errors import ApiError, of_engine
-from slipway_runtime.server.generation import Delta, Generation
-from slipway_runtime.server.loaded import LoadedModel
-from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.answering import Answering, Shape
+from slipway_runtime.server.caller import Caller
+from slipway_runtime.server.errors import of_engine
+from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
+from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.sse import DONE, ClientGone, EventStream, event, while_connected
-
-log = structlog.get_logger()
-
-_BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED}  # ended by this side, not by the answer
+from slipway_runtime.server.served import Served
 
 
-class Shape(Protocol):
-    """How one endpoint writes its answers."""
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Everything that is known when the engine is asked."""
 
-    route: str
-    id: str
+    http: HttpRequest
+    body: GenerationRequest
+    caller: Caller
+    served: Served
+    prompts: Sequence[Prompt]
+    shape: Shape
+    arrived: float
+    prompt_field: str
+    otherwise_max_tokens: int | None
+    grammar: Grammar | None = None
+    keeps_special_tokens: bool = False
 
-    def opening(self) -> dict[str, Any] | None:
-        """What comes before the first text of a stream."""
 
-    def chunk(self, text: str, finish_reason: str | None, stop_reason: str | int | None) -> dict[str, Any]:
-        """One event of a stream."""
+async def answer(call: Call) -> Response:
+    """Generate, and answer in one piece or as a stream."""
+    replica: Replica = call.http.app.state.replica
+    params = [_params(call, prompt) for prompt in call.prompts]
+    answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica)
+    try:
+        for number, (prompt, each) in enumerate(zip(call.prompts, params, strict=True)):
+            _ask(call, answering, number, prompt, each, replica)
+    except EngineError as error:
+        await answering.abandon()
+        refusal = of_engine(error)
+        call.served.model.metrics.refused(refusal.status)
+        raise refusal from None
+    return await (answering.as_stream() if call.body.stream else answering.in_one_piece())
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last event of a stream, which carries only the usage."""
 
-    def whole(self, text: str, finish_reason: str, stop_reason: str | int | None) -> dict[str, Any]:
-        """An answer in one piece."""
+def _params(call: Call, prompt: Prompt) -> SamplingParams:
+    model = call.served.model
+    return sampling.resolve(
+        call.body,
+        model.defaults,
+        model.engine.facts,
+        prompt_tokens=len(prompt.token_ids),
+        max_output_tokens=model.max_output_tokens,
+        otherwise_max_tokens=call.otherwise_max_tokens,
+        fresh_seed=secrets.randbits(63),
+        prompt_field=call.prompt_field,
+    )
+
+
+def _ask(
+    call: Call, answering: Answering, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
+) -> None:
+    """Hand one prompt to the engine; raises EngineError where it is not taken."""
+    body, caller, model = call.body, call.caller, call.served.model
+    facts = model.engine.facts
+    n = body.wanted_answers
+    choices = [_choice(call, number * n + i, prompt, params, facts) for i in range(n)]
+    given = tuple(body.slipway_resume.output_token_ids) if body.slipway_resume is not None else ()
+    said = replay(choices[0], given, params, frozenset(facts.eos_token_ids)) if given else Replayed()
+    request = Request(
+        id=f"{call.shape.id}-{secrets.token_hex(6)}-{number}",  # a client may choose the first part
+        prompt_token_ids=prompt.token_ids,
+        params=params,
+        arrived=call.arrived,
+        deadline=call.arrived + caller.seconds if caller.seconds is not None else None,
+        tenant=caller.tenant,
+        priority=caller.priority_of(body),
+        cache_salt=caller.cache_salt(body),
+        adapter=call.served.digest,
+        grammar=call.grammar,
+        n=n,
+        output_token_ids=given,
+    )
+    outputs: Outputs = model.engine.generate(request) if said.end is None else _Nothing()
+    generation = Generation(
+        outputs,
+        choices,
+        prompt_tokens=len(prompt.token_ids),
+        max_tokens=params.max_tokens,
+        arrived=call.arrived,
+        clock=replica.clock,
+        on_output=model.metrics.between_outputs,
+        known=said.end,
+    )
+    answering.add(request, generation, prompt, said.before)
+
+
+def _choice(call: Call, index: int, prompt: Prompt, params: SamplingParams, facts: EngineFacts) -> Choice:
+    body = call.body
+    detokenizer = Detokenizer(
+        call.served.model.prompts.files.tokenizer,
+        prompt.token_ids,
+        skip_special_tokens=body.skip_special_tokens is not False and not call.keeps_special_tokens,
+    )
+    return Choice(
+        index,
+        detokenizer,
+        StopStrings(body.stops),
+        min_tokens=params.min_tokens,
+        include_stop=bool(body.include_stop_str_in_output),
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        only_scores=body.only_scores,
+    )
 
 
 @dataclass(frozen=True)
-class Caller:
-    """What the gateway says of who asks, in headers that it removes from what clients send."""
+class Replayed:
+    """What an answer had said before it came here, and its end, when nothing is left to say."""
 
-    tenant: str = ""
-    priority: int = 0
-    seconds: float | None = None  # until nobody wants the answer any more
-
-    @classmethod
-    def of(cls, request: HttpRequest) -> "Caller":
-        """Read the headers; a senseless one is a 400."""
-        headers = request.headers
-        try:
-            seconds = float(headers[names.HEADER_DEADLINE]) if names.HEADER_DEADLINE in headers else None
-            priority = int(headers.get(names.HEADER_PRIORITY) or 0)
-        except ValueError:
-            raise ApiError(400, f"{names.HEADER_DEADLINE} and {names.HEADER_PRIORITY} are numbers") from None
-        return cls(headers.get(names.HEADER_TENANT, "")[:128], priority, seconds)
+    before: Delta | None = None
+    end: Delta | None = None
 
 
-async def answer(
-    http: HttpRequest,
-    body: GenerationRequest,
-    prompt_token_ids: tuple[int, ...],
-    shape: Shape,
-    *,
-    arrived: float,
-    model: LoadedModel,
-    prompt_field: str,
-    otherwise_max_tokens: int | None,
-) -> Response:
-    """Generate, and answer in one piece or as a stream."""
-    replica: Replica = http.app.state.replica
-    metrics = model.metrics
-    caller = Caller.of(http)
-    if caller.seconds is not None and caller.seconds <= 0:
-        raise ApiError(504, "the deadline of the request has passed")
-    params = sampling.resolve(
-        body,
-        model.defaults,
-        model.engine.facts,
-        prompt_tokens=len(prompt_token_ids),
-        max_output_tokens=model.max_output_tokens,
-        otherwise_max_tokens=otherwise_max_tokens,
-        fresh_seed=secrets.randbits(63),
-        prompt_field=prompt_field,
+def replay(choice: Choice, given: tuple[int, ...], params: SamplingParams, eos: frozenset[int]) -> Replayed:
+    """Bring an answer to where another replica left it: the same tokens release the same text, so none is said twice.
+
+    Held-back text (half a character, the beginning of a stop string) is held here again.
+    """
+    stops = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
+    ended_by_token = given[-1] in stops and len(given) > params.min_tokens
+    before = choice.take(Output(request_id="", token_ids=given[:-1] if ended_by_token else given))
+    if before.finish_reason is not None:
+        return Replayed(before, replace(before, text="", token_ids=()))
+    if not ended_by_token and len(given) < params.max_tokens:
+        return Replayed(before)
+    last = Output(
+        request_id="",
+        token_ids=given[-1:] if ended_by_token else (),
+        stop_token_id=given[-1] if ended_by_token else None,
+        finish_reason=FinishReason.STOP if ended_by_token else FinishReason.LENGTH,
     )
-    request = Request(
-        id=shape.id,
-        prompt_token_ids=prompt_token_ids,
-        params=params,
-        arrived=arrived,
-        deadline=arrived + caller.seconds if caller.seconds is not None else None,
-        tenant=caller.tenant,
-        priority=caller.priority,
-        # Prefixes are shared within a tenant only, and a client may divide its own further.
-        cache_salt=f"{caller.tenant}\x1f{body.cache_salt or ''}" if caller.tenant or body.cache_salt else "",
-    )
-    try:
-        outputs = model.engine.generate(request)
-    except EngineError as error:
-        refusal = of_engine(error)
-        metrics.refused(refusal.status)
-        raise refusal from None
-    replica.opened(request.id)
-    generation = Generation(
-        outputs,
-        Detokenizer(
-            model.prompts.files.tokenizer, prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False
-        ),
-        StopStrings(body.stops),
-        prompt_tokens=len(prompt_token_ids),
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        include_stop=bool(body.include_stop_str_in_output),
-        eos_token_ids=frozenset(model.engine.facts.eos_token_ids),
-        arrived=arrived,
-        clock=replica.clock,
-        on_output=metrics.between_outputs,
-    )
-    call = _Call(http, body, shape, generation, request, replica, metrics)
-    return await (call.as_stream() if body.stream else call.in_one_piece())
+    return Replayed(before, replace(choice.take(last), token_ids=()))
 
 
-class _Call:
-    """A generation with its request and its reader."""
+class _Nothing:
+    """The outputs of a request that the engine was not asked."""
 
-    def __init__(
-        self,
-        http: HttpRequest,
-        body: GenerationRequest,
-        shape: Shape,
-        generation: Generation,
-        request: Request,
-        replica: Replica,
-        metrics: Metrics,
-    ) -> None:
-        self._http = http
-        self._body = body
-        self._shape = shape
-        self._generation = generation
-        self._request = request
-        self._replica = replica
-        self._metrics = metrics
+    def __aiter__(self) -> "_Nothing":
+        return self
 
-    async def in_one_piece(self) -> Response:
-        """Wait for the whole answer."""
+    async def __anext__(self) -> Output:
+        raise StopAsyncIteration
 
-        async def collect() -> tuple[str, Delta]:
-            text: list[str] = []
-            async with aclosing(self._deltas()) as deltas:
-                async for delta in deltas:
-                    text.append(delta.text)
-            return "".join(text), delta
+    def finish(self, index: int | None = None) -> None:
+        """Nothing runs."""
 
-        try:
-            text, last = await while_connected(self._http, collect())
-        except ClientGone:
-            return Response(status_code=499)  # nobody reads it
-        if (failure := self._failure(last)) is not None:
-            raise failure
-        whole = self._shape.whole(text, str(last.finish_reason), last.stop_reason)
-        return JSONResponse(self._signed(whole | {"usage": self._usage()}))
-
-    async def as_stream(self) -> Response:
-        """Wait for the first token, then stream: until then a failure is a response with its own status."""
-        deltas = self._deltas()
-        try:
-            first = await while_connected(self._http, anext(deltas))
-        except ClientGone:
-            return Response(status_code=499)
-        if first.finish_reason is not None and (failure := self._failure(first)) is not None:
-            await deltas.aclose()
-            raise failure
-        return EventStream(self._events(first, deltas))
-
-    async def _deltas(self) -> AsyncGenerator[Delta, None]:
-        """The deltas; when they end, for whatever reason, so does the call."""
-        try:
-            async with aclosing(self._generation.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self._ended()
-
-    async def _events(self, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-        opening = self._shape.opening()
-        async with aclosing(deltas):
-            if opening is not None:
-                yield self._event(opening) + self._delta_event(first)
-            else:
-                yield self._delta_event(first)
-            if first.finish_reason is None:
-                async for delta in deltas:
-                    if chunk := self._delta_event(delta):
-                        yield chunk
-        if self._wants_usage and self._generation.finish_reason not in _BROKEN:
-            yield event(self._signed(self._shape.usage_chunk() | {"usage": self._usage()}))
-        yield DONE
-
-    def _delta_event(self, delta: Delta) -> bytes:
-        """The event of a delta; nothing while text is held back."""
-        if delta.finish_reason in _BROKEN:
-            failure = self._replica.why_it_failed(self._request.id, delta.error)
-            return event(failure.body())
-        if not delta.text and delta.finish_reason is None:
-            return b""
-        finish = str(delta.finish_reason) if delta.finish_reason is not None else None
-        return self._event(self._shape.chunk(delta.text, finish, delta.stop_reason))
-
-    def _event(self, chunk: dict[str, Any]) -> bytes:
-        if self._wants_usage:
-            continuous = self._body.stream_options and self._body.stream_options.continuous_usage_stats
-            chunk |= {"usage": self._usage() if continuous else None}
-        return event(self._signed(chunk))
-
-    @property
-    def _wants_usage(self) -> bool:
-        options = self._body.stream_options
-        return options is not None and (options.include_usage or options.continuous_usage_stats)
-
-    def _failure(self, last: Delta) -> ApiError | None:
-        """What to answer instead of tokens, when it ended without its own fault."""
-        match last.finish_reason:
-            case FinishReason.STOP | FinishReason.LENGTH:
-                return None
-            case FinishReason.TIMEOUT:
-                return ApiError(504, "the deadline of the request has passed")
-            case _:
-                return self._replica.why_it_failed(self._request.id, last.error)
-
-    def _signed(self, body: dict[str, Any]) -> dict[str, Any]:
-        return body | {"model": self._replica.identity.model, "system_fingerprint": self._replica.fingerprint}
-
-    def _usage(self) -> dict[str, Any]:
-        generation = self._generation
-        return {
-            "prompt_tokens": generation.prompt_tokens,
-            "completion_tokens": generation.completion_tokens,
-            "total_tokens": generation.prompt_tokens + generation.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-        }
-
-    def _ended(self) -> None:
-        self._replica.closed(self._request.id)
-        record = self._generation.record()
-        self._metrics.ended(record)
-        began = record.scheduled_at or record.finished_at
-        log.info(
-            "request",
-            request_id=self._http.state.request_id,
-            id=self._request.id,
-            route=self._shape.route,
-            model=self._replica.identity.model,
-            tenant=self._request.tenant,
-            stream=bool(self._body.stream),
-            prompt_tokens=record.prompt_tokens,
-            cached_tokens=record.cached_tokens,
-            completion_tokens=record.completion_tokens,
-            finish_reason=str(record.finish_reason),
-            prepare_seconds=_between(record.arrived, record.queued_at),
-            queue_seconds=_between(record.queued_at, began),
-            prefill_seconds=_between(record.scheduled_at, record.first_token_at),
-            decode_seconds=_between(record.first_token_at, record.last_token_at),
-            total_seconds=_between(record.arrived, record.finished_at),
-        )
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds between two moments that both came; milliseconds are exact enough for a log."""
-    return round(end - start, 4) if start is not None and end is not None else None
+    async def aclose(self) -> None:
+        """Nothing runs."""

@@ -1,70 +1,156 @@
-"""POST /v1/completions: a text in, its continuation out."""
+"""POST /v1/completions: texts in, their continuations out."""
 
+import asyncio
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from slipway_runtime.server.calls import answer
+from slipway_runtime.messages import TokenLogprobs
+from slipway_runtime.server.answering import Writer
+from slipway_runtime.server.bodies import read_body
+from slipway_runtime.server.caller import Caller
+from slipway_runtime.server.calls import Call, answer
 from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.generation import Delta
+from slipway_runtime.server.loaded import LoadedModel
+from slipway_runtime.server.logprobs import LogprobWriter
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.openai_types import CompletionRequest
+from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import OPENAI_COMPLETION_TOKENS
+from slipway_runtime.server.served import served_by
+from slipway_runtime.server.structured import grammar_of
 
 router = APIRouter()
 
 
-class _CompletionShape:
-    """The way of completions to write an answer."""
+class CompletionShape:
+    """The way of completions to write answers."""
 
     route = "completions"
 
-    def __init__(self) -> None:
-        self.id = new_id("cmpl")
-        self._created = int(time.time())
+    def __init__(self, body: CompletionRequest, logprobs: LogprobWriter) -> None:
+        resume = body.slipway_resume
+        self.id = (resume and resume.id) or (f"cmpl-{body.request_id}" if body.request_id else new_id("cmpl"))
+        self._created = (resume and resume.created) or int(time.time())
+        self._body = body
+        self._logprobs = logprobs
 
-    def opening(self) -> None:
-        return None
+    def writer(self, index: int, prompt: Prompt) -> Writer:
+        """A writer for one answer."""
+        return CompletionWriter(index, self._body, prompt, self._logprobs)
 
-    def chunk(self, text: str, finish_reason: str | None, stop_reason: str | int | None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-        if finish_reason is not None:
-            choice["stop_reason"] = stop_reason
-        return {"id": self.id, "object": "text_completion", "created": self._created, "choices": [choice]}
+    def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
+        """A chunk, or the whole: they look alike."""
+        return {"id": self.id, "object": "text_completion", "created": self._created, "choices": choices}
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return self.chunk("", None, None) | {"choices": []}
 
-    def whole(self, text: str, finish_reason: str, stop_reason: str | int | None) -> dict[str, Any]:
-        return self.chunk(text, finish_reason, stop_reason)
+class CompletionWriter:
+    """Writes one continuation, behind its prompt where that is echoed."""
+
+    def __init__(self, index: int, body: CompletionRequest, prompt: Prompt, logprobs: LogprobWriter) -> None:
+        self._index = index
+        self._body = body
+        self._prompt = prompt
+        self._logprobs = logprobs
+        self._offset = 0  # where in the text the next token begins
+        self._echo_is_due = bool(body.echo)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Nothing comes before the text; an echo comes with the first, which knows how likely the prompt was."""
+        return []
+
+    def piece(self, delta: Delta) -> list[dict[str, Any]]:
+        """The event of a delta."""
+        text = self._echo() + delta.text
+        says = text or delta.finish_reason is not None
+        logprobs = self._with_logprobs([delta])
+        if not says and not (logprobs and logprobs["tokens"]):
+            return []
+        return [self._choice(text, delta, logprobs)]
+
+    def whole(self, deltas: list[Delta]) -> dict[str, Any]:
+        """The continuation."""
+        text = self._echo() + "".join(delta.text for delta in deltas)
+        choice = self._choice(text, deltas[-1], self._with_logprobs(deltas))
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._logprobs.prompt(_of_prompt(deltas))
+        return choice
+
+    def _echo(self) -> str:
+        due, self._echo_is_due = self._echo_is_due, False
+        return self._prompt.text if due else ""
+
+    def _with_logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        drawn: list[TokenLogprobs | None] = []
+        ids: list[int] = []
+        if self._body.echo:
+            scored = _of_prompt(deltas)
+            drawn += scored
+            ids += self._prompt.token_ids[: len(scored)]
+        for delta in deltas:
+            if delta.logprobs:
+                drawn += delta.logprobs
+                ids += delta.token_ids
+            else:
+                self._offset += self._logprobs.length(delta.token_ids)  # said elsewhere, before a handover
+        written = self._logprobs.completion(drawn, ids, offset=self._offset)
+        self._offset += self._logprobs.length(ids)
+        return written
+
+    def _choice(self, text: str, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        finish = str(delta.finish_reason) if delta.finish_reason is not None else None
+        choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = delta.stop_reason
+        return choice
+
+
+def _of_prompt(deltas: list[Delta]) -> tuple[TokenLogprobs | None, ...]:
+    return next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), ())
 
 
 @router.post("/v1/completions")
-async def create_completion(body: CompletionRequest, http: Request) -> Response:
-    """The continuation of a text, in one piece or as a stream."""
+async def create_completion(http: Request) -> Response:
+    """The continuations of texts, in one piece or as a stream."""
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
-    model = replica.model_for(body.model)
-    prompt = body.one_prompt
-    if isinstance(prompt, str):
-        ids = await model.prompts.text(prompt, add_special_tokens=body.add_special_tokens)
-    else:
-        ids = tuple(prompt)
-        if not all(0 <= token_id < model.engine.facts.vocab_size for token_id in ids):
-            raise ApiError(
-                400, f"prompt holds an id outside the vocabulary of {model.engine.facts.vocab_size}", param="prompt"
-            )
-    if not ids:
+    body = await read_body(http, CompletionRequest)
+    caller = Caller.of(http)
+    caller.check(body)
+    served = served_by(replica, body.model, http)
+    model = served.model
+    bound = grammar_of(body)
+    if bound is not None:
+        await model.grammars.check(*bound)
+    prompts = await asyncio.gather(*(_prompt(body, prompt, model) for prompt in body.prompts))
+    if not all(prompt.token_ids for prompt in prompts):
         raise ApiError(400, "prompt is empty: at least one token is needed", param="prompt")
+    logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
     return await answer(
-        http,
-        body,
-        ids,
-        _CompletionShape(),
-        arrived=arrived,
-        model=model,
-        prompt_field="prompt",
-        otherwise_max_tokens=OPENAI_COMPLETION_TOKENS,
+        Call(
+            http=http,
+            body=body,
+            caller=caller,
+            served=served,
+            prompts=prompts,
+            shape=CompletionShape(body, logprobs),
+            arrived=arrived,
+            prompt_field="prompt",
+            otherwise_max_tokens=OPENAI_COMPLETION_TOKENS,
+            grammar=bound[0] if bound is not None else None,
+        )
     )
+
+
+async def _prompt(body: CompletionRequest, prompt: str | list[int], model: LoadedModel) -> Prompt:
+    keep = body.truncate_prompt_tokens
+    if isinstance(prompt, str):
+        return await model.prompts.text(prompt, add_special_tokens=body.add_special_tokens is not False, keep=keep)
+    vocabulary = model.engine.facts.vocab_size
+    return await model.prompts.ids(prompt, vocabulary, keep=keep, with_text=bool(body.echo))

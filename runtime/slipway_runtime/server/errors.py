@@ -7,14 +7,17 @@
 | a request that can never be served  | 400    | BadRequestError         |                                |
 | an unknown model or path            | 404    | NotFoundError           |                                |
 | the wrong method                    | 405    | MethodNotAllowedError   | Allow                          |
+| what is here stands in the way      | 409    | ConflictError           |                                |
 | a body beyond the limit             | 413    | RequestTooLargeError    |                                |
 | the queue is full                   | 429    | RateLimitError          | Retry-After, retry-after-ms    |
 | the engine failed                   | 500    | InternalServerError     |                                |
+| what another kind of server does    | 501    | NotImplementedError     |                                |
 | loading, draining, engine dead      | 503    | ServiceUnavailableError | Retry-After, unless it is dead |
 | the deadline passed                 | 504    | GatewayTimeoutError     |                                |
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -25,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
-from slipway_runtime.server.openai_types import Misused, Unsupported
+from slipway_runtime.server.wire import Misused, Unsupported
 
 log = structlog.get_logger()
 
@@ -34,13 +37,17 @@ _TYPES: Final = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     429: "RateLimitError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
 _LONGEST_MESSAGE: Final = 500
+_KEY: Final = re.compile(r"[A-Za-z0-9_\[\]-]{1,40}")
+_NAME: Final = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
 
 
 class ApiError(Exception):
@@ -71,8 +78,9 @@ def unavailable(message: str, retry_after_seconds: float | None = 1.0) -> ApiErr
 
 
 def unknown_model(name: str) -> ApiError:
-    """404, with the words that OpenAI uses."""
-    return ApiError(404, f"The model `{name[:100]}` does not exist.", param="model")
+    """404, with the words that OpenAI uses. Only a name that could be one is said back."""
+    said = f"The model `{name}` does not exist." if _NAME.fullmatch(name) else "The model of that name does not exist."
+    return ApiError(404, said, param="model")
 
 
 def prompt_too_long(max_model_len: int, prompt_tokens: int, *, at_least: bool = False, param: str) -> ApiError:
@@ -113,13 +121,10 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, Unsupported | Misused):
         return ApiError(400, str(cause), param=cause.field)
-    path = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON")
+    # A key of the client's own choosing may be anything, a prompt included: only what looks like a name is said back.
+    path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in first["loc"] if part != "body")[:100]
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {path[:100]}", param=path[:100])
-    if first["type"] == "missing" and not path:
-        return ApiError(400, "a JSON body with content type application/json is needed")
+        return ApiError(400, f"Unrecognized request argument supplied: {path}", param=path)
     message = str(cause) if isinstance(cause, ValueError) else first["msg"]
     return ApiError(400, f"{path}: {message}" if path else message, param=path or None)
 
@@ -135,11 +140,11 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return of_validation(error.errors()).response()
 
-    async def http(request: Request, error: Exception) -> Response:
+    async def http(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         sentence = {
-            404: f"There is nothing at {request.url.path[:100]}",
-            405: f"{request.url.path[:100]} does not take {request.method[:20]}",
+            404: "There is nothing at this path",
+            405: "This path does not take this method",
         }.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, sentence, headers=error.headers).response()
 

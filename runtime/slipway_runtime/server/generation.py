@@ -1,15 +1,15 @@
-"""One request from its prompt to its last character: text as it becomes certain, and the record of what happened.
+"""One request from its prompt to the last character of each answer: text as it becomes certain, and the record of it.
 
 The engine speaks in tokens; stop strings, characters and the wire's reasons are this side's. When a stop string
 completes, the engine is told to finish; tokens that it computed beyond are neither sent nor counted.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
-from slipway_runtime.messages import FinishReason, Output
+from slipway_runtime.messages import FinishReason, Output, TokenLogprobs
 
 
 class Outputs(Protocol):
@@ -17,8 +17,8 @@ class Outputs(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
-    def finish(self) -> None:
-        """The text is complete."""
+    def finish(self, index: int | None = None) -> None:
+        """The text of one answer is complete, or of all."""
 
     async def aclose(self) -> None:
         """The reader went away."""
@@ -26,13 +26,16 @@ class Outputs(Protocol):
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to an answer."""
+    """What one step added to one answer."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it, when the client named it
     error: str = ""
+    index: int = 0  # which answer of the response
+    logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # in the first delta, when asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,83 +53,52 @@ class Record:
     first_token_at: float | None
     last_token_at: float | None
     finished_at: float
+    n: int = 1
+    tenant: str = ""
+    adapter: str = ""  # its name
 
 
-class Generation:
-    """Turns the outputs of one request into deltas; afterwards `record()` says what happened."""
+class Choice:
+    """One answer: turns its tokens into text."""
 
     def __init__(
         self,
-        outputs: Outputs,
+        index: int,
         detokenizer: Detokenizer,
         stops: StopStrings,
         *,
-        prompt_tokens: int,
-        max_tokens: int,
-        min_tokens: int,
-        include_stop: bool,
-        eos_token_ids: frozenset[int],
-        arrived: float,
-        clock: Callable[[], float],
-        on_output: Callable[[float], None],
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        eos_token_ids: frozenset[int] = frozenset(),
+        only_scores: bool = False,
     ) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
+        self.index = index
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self._outputs = outputs
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_tokens = min_tokens
-        self._max_tokens = max_tokens
         self._include_stop = include_stop
         self._eos = eos_token_ids
-        self._arrived = arrived
-        self._clock = clock
-        self._on_output = on_output  # seconds between two outputs
-        self._queued_at: float | None = None
-        self._scheduled_at: float | None = None
-        self._first_token_at: float | None = None
-        self._last_token_at: float | None = None
+        self._only_scores = only_scores  # the token that was drawn along the way is nobody's
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield one Delta for each step that brought something; the last one has the finish reason."""
-        try:
-            async for output in self._outputs:
-                delta = self._take(output)
-                if delta.finish_reason is not None:
-                    self.finish_reason = delta.finish_reason
-                    if output.finish_reason is None:
-                        self._outputs.finish()
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            # Reached also when the client goes away in the middle: only this frees the KV blocks.
-            await self._outputs.aclose()
-
-    def interrupt(self, reason: FinishReason) -> None:
-        """It ends here, for a reason that is not the engine's."""
-        self.finish_reason = reason
-
-    def record(self) -> Record:
-        """What happened, once it has ended."""
-        return Record(
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
-            max_tokens=self._max_tokens,
-            finish_reason=self.finish_reason or FinishReason.CANCELLED,
-            arrived=self._arrived,
-            queued_at=self._queued_at,
-            scheduled_at=self._scheduled_at,
-            first_token_at=self._first_token_at,
-            last_token_at=self._last_token_at,
-            finished_at=self._clock(),
+    def take(self, output: Output) -> Delta:
+        """What an output of the engine adds."""
+        if self._only_scores:
+            ended = output.finish_reason
+            drawn = FinishReason.LENGTH if ended in {FinishReason.STOP, FinishReason.LENGTH} else ended
+            delta = Delta("", (), drawn, error=output.error)
+        else:
+            delta = self._read(output)
+        self.finish_reason = delta.finish_reason
+        return replace(
+            delta,
+            index=self.index,
+            logprobs=output.logprobs[: len(delta.token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
         )
 
-    def _take(self, output: Output) -> Delta:
-        self._note_times(output)
+    def _read(self, output: Output) -> Delta:
         text, taken = "", 0
         for token_id in output.token_ids:
             taken += 1
@@ -157,6 +129,86 @@ class Generation:
         named = output.stop_token_id if output.stop_token_id not in self._eos else None
         return Delta(text + self._stops.flush(), output.token_ids, output.finish_reason, named, error=output.error)
 
+
+class Generation:
+    """Turns the outputs of one request into deltas; afterwards `record()` says what happened."""
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        choices: Sequence[Choice],
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        arrived: float,
+        clock: Callable[[], float],
+        on_output: Callable[[float], None],
+        known: Delta | None = None,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.choices = choices  # in the order of the engine's indices
+        self._outputs = outputs
+        self._max_tokens = max_tokens
+        self._arrived = arrived
+        self._clock = clock
+        self._on_output = on_output  # seconds between two outputs of an answer
+        self._known = known  # the end of an answer that needs nothing of the engine any more
+        self._queued_at: float | None = None
+        self._scheduled_at: float | None = None
+        self._first_token_at: float | None = None
+        self._last_token_at: dict[int, float] = {}
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(choice.completion_tokens for choice in self.choices)
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Yield one Delta for each step that brought something to an answer; its last one has the finish reason."""
+        try:
+            if self._known is not None:
+                yield self._known
+                return
+            async for output in self._outputs:
+                choice = self.choices[output.index]
+                if choice.finish_reason is not None:
+                    continue  # its text is complete; this was on its way
+                self._note_times(output)
+                delta = choice.take(output)
+                is_over = all(choice.finish_reason is not None for choice in self.choices)
+                if delta.finish_reason is not None and output.finish_reason is None:
+                    self._outputs.finish(None if is_over else output.index)
+                yield delta
+                if is_over:
+                    return
+        finally:
+            # Reached also when the client goes away in the middle: only this frees the KV blocks.
+            await self._outputs.aclose()
+
+    async def aclose(self) -> None:
+        """End what still runs: also when nobody ever asked for the deltas."""
+        await self._outputs.aclose()
+
+    def record(self) -> Record:
+        """What happened, once it has ended."""
+        reasons = [choice.finish_reason or FinishReason.CANCELLED for choice in self.choices]
+        broken = [reason for reason in reasons if reason not in {FinishReason.STOP, FinishReason.LENGTH}]
+        return Record(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            max_tokens=self._max_tokens,
+            finish_reason=(broken or reasons)[-1],
+            arrived=self._arrived,
+            queued_at=self._queued_at,
+            scheduled_at=self._scheduled_at,
+            first_token_at=self._first_token_at,
+            last_token_at=max(self._last_token_at.values(), default=None),
+            finished_at=self._clock(),
+            n=len(self.choices),
+        )
+
     def _note_times(self, output: Output) -> None:
         now = self._clock()
         if self._queued_at is None:
@@ -168,7 +220,6 @@ class Generation:
             return
         if self._first_token_at is None:
             self._first_token_at = now  # when it can be sent, which is what a client waits for
-        else:
-            assert self._last_token_at is not None
-            self._on_output(now - self._last_token_at)
-        self._last_token_at = now
+        if (before := self._last_token_at.get(output.index)) is not None:
+            self._on_output(now - before)
+        self._last_token_at[output.index] = now

@@ -5,8 +5,10 @@ from typing import Protocol
 
 from slipway_runtime.engine.client import Call, OutputStream
 from slipway_runtime.messages import AdapterStatus, EngineFacts, EngineStats, FinishReason, Reply, Request
+from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder
+from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.settings import SamplingDefaults
 
 
@@ -51,6 +53,8 @@ class LoadedModel:
     engine: Engine
     prompts: PromptEncoder
     metrics: Metrics
+    grammars: GrammarDoor
+    adapters: AdapterRegistry
     defaults: SamplingDefaults
     max_output_tokens: int = 0
     created: int = 0

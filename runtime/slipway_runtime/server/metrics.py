@@ -4,14 +4,14 @@ Gauges and counters are read from the engine when someone scrapes; histograms ar
 Labels are bounded: the served name and engine "0", never anything that a client sends.
 """
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
 
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason
+from slipway_runtime.server.engine_metrics import LABELS, EngineNumbers
 from slipway_runtime.server.generation import Record
 
 _TTFT: Final = (
@@ -27,8 +27,19 @@ _LATENCY: Final = (
     *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _ITERATION: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_LABELS: Final = ("model_name", "engine")
+_SCHEDULE: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
+# Bounds of the grid that goodput is read from: requests with a first token within …, and a mean token time within ….
+GOOD_TTFT: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+GOOD_TPOT: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
+MOST_PAYERS: Final = 200  # pairs of tenant and adapter with counters of their own; the others share one
 _FINISHED: Final = {FinishReason.CANCELLED: "abort"}  # vLLM's word; the others are the same
+ERROR_CLASSES: Final = ("malformed", "unauthorized", "shed", "unavailable", "timeout", "cancelled", "engine")
+_CLASS_OF_STATUS: Final = {401: "unauthorized", 429: "shed", 499: "cancelled", 503: "unavailable", 504: "timeout"}
+_CLASS_OF_REASON: Final = {
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.TIMEOUT: "timeout",
+    FinishReason.ERROR: "engine",
+}
 
 
 class Metrics:
@@ -41,6 +52,8 @@ class Metrics:
         stats: Callable[[], EngineStats],
         *,
         gpu_memory_utilization: float,
+        adapter_names: Callable[[Sequence[str]], Sequence[str]] = lambda digests: (),
+        legacy_names: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
@@ -61,20 +74,47 @@ class Metrics:
         self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in one step.", _ITERATION)
         self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         self._refused = self._counter("admission_rejections", "Requests refused at the door, by reason.", "reason")
+        self._computed_kv = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens computed.", tokens)
+        self._schedule = Histogram(
+            "slipway:schedule_seconds",
+            "What a step costs the scheduler.",
+            LABELS,
+            buckets=_SCHEDULE,
+            registry=self.registry,
+        ).labels(*self._values)
+        self._errors = self._own_counter("errors", "Requests without an answer, by class.", "class")
+        self._latency = self._own_counter(
+            "requests_by_latency", "Finished requests, by the smallest bounds that hold for them.", "ttft_le", "tpot_le"
+        )
+        self._paid = self._own_counter("tokens", "Tokens, by who asked and what answered.", "tenant", "adapter", "kind")
+        self._payers: set[tuple[str, str]] = set()
         for reason in FinishReason:
             self._success.labels(*self._values, _FINISHED.get(reason, str(reason)))
-        self.registry.register(_EngineNumbers(self._values, facts, stats, gpu_memory_utilization))
+        for each in ERROR_CLASSES:
+            self._errors.labels(*self._values, each)
+        self.engine = EngineNumbers(
+            self._values, facts, stats, gpu_memory_utilization, adapter_names, legacy_names=legacy_names
+        )
+        self.registry.register(self.engine)
+        self._legacy_tpot = (
+            self._histogram("time_per_output_token_seconds", "The older name of inter_token_latency.", _BETWEEN)
+            if legacy_names
+            else None
+        )
         self._computed = 0
         self._steps = 0
 
     def between_outputs(self, seconds: float) -> None:
         """Time between two outputs of one request."""
         self._itl.observe(seconds)
+        if self._legacy_tpot is not None:
+            self._legacy_tpot.observe(seconds)
 
     def stepped(self, stats: EngineStats) -> None:
         """After each step: how much it computed."""
         if stats.steps > self._steps:
             self._iteration.observe(stats.computed_tokens - self._computed)
+            self._schedule.observe(stats.schedule_seconds)
             self._steps, self._computed = stats.steps, stats.computed_tokens
 
     def refused(self, status: int) -> None:
@@ -82,14 +122,24 @@ class Metrics:
         reason = {429: "max_num_queued_reqs", 503: "unavailable"}.get(status, "invalid")
         self._refused.labels(*self._values, reason).inc()
 
+    def failed(self, status: int) -> None:
+        """A request got an answer without tokens, and never was in the engine."""
+        self._errors.labels(
+            *self._values, _CLASS_OF_STATUS.get(status, "malformed" if status < 500 else "engine")
+        ).inc()
+
     def ended(self, record: Record) -> None:
         """A request has ended, however it did."""
+        if record.finish_reason in _CLASS_OF_REASON:
+            self._errors.labels(*self._values, _CLASS_OF_REASON[record.finish_reason]).inc()
+        self._count_tokens(record)
         self._success.labels(*self._values, _FINISHED.get(record.finish_reason, str(record.finish_reason))).inc()
         self._e2e.observe(record.finished_at - record.arrived)
         self._prompt.observe(record.prompt_tokens)
         self._generated.observe(record.completion_tokens)
         self._max_tokens.observe(record.max_tokens)
-        self._n.observe(1)
+        self._n.observe(record.n)
+        self._computed_kv.observe(record.prompt_tokens - record.cached_tokens)
         if record.scheduled_at is None or record.queued_at is None:
             return
         self._queue.observe(max(0.0, record.scheduled_at - record.queued_at))
@@ -99,90 +149,43 @@ class Metrics:
         self._prefill.observe(record.first_token_at - record.scheduled_at)
         self._decode.observe(record.last_token_at - record.first_token_at)
         self._inference.observe(record.last_token_at - record.scheduled_at)
-        if record.completion_tokens > 1:
-            spent = record.last_token_at - record.first_token_at
-            self._tpot.observe(spent / (record.completion_tokens - 1))
+        # Answers of one request are computed side by side: a token of each comes in the same step.
+        steps = record.completion_tokens / record.n - 1
+        mean = (record.last_token_at - record.first_token_at) / steps if steps > 0 else 0.0
+        if steps > 0:
+            self._tpot.observe(mean)
+        if record.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            first = record.first_token_at - record.arrived
+            self._latency.labels(*self._values, _bound(GOOD_TTFT, first), _bound(GOOD_TPOT, mean)).inc()
+
+    def _count_tokens(self, record: Record) -> None:
+        payer = (record.tenant, record.adapter)
+        if payer not in self._payers and len(self._payers) >= MOST_PAYERS:
+            payer = ("other", "other")
+        self._payers.add(payer)
+        kinds = {
+            "input": record.prompt_tokens,
+            "cached": record.cached_tokens,
+            "output": record.completion_tokens,
+        }
+        for kind, count in kinds.items():
+            self._paid.labels(*self._values, *payer, kind).inc(count)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+        metric = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
         return metric.labels(*self._values)
 
+    def _own_counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"slipway:{name}", text, (*LABELS, *labels), registry=self.registry)
+
     def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(f"vllm:{name}", text, (*_LABELS, label), registry=self.registry)
+        return Counter(f"vllm:{name}", text, (*LABELS, label), registry=self.registry)
 
 
-class _EngineNumbers(Collector):
-    """Reads the engine's own counters at the moment of a scrape."""
-
-    def __init__(
-        self,
-        values: tuple[str, str],
-        facts: EngineFacts,
-        stats: Callable[[], EngineStats],
-        gpu_memory_utilization: float,
-    ) -> None:
-        self._values = values
-        self._facts = facts
-        self._stats = stats
-        self._utilization = gpu_memory_utilization
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
-        """One family after the other."""
-        stats = self._stats()
-        total = max(stats.blocks_total, 1)
-        yield self._gauge("num_requests_running", "Requests in the running batch.", stats.running)
-        yield self._gauge("num_requests_waiting", "Requests waiting to be processed.", stats.waiting)
-        yield self._gauge(
-            "kv_cache_usage_perc", "KV cache that live requests hold. 1 means all.", stats.blocks_live / total
-        )
-        yield self._counter("num_preemptions", "Requests set back to give up their blocks.", stats.preemptions)
-        yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.generated_tokens)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hits)
-        yield self._counter("prompt_tokens_cached", "Prompt tokens that needed no computing.", stats.prefix_hits)
-        waiting = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason",
-            "Waiting requests, by what they wait for.",
-            labels=(*_LABELS, "reason"),
-        )
-        waiting.add_metric((*self._values, "capacity"), stats.waiting)
-        waiting.add_metric((*self._values, "deferred"), 0)
-        yield waiting
-        # Reusable prefixes are free on demand: apart from the live blocks, or caching would look like load.
-        cached = GaugeMetricFamily(
-            "slipway:kv_cache_blocks", "Blocks of the KV pool, by what is in them.", labels=(*_LABELS, "state")
-        )
-        free = stats.blocks_total - stats.blocks_live - stats.blocks_cached
-        for state, count in (("live", stats.blocks_live), ("cached", stats.blocks_cached), ("free", free)):
-            cached.add_metric((*self._values, state), count)
-        yield cached
-        yield self._cache_config()
-
-    def _cache_config(self) -> GaugeMetricFamily:
-        facts = self._facts
-        info = {
-            "block_size": str(facts.block_size),
-            "num_gpu_blocks": str(facts.num_blocks),  # gateway pickers read the pool under this name on CPUs too
-            "cache_dtype": facts.dtype,
-            "enable_prefix_caching": "True",
-            "gpu_memory_utilization": str(self._utilization),
-            "model_name": self._values[0],
-            "engine": self._values[1],
-        }
-        family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=tuple(info))
-        family.add_metric(tuple(info.values()), 1)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-        family.add_metric(self._values, value)
-        return family
+def _bound(bounds: tuple[float, ...], value: float) -> str:
+    """The smallest bound that the value is within, as a label; `+Inf` beyond them all."""
+    place = bisect_left(bounds, value)
+    return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 Plain ASGI: nothing stands between a stream and its socket, and a disconnect passes through unchanged.
 """
 
+import json
 import re
 import uuid
 from typing import Final
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipway_api import names
+from slipway_api.runtime_api import Signals
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.replica import Replica
 
@@ -20,12 +22,27 @@ log = structlog.get_logger()
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
+# A gateway asks for the load of a replica beside its answer (ORCA), in one of two forms.
+ORCA_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
+ORCA_HEADER: Final = "endpoint-load-metrics"
 _DISCARD_BYTES: Final = 64 * 2**20
 
 
 def new_id(prefix: str) -> str:
     """A fresh id such as `chatcmpl-…`; clients cannot choose it, so it cannot collide in the engine."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def load_report(signals: Signals, form: str) -> str:
+    """The load as ORCA writes it; empty for a form that it does not know."""
+    named = {"kv_cache_usage_perc": round(signals.kv_usage, 6), "num_requests_waiting": signals.waiting}
+    match form.strip().upper():
+        case "TEXT":
+            return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())
+        case "JSON":
+            return "JSON " + json.dumps({"named_metrics": named}, separators=(",", ":"))
+        case _:
+            return ""
 
 
 async def _discard_body(receive: Receive) -> None:
@@ -56,7 +73,7 @@ class Door:
         given = headers.get(names.HEADER_REQUEST_ID, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        send = self._signing(send, request_id)
+        send = self._signing(send, scope, request_id, headers.get(ORCA_FORMAT_HEADER, ""))
         send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
             await _discard_body(receive)
@@ -101,6 +118,8 @@ class Door:
 
         async def logging(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
+                if self._replica.loaded is not None and not scope["state"].get("admitted"):
+                    self._replica.loaded.metrics.failed(message["status"])
                 log.info(
                     "refused",
                     request_id=request_id,
@@ -113,8 +132,8 @@ class Door:
 
         return logging
 
-    def _signing(self, send: Send, request_id: str) -> Send:
-        """Name the model, its revision and its tokenizer in every response."""
+    def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str) -> Send:
+        """Name the model, its revision, its adapter and its tokenizer in every response; and the load, if asked."""
 
         async def signing(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -125,6 +144,10 @@ class Door:
                     headers[names.HEADER_REVISION] = self._replica.identity.revision
                 if self._replica.loaded is not None:
                     headers[names.HEADER_TOKENIZER] = self._replica.loaded.tokenizer_sha256
+                if adapter := scope["state"].get("adapter"):
+                    headers[names.HEADER_ADAPTER] = adapter
+                if load_format and (load := load_report(self._replica.signals(), load_format)):
+                    headers[ORCA_HEADER] = load
             await send(message)
 
         return signing

@@ -1,16 +1,30 @@
-"""The OpenAI wire types: what a client may ask, and what it gets.
+"""The OpenAI wire types: what a client may ask.
 
 A field is honoured or refused, never ignored: an unknown one and an unsupported one are a 400 that names it.
 Fields that change nothing here by their nature (`user`, `metadata`, …) are accepted. Limits that every client
-knows are checked here; limits of the loaded model are checked where the model is known.
+knows are checked here; limits of the loaded model are checked where the model is known (`sampling.py`).
 """
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from slipway_runtime.server.chat_types import (
+    MAX_TOOLS,
+    ChatMessage,
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+)
+from slipway_runtime.server.wire import Misused, Unsupported, Wire
 
 MAX_STOPS: Final = 4  # as OpenAI
+MAX_LOGPROBS: Final = 20
+MAX_N: Final = 128
+MAX_PROMPTS: Final = 256  # in one request of /v1/completions
+MAX_MESSAGES: Final = 4096
 _INT64: Final = 2**63 - 1
 
 
@@ -23,10 +37,19 @@ def _stops(stop: str | list[str]) -> list[str]:
     return stops
 
 
-class Wire(BaseModel):
-    """Anything that comes from a client: unknown fields are errors."""
+def _number_of_answers(n: Any) -> Any:
+    if isinstance(n, int) and not isinstance(n, bool) and not 1 <= n <= MAX_N:
+        raise ValueError(f"n is between 1 and {MAX_N}, not {n if abs(n) < 10**9 else 'that'}")
+    return n
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+def _whole_number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole_number)]
 
 
 class StreamOptions(Wire):
@@ -37,48 +60,81 @@ class StreamOptions(Wire):
     include_obfuscation: bool = False  # padding against side channels; sends nothing more here
 
 
+class Resume(Wire):
+    """What an answer has said so far on another replica. Only the gateway may send it: see `caller.py`."""
+
+    output_token_ids: list[Annotated[int, Field(ge=0)]]
+    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,160}$")  # the answer keeps its name
+    created: int | None = None
+
+
 class GenerationRequest(Wire):
     """What chat and completions have in common."""
 
     model: str = Field(default="", max_length=1024)  # empty: the one model that is served
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    seed: int | None = Field(default=None, ge=-_INT64 - 1, le=_INT64)
+    seed: Count | None = Field(default=None, ge=-_INT64 - 1, le=_INT64)
     stop: Annotated[str | list[str], AfterValidator(_stops)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    n: Annotated[Count, BeforeValidator(_number_of_answers)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
 
     # What vLLM's clients ask beyond OpenAI's fields.
-    top_k: int | None = Field(default=None, ge=-1)  # 0 and -1: off
+    top_k: Count | None = Field(default=None, ge=-1)  # 0 and -1: off
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=2)
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: Count | None = Field(default=None, ge=0)
     ignore_eos: bool | None = False
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=256)
     skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True  # how tokenizers of another format join; changes nothing here
     include_stop_str_in_output: bool | None = False
     cache_salt: str | None = Field(default=None, max_length=256)
+    prompt_logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    truncate_prompt_tokens: Count | None = Field(default=None, ge=-1)  # keep the last so many; -1: as many as fit
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    echo: bool | None = False
+    add_special_tokens: bool | None = None
+    priority: Count | None = Field(default=None, ge=-1000, le=1000)  # vLLM's sense: lower goes first
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None  # the older names of the same
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    slipway_resume: Resume | None = None
 
     # They say something about the caller, not about the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = Field(default=None, max_length=256)
 
     # Known and not supported: refused unless they ask for what happens anyway.
-    n: int | None = None
-    logprobs: Any = None
-    logit_bias: dict[str, float] | None = None
     service_tier: str | None = None
+    kv_transfer_params: Any = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    logits_processors: list[Any] | None = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "n": (1,),
-        "logprobs": (False,),
-        "logit_bias": ({},),
         "service_tier": ("auto", "default"),
+        "kv_transfer_params": ({},),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "logits_processors": ([],),
     }
 
     @model_validator(mode="after")
@@ -89,6 +145,17 @@ class GenerationRequest(Wire):
                 raise Unsupported(name)
         if self.stream_options is not None and not self.stream:
             raise Misused("stream_options", "is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Misused("prompt_logprobs", "is only allowed when stream is false")
+        guided = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        binding = ["structured_outputs"] if self.structured_outputs is not None else []
+        binding += [name for name in guided if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            binding.append("response_format")
+        if len(binding) > 1:
+            raise Misused(binding[1], f"binds the answer, and so does {binding[0]}; only one may")
+        if self.slipway_resume is not None and self.wanted_answers != 1:
+            raise Misused("slipway_resume", "continues one answer; n is 1")
         return self
 
     @property
@@ -101,131 +168,150 @@ class GenerationRequest(Wire):
         """How long the answer may be, if the client said so."""
         return self.max_tokens
 
-
-class TextPart(Wire):
-    """One part of a message in the list form; only text is understood."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Wire):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    tool_calls: list[Any] | None = Field(default=None, max_length=0)
-    function_call: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    reasoning_content: None = None
-
-    @model_validator(mode="after")
-    def _users_say_something(self) -> Self:
-        if self.role == "user" and not self.text:
-            raise ValueError("the content of a user's message is empty")
-        return self
+    @property
+    def wanted_answers(self) -> int:
+        """How many answers to each prompt."""
+        return self.n or 1
 
     @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def wanted_logprobs(self) -> int | None:
+        """How many likeliest tokens to name beside each drawn one; None: no logprobs at all."""
+        raise NotImplementedError
 
-
-class ResponseFormat(Wire):
-    """Only free text: structured output needs a grammar."""
-
-    type: Literal["text"]
+    @property
+    def only_scores(self) -> bool:
+        """Whether the prompt is to be scored and nothing said."""
+        return False
 
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Count | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None  # where the template knows it
 
-    response_format: Any = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None  # without tools it asks for nothing
     functions: list[Any] | None = None
     function_call: Any = None
-    top_logprobs: int | None = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     store: bool | None = None
     web_search_options: Any = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.neutral,
-        "response_format": ({"type": "text"},),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": ("none",),
         "verbosity": (),
         "store": (False,),
         "web_search_options": (),
     }
+
+    @model_validator(mode="after")
+    def _makes_sense_together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise Misused("top_logprobs", "is only allowed when logprobs is true")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise Misused("continue_final_message", "needs an assistant's message at the end")
+        if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
+            object.__setattr__(self, "add_generation_prompt", False)  # the model is frozen for everybody else
+        if self.continue_final_message and self.add_generation_prompt:
+            raise Misused("continue_final_message", "and add_generation_prompt exclude each other")
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) != len(names):
+            raise Misused("tools", "names a function twice")
+        if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
+            raise Misused("tool_choice", "wants a tool, and tools is empty")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise Misused("tool_choice", "names a function that is not among the tools")
+        binds = self.structured_outputs is not None or (self.response_format and self.response_format.type != "text")
+        if binds and names and self.tool_choice not in (None, "none", "auto"):
+            raise Misused("tool_choice", "forces a call, and the format of the answer is bound too; only one may be")
 
     @property
     def wanted_tokens(self) -> int | None:
         """`max_completion_tokens` is the newer name of `max_tokens`."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """`logprobs` switches them on, `top_logprobs` says how many."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. One prompt: a text or its token ids, alone or in a list of one."""
+    """POST /v1/completions: one prompt or several, each a text or its token ids."""
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
-    add_special_tokens: bool = True
+    max_tokens: Count | None = Field(default=None, ge=0)
+    logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     best_of: int | None = None
-    echo: bool | None = None
     suffix: str | None = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.neutral,
         "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
     }
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
-        if isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int):
-            raise Misused("prompt", f"holds {len(self.prompt)} prompts; send one in each request")
+    def _makes_sense_together(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise Misused("max_tokens", "is 0: that scores a prompt, and only makes sense with echo")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise Misused("prompt", f"holds {len(self.prompts)} prompts; at most {MAX_PROMPTS} fit into one request")
+        if len(self.prompts) * self.wanted_answers > MAX_PROMPTS:
+            raise Misused("n", f"times the number of prompts is at most {MAX_PROMPTS}")
+        if self.slipway_resume is not None and len(self.prompts) > 1:
+            raise Misused("slipway_resume", "continues the answer to one prompt")
         return self
 
     @property
-    def one_prompt(self) -> str | list[int]:
-        """The prompt without the list around it."""
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, without the short form of one."""
         if isinstance(self.prompt, str):
-            return self.prompt
-        first = self.prompt[0]
-        return self.prompt if isinstance(first, int) else first  # type: ignore[return-value]  # a list of ints
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """An integer: how many."""
+        return self.logprobs
+
+    @property
+    def only_scores(self) -> bool:
+        """`echo` with `max_tokens` 0."""
+        return self.max_tokens == 0
 
 
 class TokenizeRequest(Wire):
     """POST /tokenize: a text as a completion sees it, or messages as a chat sees them."""
 
-    model: str = ""
+    model: str = Field(default="", max_length=1024)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[ChatMessage] | None = Field(default=None, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None  # by default true for a text and false for a chat
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
 
@@ -239,21 +325,5 @@ class TokenizeRequest(Wire):
 class DetokenizeRequest(Wire):
     """POST /detokenize."""
 
-    model: str = ""
+    model: str = Field(default="", max_length=1024)
     tokens: list[Annotated[int, Field(ge=0)]]
-
-
-class Unsupported(ValueError):  # noqa: N818  reads as a sentence where it is raised
-    """A field of OpenAI's that this server does not honour, so it refuses it."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(f"{field} is not supported by this server with this value; leave it out")
-        self.field = field
-
-
-class Misused(ValueError):  # noqa: N818  the same
-    """A field that makes no sense beside the others."""
-
-    def __init__(self, field: str, why: str) -> None:
-        super().__init__(f"{field} {why}")
-        self.field = field

@@ -2,146 +2,111 @@
 
 A chat template writes its own special tokens, so a rendered chat is tokenized without adding any; a plain text gets
 those that the tokenizer puts in front by itself. Both are what `transformers` does, to the byte. Rendering and
-tokenizing run in threads, because a long prompt must not hold up the streams of others.
+tokenizing run in threads, because a long prompt must not hold up the streams of others; and large ones run in a
+thread of their own, because ten of them must not hold up a small one.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
-from datetime import datetime
-from typing import Any, NoReturn, TypeVar
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
-from jinja2 import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError, prompt_too_long
-from slipway_runtime.server.openai_types import ChatMessage
+from slipway_runtime.server.template import ChatTemplate
+from slipway_runtime.server.token_text import TokenText
 from slipway_runtime.server.tokenizer import TokenizerFiles
 
+LARGE: Final = 32 * 1024  # characters; some ten milliseconds of tokenizing
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads, and the text that it was made from, for those who want to see it again."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
 
 
 class PromptEncoder:
     """Writes prompts for one model."""
 
-    def __init__(self, files: TokenizerFiles, *, max_model_len: int, threads: Executor) -> None:
+    def __init__(
+        self, files: TokenizerFiles, *, max_model_len: int, threads: Executor, large: Executor | None = None
+    ) -> None:
         self.files = files
         self.max_model_len = max_model_len
+        self.tokens = TokenText(files.tokenizer)
+        self.template = ChatTemplate(files.chat_template, files.special_tokens)
         self._threads = threads
-        self._template = _environment().from_string(files.chat_template) if files.chat_template else None
+        self._large = large or ThreadPoolExecutor(1, thread_name_prefix="prompt-large")
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
         *,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
-    ) -> tuple[int, ...]:
-        """The ids of a conversation, up to where the assistant begins to speak."""
+        keep: int | None = None,
+    ) -> Prompt:
+        """The ids of a conversation, up to where the assistant begins to speak. `keep`: only the last so many."""
 
-        def work() -> tuple[int, ...]:
-            text = self.render(messages, add_generation_prompt, template_arguments or {})
-            return self._encode(text, add_special_tokens, param="messages")
-
-        return await self._in_thread(work)
-
-    async def text(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The ids of a plain text."""
-        return await self._in_thread(lambda: self._encode(text, add_special_tokens, param="prompt"))
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
-        return await self._in_thread(lambda: self.files.tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def render(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, template_arguments: Mapping[str, Any]
-    ) -> str:
-        """The conversation as the model was trained to read it."""
-        if self._template is None:
-            raise ApiError(400, "this model has no chat template: use /v1/completions, or set one for the service")
-        try:
-            return self._template.render(
-                **{
-                    **self.files.special_tokens,
-                    **template_arguments,
-                    "messages": [_as_template_sees(message) for message in messages],
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
+        def work() -> Prompt:
+            text = self.template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                arguments=template_arguments,
             )
-        except TemplateError as error:
-            # The template says what it does not take, such as a system message; its sentence is the model author's.
-            raise ApiError(
-                400, f"the chat template refuses these messages: {error.message}", param="messages"
-            ) from None
+            return self._encode(text, add_special_tokens, param="messages", keep=keep)
 
-    def check_length(self, token_ids: Sequence[int], param: str) -> None:
-        """Refuse a prompt that leaves no room for an answer."""
-        if len(token_ids) >= self.max_model_len:
-            raise prompt_too_long(self.max_model_len, len(token_ids), param=param)
+        return await self._in_thread(work, size=sum(len(message.text) for message in messages))
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> tuple[int, ...]:
+    async def text(self, text: str, *, add_special_tokens: bool = True, keep: int | None = None) -> Prompt:
+        """The ids of a plain text."""
+        return await self._in_thread(
+            lambda: self._encode(text, add_special_tokens, param="prompt", keep=keep), size=len(text)
+        )
+
+    async def ids(self, token_ids: Sequence[int], vocab_size: int, *, keep: int | None, with_text: bool) -> Prompt:
+        """A prompt that came as ids."""
+        if any(token_id >= vocab_size or token_id < 0 for token_id in token_ids):
+            raise ApiError(400, f"prompt holds an id outside the vocabulary of {vocab_size}", param="prompt")
+        kept = truncate(token_ids, keep, self.max_model_len)
+        return Prompt(kept, await self.decode(kept, skip_special_tokens=True) if with_text else "")
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+        return await self._in_thread(
+            lambda: self.files.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens),
+            size=len(token_ids),
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool, *, param: str, keep: int | None) -> Prompt:
         # Ten megabytes are refused in no time: a token stands for so many bytes at most.
-        at_least = len(text.encode()) // self.files.longest_token
-        if at_least > self.max_model_len:
+        at_least = len(text.encode("utf-8", "surrogatepass")) // self.files.longest_token
+        if at_least > self.max_model_len and keep is None:
             raise prompt_too_long(self.max_model_len, at_least, at_least=True, param=param)
-        return tuple(self.files.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            ids = self.files.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError:
+            raise ApiError(400, "the text holds half of a surrogate pair, which is no character", param=param) from None
+        return Prompt(truncate(ids, keep, self.max_model_len), text)
 
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _as_template_sees(message: ChatMessage) -> dict[str, str]:
-    """A message in the words that templates know: `developer` is OpenAI's newer name of `system`."""
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": message.text} | ({"name": message.name} if message.name else {})
-
-
-# --- the sandbox, as transformers builds it
+    async def _in_thread(self, work: Callable[[], _T], *, size: int) -> _T:
+        threads = self._large if size > LARGE else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
-class _GenerationBlocks(Extension):
-    """`{% generation %}` marks what a model learns from; for rendering it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja's own way to declare it
-
-    def parse(self, parser: Parser) -> Node:
-        """Render the block's body in place."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Macro) -> str:
-        return str(caller())
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # local time, as everywhere
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as models were trained on: jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+def truncate(ids: Sequence[int], keep: int | None, max_model_len: int) -> tuple[int, ...]:
+    """The last `keep` ids; -1 keeps as many as leave room for one answer token, None keeps all."""
+    if keep is None:
+        return tuple(ids)
+    last = max_model_len - 1 if keep == -1 else keep
+    return tuple(ids[-last:]) if last else ()

@@ -2,10 +2,12 @@
 
 | engine        | draining | work waits and no step for long | ready | reason          | health |
 |---------------|----------|---------------------------------|-------|-----------------|--------|
+| not there yet | any      | –                               | no    | Downloading     | yes    |
 | not there yet | any      | –                               | no    | Loading         | yes    |
 | warming up    | any      | –                               | no    | WarmingUp       | yes    |
 | there         | no       | no                              | yes   | Ready           | yes    |
 | there         | yes      | no                              | no    | Draining        | yes    |
+| asleep        | no       | –                               | no    | Sleeping        | yes    |
 | there         | any      | yes                             | no    | StepLoopStalled | yes    |
 | died          | any      | any                             | no    | EngineDead      | no     |
 
@@ -31,12 +33,19 @@ from slipway_api.runtime_api import (
     StartupTimes,
     State,
 )
-from slipway_runtime.messages import EngineStats, FinishReason
+from slipway_runtime.engine.client import EngineDead
+from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
 from slipway_runtime.server.loaded import Identity, LoadedModel
 
 log = structlog.get_logger()
 
+_ASLEEP: Final = "this replica sleeps until somebody asks /wake_up"
+_STARTING: Final = {
+    ReadyReason.DOWNLOADING: "the model is being downloaded",
+    ReadyReason.LOADING: "the model is loading",
+    ReadyReason.WARMING_UP: "the first steps are running",
+}
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
 
 
@@ -65,8 +74,17 @@ class Replica:
         self._open: set[str] = set()  # requests that are being generated
         self._busy_since = 0.0
         self._drained_out: set[str] = set()
+        self._asleep = 0  # the level; 0: awake
 
     # --- becoming ready
+
+    def downloading(self) -> None:
+        """The model is being brought from where it lives."""
+        self._phase = ReadyReason.DOWNLOADING
+
+    def loading(self) -> None:
+        """The model's files are here."""
+        self._phase = ReadyReason.LOADING
 
     def warming_up(self) -> None:
         """The weights are there; the first steps are being computed."""
@@ -91,8 +109,7 @@ class Replica:
     def ready(self) -> Ready:
         """Whether new requests are welcome, and if not, why."""
         if self.loaded is None:
-            words = {ReadyReason.LOADING: "the model is loading", ReadyReason.WARMING_UP: "the first steps are running"}
-            return Ready(ready=False, reason=self._phase, message=words[self._phase])
+            return Ready(ready=False, reason=self._phase, message=_STARTING[self._phase])
         if not self.loaded.engine.alive:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message="the engine has stopped")
         stats = self.loaded.engine.stats()
@@ -106,6 +123,8 @@ class Replica:
         if self._draining:
             left = stats.running + stats.waiting
             return Ready(ready=False, reason=ReadyReason.DRAINING, message=f"{left} requests are left")
+        if self._asleep:
+            return Ready(ready=False, reason=ReadyReason.SLEEPING, message=_ASLEEP)
         return Ready(ready=True, reason=ReadyReason.READY)
 
     def health(self) -> Health:
@@ -130,6 +149,7 @@ class Replica:
             handed_over=stats.handed_over,
             generated_tokens=stats.generated_tokens,
             prompt_tokens=stats.prompt_tokens,
+            starting="" if self.loaded else self._phase.value,
         )
 
     def state(self) -> State:
@@ -167,6 +187,8 @@ class Replica:
             raise unavailable(self.ready().message)
         if self._draining:
             raise unavailable("this replica is draining")
+        if self._asleep:
+            raise unavailable(_ASLEEP)
         return self.loaded
 
     def opened(self, request_id: str) -> None:
@@ -186,6 +208,46 @@ class Replica:
         if self.loaded is not None and not self.loaded.engine.alive:
             return unavailable("the engine of this replica has stopped", retry_after_seconds=None)
         return ApiError(500, error or "the request was ended by the engine")
+
+    # --- sleep
+
+    @property
+    def asleep(self) -> int:
+        """The level at which it sleeps; 0: awake."""
+        return self._asleep
+
+    async def sleep(self, level: int) -> None:
+        """Give the device's memory back; raises ApiError while requests are open. Asking again is harmless."""
+        if self.loaded is None:
+            raise unavailable(self.ready().message)
+        if self._asleep == level:
+            return
+        if self._open:
+            raise ApiError(409, f"{len(self._open)} requests are open: drain first, or wait")
+        before, self._asleep = self._asleep, level  # first, so that nothing new comes in between
+        try:
+            await self._call(Sleep(call=0, level=level))
+        except ApiError:
+            self._asleep = before
+            raise
+        finally:
+            self.loaded.metrics.engine.asleep = self._asleep
+
+    async def wake_up(self) -> None:
+        """Serve again. Asking again is harmless."""
+        if self._asleep:
+            await self._call(WakeUp(call=0))
+            assert self.loaded is not None
+            self._asleep = self.loaded.metrics.engine.asleep = 0
+
+    async def _call(self, message: Sleep | WakeUp) -> None:
+        assert self.loaded is not None
+        try:
+            reply = await self.loaded.engine.call(message)
+        except EngineDead:
+            raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
+        if reply.error:
+            raise ApiError(409, reply.error)
 
     # --- drain
 

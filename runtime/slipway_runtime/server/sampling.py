@@ -6,14 +6,16 @@ After this point nothing is left open, so the same request means the same on eve
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from slipway_runtime.messages import EngineFacts, SamplingParams
 from slipway_runtime.server.errors import ApiError, prompt_too_long
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.settings import SamplingDefaults
 
-OPENAI_COMPLETION_TOKENS = 16  # what /v1/completions gives when nobody says anything
+OPENAI_COMPLETION_TOKENS: Final = 16  # what /v1/completions gives when nobody says anything
+_GREEDY: Final = 1e-5  # below this temperature a draw is the likeliest token
+_LONGEST_ID: Final = 12  # digits
 
 
 def model_defaults(directory: Path) -> SamplingDefaults:
@@ -48,30 +50,20 @@ def resolve(
     room = facts.max_model_len - prompt_tokens
     if room < 1:
         raise prompt_too_long(facts.max_model_len, prompt_tokens, param=prompt_field)
-    wanted = request.wanted_tokens
-    if wanted is not None and wanted > facts.max_model_len:
-        raise ApiError(
-            400,
-            f"max_tokens is {wanted}. This model's maximum context length is {facts.max_model_len} tokens,"
-            " prompt and answer together.",
-            param="max_tokens",
-        )
-    max_tokens = min(_first(wanted, defaults.max_tokens, otherwise_max_tokens, room), room)
+    max_tokens = _max_tokens(request, defaults, facts.max_model_len, room, otherwise_max_tokens)
     if max_output_tokens:
         max_tokens = min(max_tokens, max_output_tokens)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens is {min_tokens}, above max_tokens {max_tokens}", param="min_tokens")
     stop_ids = tuple(request.stop_token_ids or ())
-    if stop_ids and max(stop_ids) >= facts.vocab_size:
-        raise ApiError(
-            400,
-            f"stop_token_ids holds {max(stop_ids)}, the vocabulary has {facts.vocab_size} entries",
-            param="stop_token_ids",
-        )
+    _check_ids("stop_token_ids", stop_ids, facts.vocab_size)
+    temperature = _first(request.temperature, defaults.temperature, 1.0)
+    _check_number_of_answers(request.wanted_answers, facts.max_num_seqs, greedy=temperature < _GREEDY)
+    logprobs = request.wanted_logprobs
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=_first(request.temperature, defaults.temperature, 1.0),
+        temperature=temperature,
         top_p=_first(request.top_p, defaults.top_p, 1.0),
         top_k=max(0, _first(request.top_k, defaults.top_k, 0)),  # vLLM's clients say -1 for "off"
         min_p=_first(request.min_p, defaults.min_p, 0.0),
@@ -80,9 +72,63 @@ def resolve(
         frequency_penalty=_first(request.frequency_penalty, 0.0),
         seed=_first(request.seed, fresh_seed),
         min_tokens=min_tokens,
+        logit_bias=_logit_bias(request.logit_bias or {}, facts.vocab_size),
+        logprobs=logprobs,
+        # An echoed prompt is scored like the answer.
+        prompt_logprobs=_first_or_none(request.prompt_logprobs, logprobs if request.echo else None),
         stop_token_ids=stop_ids,
         ignore_eos=bool(request.ignore_eos),
     )
+
+
+def _max_tokens(
+    request: GenerationRequest, defaults: SamplingDefaults, context: int, room: int, otherwise: int | None
+) -> int:
+    wanted = request.wanted_tokens
+    if wanted is not None and wanted > context:
+        raise ApiError(
+            400,
+            f"max_tokens is {_said(wanted)}. This model's maximum context length is {context} tokens,"
+            " prompt and answer together.",
+            param="max_tokens",
+        )
+    if request.only_scores:
+        return 1  # the engine draws one token to have computed the last one of the prompt; nobody sees it
+    return int(min(_first(wanted, defaults.max_tokens, otherwise, room), room))
+
+
+def _check_number_of_answers(n: int, rows: int, *, greedy: bool) -> None:
+    if n > rows:
+        raise ApiError(400, f"n is {n}, and this server computes at most {rows} answers at once", param="n")
+    if n > 1 and greedy:
+        raise ApiError(
+            400, f"n must be 1 when using greedy sampling, not {n}: all answers would be the same", param="n"
+        )
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Bounds of the values are checked by their type; which tokens there are is known only here."""
+    if not all(key.isascii() and key.isdigit() and len(key) < _LONGEST_ID for key in given):
+        raise ApiError(400, "the keys of logit_bias are token ids", param="logit_bias")
+    bias = tuple((int(key), value) for key, value in given.items())
+    _check_ids("logit_bias", tuple(token_id for token_id, _ in bias), vocab_size)
+    return bias
+
+
+def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        sentence = f"{field} holds {_said(max(ids))}, the vocabulary has {vocab_size} entries"
+        raise ApiError(400, sentence, param=field)
+
+
+def _said(number: int) -> str:
+    """A number as it may stand in a sentence: JSON has them with thousands of digits."""
+    return str(number) if abs(number) < 10**18 else "an enormous number"
+
+
+def _first_or_none(*values: Any) -> Any:
+    """The first value that is said, or None."""
+    return next((value for value in values if value is not None), None)
 
 
 def _first(*values: Any) -> Any:

@@ -19,12 +19,14 @@ from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
+from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
+from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import SamplingDefaults
 
@@ -156,6 +158,9 @@ async def a_replica(
     drain_timeout: float = 60.0,
     load: bool = True,
     revision: str = "rev1",
+    adapter_endpoints: bool = False,
+    adapter_roots: tuple[Path, ...] = (),
+    fetch_adapter: Callable[[str], Path] = Path,
     **engine: Any,
 ) -> AsyncIterator[Running]:
     """A replica named `tiny` of the namespace `team-a`; with `load=False` it stays at Loading."""
@@ -167,7 +172,12 @@ async def a_replica(
         drain_timeout=drain_timeout,
         clock=clock,
     )
-    serving = serving_app(replica, max_body_bytes=max_body_bytes, max_open_requests=max_open_requests)
+    serving = serving_app(
+        replica,
+        max_body_bytes=max_body_bytes,
+        max_open_requests=max_open_requests,
+        adapter_endpoints=adapter_endpoints,
+    )
     await client.start()
     try:
         async with (
@@ -177,10 +187,21 @@ async def a_replica(
             AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai,
         ):
             with ThreadPoolExecutor(2) as threads:
+                adapters = AdapterRegistry(
+                    client, replica.identity, fetch=fetch_adapter, roots=adapter_roots, clock=client._clock
+                )
                 model = LoadedModel(
                     engine=client,
                     prompts=PromptEncoder(tiny_tokenizer(), max_model_len=client.facts.max_model_len, threads=threads),
-                    metrics=Metrics("tiny", client.facts, client.stats, gpu_memory_utilization=0.85),
+                    metrics=Metrics(
+                        "tiny",
+                        client.facts,
+                        client.stats,
+                        gpu_memory_utilization=0.85,
+                        adapter_names=adapters.names_of,
+                    ),
+                    grammars=GrammarDoor.over(tiny_tokenizer().tokenizer, client.facts.eos_token_ids),
+                    adapters=adapters,
                     defaults=(defaults or SamplingDefaults()).over(model_defaults(TINY)),
                     max_output_tokens=max_output_tokens,
                     created=1,

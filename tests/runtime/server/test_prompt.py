@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from slipway_runtime.server.chat_types import ChatMessage
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.openai_types import ChatMessage
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.tokenizer import TokenizerMismatch, load_tokenizer
 from tests.runtime.server.serving import TINY, tiny_tokenizer
@@ -44,13 +44,13 @@ def test_a_chat_has_the_ids_that_transformers_gives_it(turns: list[tuple[str, st
 
     ours = asyncio.run(encoder().chat([ChatMessage(**m) for m in messages], add_generation_prompt=generate))
 
-    assert list(ours) == theirs["input_ids"]
+    assert list(ours.token_ids) == theirs["input_ids"]
 
 
 @settings(deadline=None)
 @given(TEXT)
 def test_a_text_has_the_ids_that_transformers_gives_it(text: str):
-    assert list(asyncio.run(encoder().text(text))) == transformers_tokenizer()(text)["input_ids"]
+    assert list(asyncio.run(encoder().text(text)).token_ids) == transformers_tokenizer()(text)["input_ids"]
 
 
 TEMPLATES = [
@@ -75,7 +75,7 @@ def test_templates_of_other_models_render_as_in_transformers(template: str):
         messages, chat_template=template, add_generation_prompt=True, tokenize=False, mood="wild"
     )
 
-    ours = encoder(template).render([ChatMessage(**m) for m in messages], True, {"mood": "wild"})
+    ours = encoder(template).template.render([ChatMessage(**m) for m in messages], arguments={"mood": "wild"})
 
     assert ours == theirs
 
@@ -83,7 +83,7 @@ def test_templates_of_other_models_render_as_in_transformers(template: str):
 def test_a_template_that_refuses_says_why_and_gives_nothing_away():
     refusing = encoder("{{ raise_exception('only users may speak') }}")
     with pytest.raises(ApiError) as refusal:
-        refusing.render([ChatMessage(role="user", content="secret")], True, {})
+        refusing.template.render([ChatMessage(role="user", content="secret")])
 
     assert refusal.value.status == 400
     assert "only users may speak" in refusal.value.message
@@ -92,7 +92,7 @@ def test_a_template_that_refuses_says_why_and_gives_nothing_away():
 def test_a_template_cannot_leave_its_sandbox():
     for template in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(ApiError):
-            encoder(template).render([ChatMessage(role="user", content="x")], True, {})
+            encoder(template).template.render([ChatMessage(role="user", content="x")])
 
 
 def test_a_model_without_a_template_takes_no_chats(tmp_path: Path):
@@ -100,7 +100,7 @@ def test_a_model_without_a_template_takes_no_chats(tmp_path: Path):
     bare = PromptEncoder(load_tokenizer(tmp_path), max_model_len=2048, threads=THREADS)
 
     with pytest.raises(ApiError) as refusal:
-        bare.render([ChatMessage(role="user", content="x")], True, {})
+        bare.template.render([ChatMessage(role="user", content="x")])
 
     assert "/v1/completions" in refusal.value.message
 
@@ -140,4 +140,4 @@ def test_no_prompt_shorter_than_the_context_is_refused_by_its_bytes():
     assert tiny_tokenizer().longest_token >= len(longest)
     dense = " Kubernetes" * 900
 
-    assert 0 < len(asyncio.run(encoder().text(dense))) < 2048
+    assert 0 < len(asyncio.run(encoder().text(dense)).token_ids) < 2048

@@ -51,15 +51,21 @@ CHAT_FIELDS = [
     ("stop", ["a", "b", "c", "d", "e"]),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [3072]),
-    ("n", 2),
-    ("logprobs", True),
+    ("n", 0),
+    ("n", 5),
+    ("n", 129),
+    ("logprobs", 3),
     ("top_logprobs", 3),
-    ("logit_bias", {"5": 1.0}),
+    ("logit_bias", {"5": 101.0}),
+    ("logit_bias", {"5": "NaN"}),
+    ("logit_bias", {"3072": 1.0}),
+    ("logit_bias", {"five": 1.0}),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("functions", [{"name": "f"}]),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "yaml"}),
     ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("response_format", {"type": "json_schema"}),
     ("modalities", ["audio"]),
     ("audio", {"voice": "x"}),
     ("prediction", {"type": "content"}),
@@ -70,9 +76,9 @@ CHAT_FIELDS = [
     ("stream_options", {"include_usage": True}),
     ("messages", []),
     ("messages", "SECRET words"),
-    ("messages.0.role", [{"role": "tool", "content": "SECRET"}]),
+    ("messages.0", [{"role": "tool", "content": "SECRET"}]),
     ("messages.0.role", [{"role": "wizard", "content": "SECRET"}]),
-    ("messages.0.content", [{"role": "user"}]),
+    ("messages.0", [{"role": "user"}]),
     ("messages.0", [{"role": "user", "content": ""}]),
     ("messages.0.name", [{"role": "user", "content": "SECRET", "name": {"x": 1}}]),
     ("typical_p", 0.5),
@@ -99,13 +105,15 @@ async def test_a_field_that_is_not_honoured_is_a_400_that_names_it(replica: Runn
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        ("echo", True),
+        ("max_tokens", 0),
         ("best_of", 3),
         ("suffix", "end"),
-        ("logprobs", 2),
+        ("logprobs", 21),
+        ("logprobs", True),
         ("prompt", []),
         ("prompt", ""),
-        ("prompt", ["one", "two"]),
+        ("prompt", ["one", ""]),
+        ("prompt", ["one"] * 257),
         ("prompt", [5000]),
         ("prompt", [-1]),
         ("tools", []),
@@ -182,7 +190,7 @@ async def test_unknown_paths_and_methods_answer_in_the_same_shape(replica: Runni
     assert len(error_of(nothing)["message"]) < 200
     assert wrong.status_code == 405
     error_of(wrong)
-    assert embeddings.status_code == 400
+    assert embeddings.status_code == 501
     error_of(embeddings)
 
 

@@ -1,0 +1,294 @@
+"""Writes the answers of a call down: in one piece, or as a stream that is prompt and says when something breaks.
+
+Errors before the first token are responses with their own status, so a gateway may still try another replica.
+Errors after it are events of the stream. However a call ends, it leaves one record for each prompt: metrics and one
+log line.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import structlog
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from slipway_runtime.messages import FinishReason, Request
+from slipway_runtime.server.caller import Caller
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.generation import Delta, Generation
+from slipway_runtime.server.merging import merged
+from slipway_runtime.server.openai_types import GenerationRequest
+from slipway_runtime.server.prompt import Prompt
+from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.served import Served
+from slipway_runtime.server.sse import DONE, ClientGone, EventStream, event, while_connected
+
+log = structlog.get_logger()
+
+_BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED}  # ended by this side, not by the answer
+
+
+class Writer(Protocol):
+    """How one endpoint writes one answer."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The choices of the events that come before the first text of a stream."""
+
+    def piece(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the events that a delta makes; none while its text is held back."""
+
+    def whole(self, deltas: list[Delta]) -> dict[str, Any]:
+        """The choice of an answer in one piece."""
+
+
+class Shape(Protocol):
+    """How one endpoint writes its answers."""
+
+    route: str
+    id: str
+
+    def writer(self, index: int, prompt: Prompt) -> Writer:
+        """A writer for one answer."""
+
+    def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
+        """What stands around choices."""
+
+
+@dataclass
+class _Part:
+    """The answers to one prompt."""
+
+    request: Request
+    generation: Generation
+    ended: bool = False
+
+
+class Answering:
+    """The answers of one call on their way to the client."""
+
+    def __init__(
+        self,
+        http: HttpRequest,
+        body: GenerationRequest,
+        caller: Caller,
+        served: Served,
+        shape: Shape,
+        replica: Replica,
+    ) -> None:
+        self._http = http
+        self._body = body
+        self._shape = shape
+        self._served = served
+        self._replica = replica
+        self._metrics = served.model.metrics
+        self._parts: list[_Part] = []
+        self._writers: list[Writer] = []
+        self._prompts: list[Prompt] = []
+        self._before: dict[int, Delta] = {}  # what answers had said when they came here
+        self._wants_token_ids = caller.wants_token_ids or bool(body.return_token_ids)
+        self._stream_usage = body.stream_options is not None and (
+            body.stream_options.include_usage or body.stream_options.continuous_usage_stats
+        )
+
+    def add(self, request: Request, generation: Generation, prompt: Prompt, before: Delta | None) -> None:
+        """Another prompt was taken by the engine."""
+        self._parts.append(_Part(request, generation))
+        self._prompts.append(prompt)
+        self._writers += [self._shape.writer(choice.index, prompt) for choice in generation.choices]
+        if before is not None:
+            self._before[generation.choices[0].index] = before
+        self._replica.opened(request.id)
+        self._http.state.admitted = True  # from here on its record says how it ended
+
+    async def abandon(self) -> None:
+        """End what still runs."""
+        for part in self._parts:
+            await part.generation.aclose()
+            self._end(part)
+
+    async def in_one_piece(self) -> Response:
+        """Wait for all answers."""
+        collected: list[list[Delta]] = [[] for _ in self._writers]
+        for index, before in self._before.items():
+            collected[index].append(before)
+
+        async def collect() -> None:
+            async with aclosing(self._all_deltas()) as deltas:
+                async for delta in deltas:
+                    collected[delta.index].append(delta)
+                    if delta.finish_reason is not None and (failure := self._failure(delta)) is not None:
+                        raise failure
+
+        try:
+            await while_connected(self._http, collect())
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+        choices = [
+            self._with_ids(writer.whole(deltas), tuple(i for delta in deltas for i in delta.token_ids))
+            for writer, deltas in zip(self._writers, collected, strict=True)
+        ]
+        whole = self._shape.envelope(choices, streamed=False) | {"usage": self._usage()}
+        return JSONResponse(self._signed(self._with_prompt_ids(whole)))
+
+    async def as_stream(self) -> Response:
+        """Wait for the first token, then stream: until then a failure is a response with its own status."""
+        deltas = self._all_deltas()
+        try:
+            first = await while_connected(self._http, anext(deltas))
+        except ClientGone:
+            return Response(status_code=499)
+        if first.finish_reason is not None and (failure := self._failure(first)) is not None:
+            await deltas.aclose()
+            raise failure
+        return EventStream(self._events(first, deltas))
+
+    async def _events(self, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+        broken = False
+        async with aclosing(deltas):
+            yield self._opening() + self._delta_events(first)
+            async for delta in deltas:
+                if chunk := self._delta_events(delta):
+                    yield chunk
+                if delta.finish_reason in _BROKEN:
+                    broken = True
+                    break
+        if self._stream_usage and not broken:
+            yield event(self._signed(self._shape.envelope([], streamed=True) | {"usage": self._usage()}))
+        yield DONE
+
+    def _opening(self) -> bytes:
+        """The events before the first text; an answer that goes on from elsewhere has had them."""
+        chunks = b""
+        for index, writer in enumerate(self._writers):
+            before = self._before.get(index)
+            if before is not None:
+                writer.piece(before)  # it brings the writer to where the other replica's was
+                continue
+            for number, choice in enumerate(writer.opening()):
+                chunks += self._event(choice, with_prompt=index == number == 0)
+        return chunks
+
+    def _delta_events(self, delta: Delta) -> bytes:
+        """The events of a delta; nothing while text is held back."""
+        if delta.finish_reason in _BROKEN:
+            return event(self._why(delta).body())
+        choices = self._writers[delta.index].piece(delta)
+        if self._wants_token_ids and not choices and delta.token_ids:
+            choices = [{"index": delta.index, **self._nothing_said(), "finish_reason": None}]
+        if self._wants_token_ids and choices:
+            choices[0] = self._with_ids(choices[0], delta.token_ids)
+        return b"".join(self._event(choice) for choice in choices)
+
+    def _nothing_said(self) -> dict[str, Any]:
+        return {"delta": {}} if self._shape.route == "chat" else {"text": ""}
+
+    def _event(self, choice: dict[str, Any], *, with_prompt: bool = False) -> bytes:
+        chunk = self._shape.envelope([choice], streamed=True)
+        if with_prompt:
+            chunk = self._with_prompt_ids(chunk)
+        if self._stream_usage:
+            continuous = self._body.stream_options and self._body.stream_options.continuous_usage_stats
+            chunk["usage"] = self._usage() if continuous else None
+        return event(self._signed(chunk))
+
+    def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
+        return choice | {"token_ids": token_ids} if self._wants_token_ids else choice
+
+    def _with_prompt_ids(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's `prompt_token_ids`, for those who asked; several prompts have theirs in the order of the prompts."""
+        if not self._body.return_token_ids:
+            return whole
+        ids = [prompt.token_ids for prompt in self._prompts]
+        return whole | {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
+
+    # --- where the deltas come from
+
+    async def _all_deltas(self) -> AsyncGenerator[Delta, None]:
+        if len(self._parts) == 1:
+            source = self._deltas(self._parts[0])
+        else:
+            source = merged([self._deltas(part) for part in self._parts])
+        try:
+            async with aclosing(source) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            await self.abandon()  # those that never began
+
+    async def _deltas(self, part: _Part) -> AsyncGenerator[Delta, None]:
+        """The deltas of one prompt; when they end, for whatever reason, so does its record."""
+        try:
+            async with aclosing(part.generation.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._end(part)
+
+    # --- failures, usage, records
+
+    def _why(self, delta: Delta) -> ApiError:
+        part = next(p for p in self._parts if any(c.index == delta.index for c in p.generation.choices))
+        return self._replica.why_it_failed(part.request.id, delta.error)
+
+    def _failure(self, last: Delta) -> ApiError | None:
+        """What to answer instead of tokens, when it ended without its own fault."""
+        match last.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                return None
+            case FinishReason.TIMEOUT:
+                return ApiError(504, "the deadline of the request has passed")
+            case _:
+                return self._why(last)
+
+    def _signed(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body | {"model": self._served.name, "system_fingerprint": self._served.fingerprint(self._replica)}
+
+    def _usage(self) -> dict[str, Any]:
+        """Prompts are counted once, whatever `n` is."""
+        prompt = sum(part.generation.prompt_tokens for part in self._parts)
+        completion = sum(part.generation.completion_tokens for part in self._parts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(part.generation.cached_tokens for part in self._parts)},
+        }
+
+    def _end(self, part: _Part) -> None:
+        if part.ended:
+            return
+        part.ended = True
+        self._replica.closed(part.request.id)
+        record = replace(
+            part.generation.record(),
+            tenant=part.request.tenant,
+            adapter=self._served.name if self._served.digest else "",
+        )
+        self._metrics.ended(record)
+        began = record.scheduled_at or record.finished_at
+        log.info(
+            "request",
+            request_id=self._http.state.request_id,
+            id=part.request.id,
+            route=self._shape.route,
+            model=self._served.name,
+            tenant=part.request.tenant,
+            stream=bool(self._body.stream),
+            n=record.n,
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            completion_tokens=record.completion_tokens,
+            finish_reason=str(record.finish_reason),
+            prepare_seconds=_between(record.arrived, record.queued_at),
+            queue_seconds=_between(record.queued_at, began),
+            prefill_seconds=_between(record.scheduled_at, record.first_token_at),
+            decode_seconds=_between(record.first_token_at, record.last_token_at),
+            total_seconds=_between(record.arrived, record.finished_at),
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    """Seconds between two moments that both came; milliseconds are exact enough for a log."""
+    return round(end - start, 4) if start is not None and end is not None else None

@@ -1,0 +1,94 @@
+"""From the bytes of a body to a checked request: strict JSON, bounded in depth and in pieces. Never echoes what came.
+
+Python's own parser takes `NaN`, takes a key twice and keeps the last one, and falls over a thousand brackets; each of
+these is a mistake of the sender that would be answered as if it meant something.
+"""
+
+import asyncio
+import json
+import re
+from typing import Any, Final, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from slipway_runtime.server.errors import ApiError, of_validation
+
+MAX_DEPTH: Final = 64
+MAX_CONTAINERS: Final = 50_000  # objects and lists
+MAX_STRINGS: Final = 500_000
+_BIG: Final = 64 * 1024  # bytes; above, the scan leaves the event loop
+# A string, even one that never ends (so no byte is looked at twice), or a bracket.
+_TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
+_M = TypeVar("_M", bound=BaseModel)
+
+
+async def read_body(http: Request, kind: type[_M]) -> _M:
+    """The body as a checked object; raises ApiError 400 where it is none."""
+    if not _is_json(http.headers.get("content-type", "")):
+        raise ApiError(400, "a JSON body with content type application/json is needed")
+    raw = await http.body()
+    if len(raw) > _BIG:
+        value = await asyncio.to_thread(parse_json, raw)
+    else:
+        value = parse_json(raw)
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is a JSON object")
+    return checked(kind, value)
+
+
+def checked(kind: type[_M], value: Any) -> _M:
+    """The value as an object of this kind; raises ApiError 400 with the first thing that is wrong."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise of_validation(error.errors(include_url=False, include_input=False)) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+
+
+def parse_json(raw: bytes) -> Any:
+    """One JSON value; raises ApiError 400 with a sentence."""
+    _check_shape(raw)
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_constant)
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON") from None
+
+
+def _is_json(content_type: str) -> bool:
+    media = content_type.split(";", 1)[0].strip().lower()
+    return media == "application/json" or (media.startswith("application/") and media.endswith("+json"))
+
+
+def _check_shape(raw: bytes) -> None:
+    """Refuse what is deep or in too many pieces before anything is built from it."""
+    depth = containers = strings = 0
+    for token in _TOKEN.finditer(raw):
+        first = raw[token.start()]
+        if first == 0x22:  # "
+            strings += 1
+            if strings > MAX_STRINGS:
+                raise ApiError(400, f"the body holds more than {MAX_STRINGS} strings")
+        elif first in b"[{":
+            depth += 1
+            containers += 1
+            if depth > MAX_DEPTH:
+                raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
+            if containers > MAX_CONTAINERS:
+                raise ApiError(400, f"the body holds more than {MAX_CONTAINERS} objects and lists")
+        else:
+            depth -= 1
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    whole = dict(pairs)
+    if len(whole) != len(pairs):
+        raise ApiError(400, "the body names a key twice")
+    return whole
+
+
+def _no_constant(_word: str) -> NoReturn:
+    raise ApiError(400, "the body is not valid JSON: NaN and Infinity are no numbers there")

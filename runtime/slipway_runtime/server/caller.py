@@ -1,0 +1,50 @@
+"""What the gateway says of who asks, in headers that it removes from what clients send."""
+
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from slipway_api import names
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.openai_types import GenerationRequest
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, how urgently, and whether it is the gateway that wants to be able to go on elsewhere."""
+
+    tenant: str = ""
+    priority: int | None = None
+    seconds: float | None = None  # until nobody wants the answer any more
+    wants_token_ids: bool = False  # of each chunk, so that another replica can continue the answer
+
+    @classmethod
+    def of(cls, request: HttpRequest) -> "Caller":
+        """Read the headers; a senseless one is a 400."""
+        headers = request.headers
+        try:
+            seconds = float(headers[names.HEADER_DEADLINE]) if names.HEADER_DEADLINE in headers else None
+            priority = int(headers[names.HEADER_PRIORITY]) if headers.get(names.HEADER_PRIORITY) else None
+        except ValueError:
+            raise ApiError(400, f"{names.HEADER_DEADLINE} and {names.HEADER_PRIORITY} are numbers") from None
+        if seconds is not None and not seconds < float("inf"):
+            raise ApiError(400, f"{names.HEADER_DEADLINE} is a number of seconds")
+        if seconds is not None and seconds <= 0:
+            raise ApiError(504, "the deadline of the request has passed")
+        wants_token_ids = headers.get(names.HEADER_TOKEN_IDS, "") not in {"", "0", "false"}
+        return cls(headers.get(names.HEADER_TENANT, "")[:128], priority, seconds, wants_token_ids)
+
+    def check(self, body: GenerationRequest) -> None:
+        """Only who may see token ids may hand in an answer that began elsewhere: a client could forge one."""
+        if body.slipway_resume is not None and not self.wants_token_ids:
+            raise ApiError(400, "Unrecognized request argument supplied: slipway_resume", param="slipway_resume")
+
+    def priority_of(self, body: GenerationRequest) -> int:
+        """Higher goes first. The gateway knows better; vLLM's field, where lower goes first, is turned around."""
+        if self.priority is not None:
+            return self.priority
+        return -(body.priority or 0)
+
+    def cache_salt(self, body: GenerationRequest) -> str:
+        """Prefixes are shared within a tenant only, and a client may divide its own further."""
+        return f"{self.tenant}\x1f{body.cache_salt or ''}" if self.tenant or body.cache_salt else ""

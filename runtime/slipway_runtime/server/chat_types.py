@@ -1,0 +1,162 @@
+"""The words of a conversation on the wire: messages, tools, tool calls, and what an answer must look like."""
+
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from slipway_runtime.server.wire import Misused, Wire
+
+MAX_TOOLS: Final = 128  # as OpenAI
+_NAME: Final = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
+class TextPart(Wire):
+    """One part of a message in the list form; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Wire):
+    """Which function an assistant called, with its arguments as JSON text."""
+
+    name: str = Field(pattern=_NAME)
+    arguments: str = "{}"
+
+
+class ToolCall(Wire):
+    """A call in an earlier message of the assistant."""
+
+    id: str = Field(default="", max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # clients that collected a stream send it back
+
+
+class ChatMessage(Wire):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(default=None, max_length=256)
+    function_call: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.role == "user" and not self.text:
+            raise ValueError("the content of a user's message is empty")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs content; only an assistant that calls tools may leave it out")
+        if self.role != "assistant" and self.tool_calls:
+            raise ValueError("only an assistant's message has tool_calls")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a tool's message needs tool_call_id: which call it answers")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("only a tool's message has tool_call_id")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or ())
+
+
+class FunctionDefinition(Wire):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # JSON Schema; None: it takes none
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        if self.parameters is not None and self.parameters.get("type", "object") != "object":
+            raise ValueError("the parameters of a function are a JSON Schema of type object")
+        return self
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """What its arguments must look like."""
+        return {"type": "object", **(self.parameters or {"properties": {}, "additionalProperties": False})}
+
+
+class Tool(Wire):
+    """Something that the model may use; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Wire):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Wire):
+    """`tool_choice` as an object: this function and no other."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchemaFormat(Wire):
+    """What `response_format` of type `json_schema` names."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None  # the schema binds either way
+
+
+class ResponseFormat(Wire):
+    """What a whole answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = Field(default=None, max_length=MAX_TOOLS)
+    triggers: list[str] | None = Field(default=None, max_length=MAX_TOOLS)
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise Misused("response_format", "of type json_schema needs json_schema, and no other type has one")
+        is_tag = self.type == "structural_tag"
+        if is_tag != bool(self.structures) or is_tag != bool(self.triggers):
+            raise Misused("response_format", "of type structural_tag needs structures and triggers, and only it")
+        return self
+
+
+class StructuredOutputs(Wire):
+    """vLLM's `structured_outputs`: exactly one way to bind the answer."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = Field(default=None, min_length=1)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = Field(default=None, min_length=1)
+    structural_tag: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    # How a backend of vLLM writes white space; here it is always as JSON is usually written.
+    disable_any_whitespace: bool | None = None
+
+    ways: ClassVar[tuple[str, ...]] = ("json_", "regex", "choice", "grammar", "structural_tag", "json_object")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [way for way in self.ways if getattr(self, way) not in (None, False)]
+        if len(given) != 1:
+            raise Misused(
+                "structured_outputs",
+                f"names {len(given)} ways to bind the answer; exactly one of json, regex, choice, grammar,"
+                " structural_tag and json_object is needed",
+            )
+        return self

@@ -1,0 +1,172 @@
+"""The engine's own numbers, read at the moment of a scrape, under vLLM's names; others are `slipway:`.
+
+Labels are bounded: label sets come from here or from adapters that somebody loaded, never from what a client sends,
+and what has gone leaves no stale series behind, since each scrape is made anew.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from slipway_runtime.messages import EngineFacts, EngineStats
+
+LABELS: Final = ("model_name", "engine")
+MOST_TENANTS: Final = 50  # those with the longest queues
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+_SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
+
+
+class EngineNumbers(Collector):
+    """Makes families of the last step's statistics."""
+
+    def __init__(
+        self,
+        values: tuple[str, str],
+        facts: EngineFacts,
+        stats: Callable[[], EngineStats],
+        gpu_memory_utilization: float,
+        adapter_names: Callable[[Sequence[str]], Sequence[str]],
+        *,
+        legacy_names: bool = False,
+    ) -> None:
+        self.asleep = 0  # the level
+        self._values = values
+        self._facts = facts
+        self._stats = stats
+        self._utilization = gpu_memory_utilization
+        self._adapter_names = adapter_names
+        self._legacy_names = legacy_names
+
+    def collect(self) -> Iterator[Family]:
+        """One family after the other."""
+        stats = self._stats()
+        yield from self._requests(stats)
+        yield from self._cache(stats)
+        yield from self._tokens(stats)
+        if self._facts.max_adapters:
+            yield self._adapters(stats)
+        if self._facts.speculation != "none":
+            yield from self._speculation(stats)
+        if self._legacy_names:
+            yield from self._by_older_names(stats)
+        yield self._labelled(
+            "vllm:engine_sleep_state",
+            "Whether the engine sleeps, and how deeply.",
+            "sleep_state",
+            {state: int(level == self.asleep) for level, state in enumerate(_SLEEP_STATES)},
+        )
+
+    def _requests(self, stats: EngineStats) -> Iterator[Family]:
+        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be processed.", stats.waiting)
+        # Deferred are those that wait for something else than room: here, for their adapter.
+        deferred = min(stats.waiting, len(stats.waiting_adapters))
+        yield self._labelled(
+            "vllm:num_requests_waiting_by_reason",
+            "Waiting requests, by what they wait for.",
+            "reason",
+            {"capacity": stats.waiting - deferred, "deferred": deferred},
+        )
+        yield self._gauge("slipway:waiting_tokens", "Prompt tokens of waiting requests.", stats.waiting_tokens)
+        longest = sorted(stats.waiting_by_tenant, key=lambda entry: -entry[1])[:MOST_TENANTS]
+        if longest:
+            yield self._labelled(
+                "slipway:num_requests_waiting_by_tenant", "Waiting requests, by tenant.", "tenant", dict(longest)
+            )
+        yield self._counter("vllm:num_preemptions", "Requests set back to give up their blocks.", stats.preemptions)
+
+    def _cache(self, stats: EngineStats) -> Iterator[Family]:
+        usage = stats.blocks_live / max(stats.blocks_total, 1)
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV cache that live requests hold. 1 means all.", usage)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hits)
+        # Reusable prefixes are free on demand: apart from the live blocks, or caching would look like load.
+        free = stats.blocks_total - stats.blocks_live - stats.blocks_cached
+        yield self._labelled(
+            "slipway:kv_cache_blocks",
+            "Blocks of the KV pool, by what is in them.",
+            "state",
+            {"live": stats.blocks_live, "cached": stats.blocks_cached, "free": free},
+        )
+        yield self._gauge("slipway:invalid_kv_blocks", "KV of adapters that are not resident.", stats.invalid_kv_blocks)
+        yield self._cache_config()
+
+    def _tokens(self, stats: EngineStats) -> Iterator[Family]:
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generated_tokens)
+        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens that needed no computing.", stats.prefix_hits)
+        by_source = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", labels=(*LABELS, "source")
+        )
+        computed = max(0, stats.prompt_tokens - stats.prefix_hits)
+        for source, count in (("local_compute", computed), ("local_cache_hit", stats.prefix_hits)):
+            by_source.add_metric((*self._values, source), count)
+        yield by_source
+
+    def _adapters(self, stats: EngineStats) -> Family:
+        """Gateway pickers read adapters from here; the newest value wins, so it is the time."""
+        info = {
+            "max_lora": str(self._facts.max_adapters),
+            "running_lora_adapters": ",".join(self._adapter_names(stats.running_adapters)),
+            "waiting_lora_adapters": ",".join(self._adapter_names(stats.waiting_adapters)),
+        }
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters with requests.", labels=tuple(info))
+        family.add_metric(tuple(info.values()), time.time())
+        return family
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Family]:
+        yield self._counter("vllm:spec_decode_num_drafts", "Drafts verified.", stats.drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens kept.", stats.accepted_tokens)
+        positions = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens kept, by their place in the draft.",
+            labels=(*LABELS, "position"),
+        )
+        for position, count in enumerate(stats.accepted_by_position):
+            positions.add_metric((*self._values, str(position)), count)
+        yield positions
+        yield self._gauge(
+            "slipway:speculation_active", "1 unless low acceptance switched it off.", int(stats.speculation_active)
+        )
+
+    def _by_older_names(self, stats: EngineStats) -> Iterator[Family]:
+        """What dashboards made for older versions of vLLM still ask for."""
+        usage = stats.blocks_live / max(stats.blocks_total, 1)
+        yield self._gauge("vllm:gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", usage)
+        yield self._counter("vllm:gpu_prefix_cache_queries", "The older name.", stats.prefix_queries)
+        yield self._counter("vllm:gpu_prefix_cache_hits", "The older name.", stats.prefix_hits)
+
+    def _cache_config(self) -> Family:
+        facts = self._facts
+        info = {
+            "block_size": str(facts.block_size),
+            "num_gpu_blocks": str(facts.num_blocks),  # gateway pickers read the pool under this name on CPUs too
+            "cache_dtype": facts.kv_dtype or facts.dtype,
+            "enable_prefix_caching": "True",
+            "gpu_memory_utilization": str(self._utilization),
+            "model_name": self._values[0],
+            "engine": self._values[1],
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=tuple(info))
+        family.add_metric(tuple(info.values()), 1)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _labelled(self, name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._values, key), value)
+        return family

@@ -1,0 +1,86 @@
+"""How likely tokens were, in the shapes of the wire: chat's, that of completions, and vLLM's for prompts. Pure.
+
+JSON has no infinity: a token that could not be drawn at all says -9999, as vLLM does.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from slipway_runtime.messages import TokenLogprobs
+from slipway_runtime.server.token_text import TokenText
+
+_LEAST: Final = -9999.0
+
+
+class LogprobWriter:
+    """Writes logprobs for one vocabulary. `as_ids`: tokens are written `token_id:5`, which no two share."""
+
+    def __init__(self, tokens: TokenText, *, as_ids: bool = False) -> None:
+        self._tokens = tokens
+        self._as_ids = as_ids
+
+    def name(self, token_id: int) -> str:
+        """What a token is called."""
+        return f"token_id:{token_id}" if self._as_ids else self._tokens.text_of(token_id)
+
+    def chat(self, drawn: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """`choices[].logprobs` of a chat."""
+        return {
+            "content": [
+                self._entry(token.token_id, token.logprob)
+                | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in token.top]}
+                for token in drawn
+            ],
+            "refusal": None,
+        }
+
+    def completion(self, drawn: Sequence[TokenLogprobs | None], ids: Sequence[int], *, offset: int) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion; `offset`: where in the text the first token begins.
+
+        `ids` run parallel to `drawn`; the first token of an echoed prompt has no logprob.
+        """
+        names = [self.name(token_id) for token_id in ids]
+        offsets = []
+        for token_id in ids:
+            offsets.append(offset)
+            offset += len(self._tokens.text_of(token_id))
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None if token is None else _finite(token.logprob) for token in drawn],
+            "tokens": names,
+            "top_logprobs": [None if token is None else self._top(token) for token in drawn],
+        }
+
+    def prompt(self, scored: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token but the first, by id, what it is and how likely it was."""
+        return [None if token is None else self._prompt_entry(token) for token in scored]
+
+    def length(self, ids: Sequence[int]) -> int:
+        """Characters that these tokens count as, one by one: what `text_offset` is made of."""
+        return sum(len(self._tokens.text_of(token_id)) for token_id in ids)
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokens.bytes_of(token_id)
+        return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """The likeliest ones, and the drawn one if it is not among them."""
+        named = {self.name(token_id): _finite(logprob) for token_id, logprob in token.top}
+        named.setdefault(self.name(token.token_id), _finite(token.logprob))
+        return named
+
+    def _prompt_entry(self, token: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, start=1)}
+        ranked[token.token_id] = (token.logprob, token.rank)
+        return {
+            str(token_id): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": self._tokens.text_of(token_id),
+            }
+            for token_id, (logprob, rank) in ranked.items()
+        }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LEAST else _LEAST  # also for a NaN, which is larger than nothing

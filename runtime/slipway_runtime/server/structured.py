@@ -1,0 +1,105 @@
+"""What an answer must look like: from the fields of a request to a Grammar, checked at the door.
+
+A grammar is compiled here once, off the event loop and within a bound of time, only to refuse what the engine could
+not follow: a mistake of the client is a 400 before anything is queued, and a hostile schema costs nobody else a step.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
+from slipway_runtime.messages import Grammar
+from slipway_runtime.server.chat_types import ResponseFormat, StructuredOutputs
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.openai_types import GenerationRequest
+
+CHECK_SECONDS: Final = 10.0
+MAX_WAITING: Final = 64  # checks that may be under way; more get a 429
+
+
+def grammar_of(body: GenerationRequest) -> tuple[Grammar, str] | None:
+    """What the request binds its answer to, and the field that says so; None: nothing."""
+    if (bound := body.structured_outputs) is not None:
+        return _structured(bound), "structured_outputs"
+    if body.response_format is not None and body.response_format.type != "text":
+        return _format(body.response_format), "response_format"
+    if body.guided_json is not None:
+        return Grammar(kind="json_schema", text=_as_text(body.guided_json)), "guided_json"
+    if body.guided_regex is not None:
+        return Grammar(kind="regex", text=body.guided_regex), "guided_regex"
+    if body.guided_choice is not None:
+        return Grammar(kind="choice", text=_as_text(body.guided_choice)), "guided_choice"
+    if body.guided_grammar is not None:
+        return Grammar(kind="lark", text=body.guided_grammar), "guided_grammar"
+    return None
+
+
+def _structured(bound: StructuredOutputs) -> Grammar:
+    if bound.json_ is not None:
+        return Grammar(kind="json_schema", text=_as_text(bound.json_))
+    if bound.regex is not None:
+        return Grammar(kind="regex", text=bound.regex)
+    if bound.choice is not None:
+        return Grammar(kind="choice", text=_as_text(bound.choice))
+    if bound.grammar is not None:
+        return Grammar(kind="lark", text=bound.grammar)
+    if bound.structural_tag is not None:
+        return Grammar(kind="structural_tag", text=_as_text(bound.structural_tag))
+    return Grammar(kind="json_object", text="")
+
+
+def _format(wanted: ResponseFormat) -> Grammar:
+    if wanted.json_schema is not None:
+        return Grammar(kind="json_schema", text=_as_text(wanted.json_schema.schema_))
+    if wanted.type == "structural_tag":
+        tag = {"type": "structural_tag", "structures": wanted.structures, "triggers": wanted.triggers}
+        return Grammar(kind="structural_tag", text=_as_text(tag))
+    return Grammar(kind="json_object", text="")
+
+
+def _as_text(value: Mapping[str, Any] | list[str] | str | bool) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+class GrammarDoor:
+    """Checks grammars for one model, in threads of its own."""
+
+    def __init__(self, compiler: Callable[[], GrammarCompiler], *, seconds: float = CHECK_SECONDS) -> None:
+        """`compiler` is called once, when the first grammar comes: it reads the vocabulary for up to a second."""
+        self._make = compiler
+        self._compiler: GrammarCompiler | None = None
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._waiting = 0
+
+    @classmethod
+    def over(cls, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> "GrammarDoor":
+        """The door of a model with this vocabulary."""
+        return cls(lambda: GrammarCompiler(tokenizer.to_str(), eos_token_ids=eos_token_ids))
+
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Return when answers can follow it; raises ApiError 400 with the sentence why not."""
+        if self._waiting >= MAX_WAITING:
+            raise ApiError(
+                429, "too many grammars are being checked", headers={"Retry-After": "1", "retry-after-ms": "1000"}
+            )
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._seconds):
+                await asyncio.get_running_loop().run_in_executor(self._threads, self._check, grammar)
+        except GrammarRefusedError as refusal:
+            raise ApiError(400, f"{param}: {refusal}", param=param) from None
+        except TimeoutError:
+            raise ApiError(400, f"{param} takes longer than {self._seconds:.0f} s to compile", param=param) from None
+        finally:
+            self._waiting -= 1
+
+    def _check(self, grammar: Grammar) -> None:
+        if self._compiler is None:
+            self._compiler = self._make()
+        self._compiler.check(grammar)

@@ -1,0 +1,165 @@
+"""A conversation as the model was trained to read it: the chat template, rendered exactly as `transformers` renders it.
+
+Templates come from the model's author and run in jinja's sandbox; what they see is plain data.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slipway_runtime.server.chat_types import ChatMessage, Tool
+from slipway_runtime.server.errors import ApiError
+
+_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the last message ends, and is cut away with what follows
+
+
+class ChatTemplate:
+    """One compiled template, with the special tokens that it may write."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
+        self._template = _environment().from_string(source) if source else None
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model gets to see the tools at all."""
+        return "tools" in self.source
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template reads this variable."""
+        return variable in self.source
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the conversation; raises ApiError 400 where the template takes no such conversation."""
+        if self._template is None:
+            raise ApiError(400, "this model has no chat template: use /v1/completions, or set one for the service")
+        seen = [as_template_sees(message) for message in messages]
+        final = ""
+        if continue_final_message:
+            final = seen[-1].get("content") or ""
+            seen[-1]["content"] = final + _CONTINUE
+        variables = {
+            **self._special_tokens,
+            **(arguments or {}),
+            "messages": seen,
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = self._template.render(**variables)
+        except TemplateError as error:
+            # The template says what it does not take, such as a system message; its sentence is the model author's.
+            raise _refused(f"the chat template refuses these messages: {error.message}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError):
+            raise _refused("the chat template cannot render these messages") from None
+        return _up_to_the_mark(text, final) if continue_final_message else text
+
+
+def as_template_sees(message: ChatMessage) -> dict[str, Any]:
+    """A message in the words that templates know: `developer` is OpenAI's newer name of `system`.
+
+    Arguments of tool calls travel as text and are written by templates with `tojson`, so they become objects here.
+    """
+    role = "system" if message.role == "developer" else message.role
+    seen: dict[str, Any] = {"role": role, "content": message.text if message.content is not None else None}
+    if message.name:
+        seen["name"] = message.name
+    if message.reasoning_content:
+        # The names that templates of different models read it under, as transformers fills them.
+        seen |= {"reasoning_content": message.reasoning_content, "thinking": message.reasoning_content}
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        seen["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return seen
+
+
+def _arguments(text: str) -> Any:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, "the arguments of a tool call are a JSON object as text", param="messages")
+    return arguments
+
+
+def _up_to_the_mark(text: str, final: str) -> str:
+    """Cut the text where the last message ends; a template that trims messages has trimmed the mark's space too."""
+    if final.strip() not in text or _CONTINUE.strip() not in text:
+        raise _refused("the chat template does not show the final message, so it cannot be continued")
+    at = text.rindex(_CONTINUE.strip())
+    kept = text[:at]
+    return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
+
+
+def _refused(sentence: str) -> ApiError:
+    return ApiError(400, sentence, param="messages")
+
+
+# --- the sandbox, as transformers builds it
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks what a model learns from; for rendering it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja's own way to declare it
+
+    def parse(self, parser: Parser) -> Node:
+        """Render the block's body in place."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return str(caller())
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # local time, as everywhere
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models were trained on: jinja's own filter would escape it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

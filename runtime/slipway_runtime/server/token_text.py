@@ -1,0 +1,54 @@
+"""What a single token looks like: its bytes, exactly, and the text that they make alone.
+
+A token may be a part of a character. Decoders write U+FFFD for that, so the bytes come from the vocabulary itself.
+"""
+
+from functools import cached_property
+from typing import Final
+
+from tokenizers import Tokenizer
+
+_SPACE: Final = "\u2581"  # how SentencePiece writes a space
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way to write each byte as a printable character, reversed."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES: Final = _byte_alphabet()
+
+
+class TokenText:
+    """Looks tokens up in one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {token_id: added.content for token_id, added in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        # Only a byte-level vocabulary writes the space as this letter.
+        return any(piece.startswith("Ġ") for piece in self._tokenizer.get_vocab(with_added_tokens=False))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that the token stands for; none for an id without an entry."""
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            return bytes(_BYTES[char] for char in piece if char in _BYTES)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(_SPACE, " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """The token as text; bytes that are no character alone come out as U+FFFD."""
+        return self.bytes_of(token_id).decode("utf-8", "replace")

@@ -1,0 +1,375 @@
+"""Tool calls out of text as it comes: what is said, which function is called, and its arguments piece by piece. Pure.
+
+Three forms cover most models. All hold objects such as `{"name": "f", "arguments": {…}}`:
+
+    hermes    some words <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>
+    llama3    {…}; {…}                     the whole answer, or nothing of it, is calls
+    mistral   some words [TOOL_CALLS] [{…}, {…}]    or    [TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g{}
+    array     [{…}, {…}]                   what a forced call is bound to by a grammar
+
+Where a grammar binds the text (`live`), arguments go out as they come. Elsewhere a model may write anything: a call
+goes out when it is complete and its arguments are JSON, and what is no call after all goes out as text.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from slipway_runtime.engine.detokenizer import StopStrings
+
+_ARGUMENTS: Final = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class Said:
+    """Text that is no call."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegins:
+    """A call whose function is known."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallGoesOn:
+    """More of the arguments, as JSON text."""
+
+    index: int
+    arguments: str
+
+
+Event = Said | CallBegins | CallGoesOn
+
+
+class Parser(Protocol):
+    """Text in, events out."""
+
+    def push(self, text: str) -> list[Event]:
+        """More of the answer."""
+
+    def finish(self) -> list[Event]:
+        """The rest, once nothing more comes."""
+
+
+class CallObject:
+    """Reads `{"name": "f", "arguments": {…}}` one character at a time."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.name: str | None = None
+        self.arguments = ""  # as far as they are known
+        self.is_complete = False
+        self.is_broken = False
+        self._where = "start"
+        self._key = ""
+        self._value = ""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, char: str) -> None:
+        """Take one more character."""
+        assert not self.is_complete
+        self.raw += char
+        if self._in_string:
+            self._inside_a_string(char)
+        elif self._where == "value":
+            self._inside_a_value(char)
+        elif char == '"' and self._where == "key":
+            self._in_string, self._key = True, char
+        elif self._where == "start" and char == "{":
+            self._where = "key"
+        elif self._where == "colon" and char == ":":
+            self._where, self._value = "value", ""
+        elif self._where == "key" and char == "}":
+            self.is_complete = True
+        elif not (char.isspace() or (self._where == "key" and char == ",")):
+            self.is_broken = True
+
+    @property
+    def value_is_whole(self) -> bool:
+        """Whether the arguments are an object whose last bracket has come."""
+        return self._where == "value" and self._depth == 0 and not self._in_string and self._value.endswith("}")
+
+    def _inside_a_string(self, char: str) -> None:
+        if self._where == "key":
+            self._key += char
+        else:
+            self._add(char)
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+            if self._where == "key":
+                self._where = "colon"
+
+    def _inside_a_value(self, char: str) -> None:
+        if self._depth == 0 and char in ",}":
+            self._end_value()
+            self._where = "key"
+            self.is_complete = char == "}"
+            return
+        if char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        elif char == '"':
+            self._in_string = True
+        elif char.isspace() and not self._value:
+            return
+        self._add(char)
+        self.is_broken |= self._depth < 0
+
+    def _add(self, char: str) -> None:
+        self._value += char
+        if _text_of(self._key) in _ARGUMENTS:
+            self.arguments = self._value
+
+    def _end_value(self) -> None:
+        if _text_of(self._key) == "name":
+            self.name = _text_of(self._value.strip())
+            self.is_broken |= self.name is None
+        elif _text_of(self._key) in _ARGUMENTS and self._value.startswith('"'):
+            self.arguments = _text_of(self._value.strip()) or ""  # some models write the object as text
+
+
+def _text_of(raw: str) -> str | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _is_object(raw: str) -> bool:
+    try:
+        return isinstance(json.loads(raw), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@dataclass
+class _Calls:
+    """The calls of one answer: numbers them, and says how each goes out."""
+
+    names: Collection[str]
+    live: bool
+    most: int | None
+    new_id: Callable[[], str]
+    count: int = 0
+    sent: int = 0  # characters of the arguments of the call under way
+    began: bool = False
+
+    def begin(self) -> CallObject:
+        self.sent, self.began = 0, False
+        return CallObject()
+
+    def progress(self, call: CallObject) -> Iterator[Event]:
+        """What can be said of a call under way."""
+        if not self.live or self._is_one_too_many or call.name not in self.names or not call.arguments:
+            return
+        if not self.began:
+            self.began = True
+            yield CallBegins(self.count, self.new_id(), call.name or "")
+        if len(call.arguments) > self.sent:
+            yield CallGoesOn(self.count, call.arguments[self.sent :])
+            self.sent = len(call.arguments)
+
+    def end(self, call: CallObject) -> Iterator[Event]:
+        """What is left to say of a call that is complete."""
+        if self._is_one_too_many:
+            return
+        if call.name not in self.names or not _is_object(call.arguments or "{}"):
+            yield Said(call.raw)
+            return
+        if self.began:
+            yield from self.progress(call)
+        else:
+            yield CallBegins(self.count, self.new_id(), call.name or "")
+            yield CallGoesOn(self.count, call.arguments or "{}")
+        self.count += 1
+
+    @property
+    def _is_one_too_many(self) -> bool:
+        return self.most is not None and self.count >= self.most
+
+
+@dataclass
+class TextWithCalls:
+    """Any of the forms: where calls begin, what stands between them, and where they end."""
+
+    calls: _Calls
+    markers: tuple[str, ...] = ()  # calls begin behind one of these; none: with the first character
+    as_list: bool = False  # calls may stand in a list
+    named: bool = False  # behind the marker may stand a bare name, then its arguments
+    closing: str = ""  # what stands behind a call
+    _where: str = "text"
+    _held: str = ""
+    _call: CallObject | None = None
+    _search: StopStrings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._search = StopStrings(self.markers)
+        if not self.markers or self._begins_at_once:
+            self._where = "gap"
+
+    @property
+    def _begins_at_once(self) -> bool:
+        return not self.closing and not self.named and not self.as_list  # llama3: all calls, or all text
+
+    def push(self, text: str) -> list[Event]:
+        """More of the answer."""
+        events: list[Event] = []
+        for char in text:
+            events.extend(self._take(char))
+        if self._call is not None:
+            events.extend(self.calls.progress(self._call))
+        return _joined(events)
+
+    def finish(self) -> list[Event]:
+        """The rest: a call that never became complete is text, unless it went out already."""
+        if self._call is not None:
+            if self.calls.began:
+                return list(self.calls.progress(self._call))
+            return [Said(self._call.raw)] if self._call.raw and not self.calls.live else []
+        rest = self._held + self._search.flush()
+        self._held = ""
+        return [Said(rest)] if rest and (rest.strip() or not self.calls.count) else []
+
+    def _take(self, char: str) -> Iterator[Event]:
+        if self._call is not None:
+            yield from self._in_a_call(self._call, char)
+        elif self._where == "text":
+            yield from self._in_text(char)
+        else:
+            yield from self._between(char)
+
+    def _in_text(self, char: str) -> Iterator[Event]:
+        released = self._search.push(char)
+        for each in released.text:
+            # White space waits for what follows it: before a call it is only layout.
+            self._held += each
+            if not each.isspace():
+                yield Said(self._held)
+                self._held = ""
+        if released.stop is not None:
+            self._held, self._where = "", "gap"
+            self._search = StopStrings(self.markers)
+
+    def _between(self, char: str) -> Iterator[Event]:
+        """Behind a marker, or between two calls: layout, a name, a new call, or text after all."""
+        self._held += char
+        seen = self._held.strip()
+        if char == "{":
+            yield from self._open(seen[:-1])
+        elif self.closing and seen == self.closing:
+            self._held, self._where = "", "text"
+        elif seen in self.markers or (self.as_list and seen in ("[", ",", "]")) or (not self.closing and seen in ";,"):
+            self._held = ""
+        elif not self._may_go_on(seen):
+            held, self._held, self._where = self._held, "", "text"
+            for each in held:
+                yield from self._in_text(each)
+
+    def _may_go_on(self, seen: str) -> bool:
+        if any(text.startswith(seen) for text in (*self.markers, self.closing) if text):
+            return True
+        # A name and what models write between it and its arguments, such as [ARGS].
+        return self.named and len(seen) < 200 and "\n" not in seen
+
+    def _open(self, before: str) -> Iterator[Event]:
+        self._held = ""
+        self._call = self.calls.begin()
+        name = before.split("[", 1)[0].strip() if self.named else ""
+        head = json.dumps({"name": name})[:-1] + ', "arguments": ' if name else ""
+        for char in head + "{":
+            self._call.push(char)
+        self._has_bare_name = bool(name)
+        return iter(())
+
+    def _in_a_call(self, call: CallObject, char: str) -> Iterator[Event]:
+        call.push(char)
+        if self._has_bare_name and call.value_is_whole:
+            call.push("}")
+        if call.is_broken:
+            self._call = None
+            self._where = "text"
+            yield Said(call.raw)
+        elif call.is_complete:
+            self._call = None
+            self._where = "gap"
+            yield from self.calls.end(call)
+
+    _has_bare_name: bool = False
+
+
+@dataclass
+class NamedCall:
+    """The whole answer is the arguments of one function, bound by a grammar."""
+
+    name: str
+    id: str
+    _began: bool = False
+
+    def push(self, text: str) -> list[Event]:
+        """More of the arguments."""
+        if not text:
+            return []
+        begins = [] if self._began else [CallBegins(0, self.id, self.name)]
+        self._began = True
+        return [*begins, CallGoesOn(0, text)]
+
+    def finish(self) -> list[Event]:
+        """Nothing is ever held back."""
+        return []
+
+
+def parser_of(
+    form: str, names: Collection[str], *, live: bool = False, most: int | None = None, name: str = ""
+) -> Parser:
+    """A parser for one answer. `most`: calls beyond so many are dropped; `name`: of the one function, for `named`."""
+    calls = _Calls(names, live, most, new_id=_short_id if form == "mistral" else _call_id)
+    match form:
+        case "named":
+            return NamedCall(name, _call_id())
+        case "array":
+            return TextWithCalls(calls, as_list=True)
+        case "hermes":
+            return TextWithCalls(calls, markers=("<tool_call>",), closing="</tool_call>")
+        case "mistral":
+            return TextWithCalls(calls, markers=("[TOOL_CALLS]",), as_list=True, named=True)
+        case "llama3":
+            return TextWithCalls(calls, markers=("<|python_tag|>",))
+        case _:
+            raise ValueError(f"there is no form of tool calls named {form!r}")
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """Neighbouring texts as one."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Said) and isinstance(last, Said):
+            joined[-1] = Said(last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    """Mistral's templates take nine letters and digits, and nothing else."""
+    return secrets.token_hex(5)[:9]

@@ -1,0 +1,145 @@
+"""Which tools an answer may or must use: the form of its calls, chosen by the chat template, and the grammar behind it.
+
+| tool_choice | shown to the model | bound by a grammar                   | finish_reason          |
+|-------------|--------------------|--------------------------------------|------------------------|
+| none        | no                 | no                                   | stop                   |
+| auto        | yes                | calls of `strict` functions          | tool_calls, if any     |
+| required    | yes                | a list of calls, and nothing else    | tool_calls             |
+| a function  | yes                | its arguments, and nothing else      | stop, as vLLM answers  |
+
+`auto` needs a template that shows tools to the model: elsewhere it would be ignored, so it is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from slipway_runtime.messages import Grammar
+from slipway_runtime.server.chat_types import NamedTool, Tool
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.openai_types import ChatRequest
+from slipway_runtime.server.template import ChatTemplate
+from slipway_runtime.server.tool_calls import Parser, parser_of
+
+# What a template contains → the form in which its model calls. The first that is found holds.
+_SIGNS: Final = (
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters"', "llama3"),
+)
+# How a call of each form is written around its arguments, and where one is recognised.
+_TAGS: Final = {
+    "hermes": ("<tool_call>", '<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"),
+    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS] [{{"name": {name}, "arguments": ', "}]"),
+    "llama3": ('{"name"', '{{"name": {name}, "parameters": ', "}"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """What one request may do with tools."""
+
+    shown: tuple[Tool, ...] = ()
+    form: str = ""  # empty: no tools
+    name: str = ""  # of the one function that is forced
+    live: bool = False  # a grammar vouches for the calls
+    most: int | None = None
+    grammar: Grammar | None = None
+
+    def parser(self) -> Parser | None:
+        """A fresh parser for one answer; None where text is only text."""
+        if not self.form:
+            return None
+        names = {tool.function.name for tool in self.shown}
+        return parser_of(self.form, names, live=self.live, most=self.most, name=self.name)
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the marks of calls may be special tokens, which are otherwise left out of the text."""
+        return self.form in {"hermes", "mistral", "llama3"}
+
+    @property
+    def finish_reason(self) -> str:
+        """Why an answer with calls ended."""
+        return "stop" if self.form == "named" else "tool_calls"
+
+
+def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
+    """Decide; raises ApiError 400 where it cannot be."""
+    tools = tuple(body.tools or ())
+    if not tools or body.tool_choice == "none":
+        return ToolUse()
+    most = 1 if body.parallel_tool_calls is False else None
+    if isinstance(body.tool_choice, NamedTool):
+        [tool] = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
+        grammar = Grammar(kind="json_schema", text=_dumps(tool.function.schema_of_arguments))
+        return ToolUse(shown=tools, form="named", name=tool.function.name, live=True, grammar=grammar)
+    if body.tool_choice == "required":
+        grammar = Grammar(kind="json_schema", text=_dumps(schema_of_calls(tools, most)))
+        return ToolUse(shown=tools, form="array", live=True, most=most, grammar=grammar)
+    form = form_of(template)
+    if not form:
+        raise ApiError(
+            400,
+            "this model's chat template shows no tools to the model: only tool_choice 'required' or a named function"
+            " work with it",
+            param="tools",
+        )
+    strict = any(tool.function.strict for tool in tools)
+    grammar_of_tags = Grammar(kind="structural_tag", text=_tags(tools, form)) if strict else None
+    return ToolUse(shown=tools, form=form, most=most, grammar=grammar_of_tags)
+
+
+def form_of(template: ChatTemplate) -> str:
+    """How a model with this template calls tools; empty where it is not shown any."""
+    if not template.shows_tools:
+        return ""
+    return next((form for sign, form in _SIGNS if sign in template.source), "hermes")
+
+
+def schema_of_calls(tools: tuple[Tool, ...], most: int | None) -> dict[str, Any]:
+    """A list of calls. What the functions' schemas refer to moves to the root, where `#/$defs/…` looks for it."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        arguments = dict(tool.function.schema_of_arguments)
+        _collect(definitions, arguments.pop("$defs", {}))
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "parameters": arguments},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if most is not None:
+        schema["maxItems"] = most
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def _collect(definitions: dict[str, Any], more: Any) -> None:
+    if not isinstance(more, Mapping):
+        raise ApiError(400, "$defs of a function's parameters is an object", param="tools")
+    for name, schema in more.items():
+        if definitions.setdefault(name, schema) != schema:
+            raise ApiError(400, "two functions define the same name in $defs differently", param="tools")
+
+
+def _tags(tools: tuple[Tool, ...], form: str) -> str:
+    trigger, begin, end = _TAGS[form]
+    structures = [
+        {
+            "begin": begin.format(name=json.dumps(tool.function.name)),
+            "schema": tool.function.schema_of_arguments,
+            "end": end,
+        }
+        for tool in tools
+    ]
+    return _dumps({"type": "structural_tag", "structures": structures, "triggers": [trigger]})
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
