@@ -15,7 +15,6 @@ import torch
 
 from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.engine.engine import Engine
-from slipway_runtime.engine.grammar import GrammarCompiler
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
@@ -27,6 +26,7 @@ from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import EngineFacts, Loading, StepPlan, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter, slot_bytes
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
+from slipway_runtime.models.quantize import head_maker, matmul_maker
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.scheduling.block_pool import BlockPool
@@ -93,23 +93,26 @@ def build_engine(
         torch.set_num_threads(options.threads)
     started = time.perf_counter()
     plan = _decide(model_path, options)
-    kernels = kernels_for(plan.device)
+    kernels = kernels_for(plan.device, deterministic=options.deterministic)
     with shortage_refused("the weights", plan.device):
         decoder, weight_bytes = _load(model_path, plan, kernels)
     with shortage_refused("the adapters", plan.device):
         slots = _slots(decoder, plan, kernels)
+    # None where there is no tokenizer: an answer that a grammar binds can then only end.
+    grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids)
     with shortage_refused("the KV cache", plan.device):
         size = _size_cache(plan)
         length = _fit_pool(plan.max_model_len, size.num_blocks * options.block_size, asked=options.max_model_len)
         runner = Runner(
             decoder,
-            allocate_cache(plan.config, size, plan.dtype, plan.device),
+            allocate_cache(plan.config, size, plan.kv_dtype, plan.device),
             kernels,
             block_size=options.block_size,
             max_num_seqs=plan.max_num_seqs,
             max_model_len=length,
             eos_token_ids=plan.eos_token_ids,
             device=plan.device,
+            num_tokens=None if grammars is None else grammars.num_tokens,
             adapters=slots,
         )
     loaded = time.perf_counter()
@@ -131,7 +134,6 @@ def build_engine(
 
     on_news(WarmingUp())
     overlap = options.overlap if options.overlap is not None else plan.device.type == "cuda"
-    grammars = _grammars(Path(options.tokenizer_path or model_path), plan)
     worker = Worker(partial(_execute, runner, grammars)) if overlap else None
     with shortage_refused("the largest batch", plan.device):
         _warm_up(new_scheduler(kv_events=False), runner, slots, plan, worker)
@@ -164,7 +166,7 @@ def build_engine(
     atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
     parts: dict[str, Any] = {
         "grammars": grammars,
-        "adapters": None if slots is None else _adapters(scheduler, slots, plan),
+        "adapters": None if slots is None else _adapters(scheduler, slots, plan, model_path),
         "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
     }
     if worker is not None:
@@ -201,15 +203,25 @@ def _decide(model_path: Path, options: EngineOptions) -> _Plan:
 def _load(model_path: Path, plan: _Plan, kernels: Kernels) -> tuple[Decoder, int]:
     """The decoder, and the bytes of its weights."""
     with Checkpoint(model_path, plan.dtype, plan.device) as checkpoint:
-        decoder = load_decoder(plan.config, checkpoint, kernels, plan.max_model_len, plan.dtype, plan.device)
-        return decoder, checkpoint.bytes
+        form = {"deterministic": plan.options.deterministic, "device": plan.device}
+        decoder = load_decoder(
+            plan.config,
+            checkpoint,
+            kernels,
+            plan.max_model_len,
+            plan.dtype,
+            plan.device,
+            matmul_maker(plan.options.quantization, **form),
+            head_maker(plan.options.quantization, **form),
+        )
+        return decoder, decoder.nbytes
 
 
 def _size_cache(plan: _Plan) -> CacheSize:
     asked = plan.options.kv_cache_bytes
     return size_cache(
         plan.config,
-        dtype=plan.dtype,
+        dtype=plan.kv_dtype,
         block_size=plan.options.block_size,
         budget_bytes=asked or default_budget_bytes(plan.device, plan.options.gpu_memory_utilization),
         # Memory nobody asked for is taken only as far as all rows at full length could use it.
@@ -232,7 +244,9 @@ def _slots(decoder: Decoder, plan: _Plan, kernels: Kernels) -> AdapterSlots | No
     return AdapterSlots(bank, plan.max_num_seqs)
 
 
-def _adapters(scheduler: Scheduler, slots: AdapterSlots, plan: _Plan) -> Adapters[HostAdapter]:
+def _adapters(scheduler: Scheduler, slots: AdapterSlots, plan: _Plan, model_path: Path) -> Adapters[HostAdapter]:
+    base_digest = cache(lambda: weights_digest(model_path))  # reads all weights: only for adapters that name a base
+
     def read(path: Path, digest: str) -> HostAdapter:
         return read_adapter(
             path,
@@ -240,18 +254,11 @@ def _adapters(scheduler: Scheduler, slots: AdapterSlots, plan: _Plan) -> Adapter
             max_rank=plan.max_rank,
             dtype=plan.dtype,
             digest=digest,
+            base_digest=base_digest,
             pin_memory=plan.device.type == "cuda",
         )
 
     return Adapters(scheduler, read, keep=slots.keep, forget=slots.forget)
-
-
-def _grammars(folder: Path, plan: _Plan) -> Grammars | None:
-    """None where there is no tokenizer: an answer that a grammar binds can then only end."""
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        return None
-    return Grammars(GrammarCompiler(file.read_text(encoding="utf-8"), eos_token_ids=plan.eos_token_ids))
 
 
 def _execute(runner: Runner, grammars: Grammars | None, plan: StepPlan) -> StepResult:

@@ -70,7 +70,8 @@ def _batches(scheduler: Scheduler, adapters: tuple[str, ...]) -> Iterator[list[R
     yield [scored, msgspec.structs.replace(bound, grammar=Grammar(kind="regex", text=".*"))]
     # A text that repeats itself has something to guess; the bias makes the guesses come true.
     repeats = SamplingParams(max_tokens=min(16, most), temperature=0.0, logit_bias=((1, 100.0),), ignore_eos=True)
-    yield [request(f"guessed-{index}", min(16, most), repeats) for index in range(min(2, scheduler.max_num_seqs))]
+    if scheduler.speculation is not None:
+        yield [request(f"guessed-{index}", min(16, most), repeats) for index in range(min(2, scheduler.max_num_seqs))]
     for count in sorted({1, len(adapters)} if adapters else ()):
         yield [request(f"adapter-{count}-base", 2, _DRAWS[0])]
         yield [

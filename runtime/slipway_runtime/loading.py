@@ -1,0 +1,129 @@
+"""From settings to a warm engine: the download, the tokenizer, and the engine, in its own process or in a thread.
+
+Everything here takes long and runs beside the event loop, which answers probes meanwhile.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from slipway_runtime.engine.launch import EngineProcess
+from slipway_runtime.engine.options import EngineOptions
+from slipway_runtime.engine.thread import EngineThread
+from slipway_runtime.engine.transport import Transport
+from slipway_runtime.messages import Loading, WarmingUp
+from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
+from slipway_runtime.settings import RuntimeSettings
+from slipway_runtime.storage.fetch import check_digest, fetch
+
+LOADER: Final = "load"  # the name of threads that nobody waits for at the end
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A model on this machine, before anything of it is computed with."""
+
+    directory: Path
+    tokenizer_directory: Path
+    tokenizer: TokenizerFiles
+    seconds: float  # of downloading
+
+
+def bring(settings: RuntimeSettings) -> Fetched:
+    """Download what is not here yet, and check it. Blocks. Raises FetchError, TokenizerMismatch, FileNotFoundError."""
+    began = time.monotonic()
+    directory = fetch(settings.model_uri, cache=settings.cache_directory)
+    if settings.model_digest:
+        check_digest(directory, settings.model_digest)
+    beside = directory
+    if settings.tokenizer_uri:
+        beside = fetch(settings.tokenizer_uri, cache=settings.cache_directory, weights=False)
+    seconds = time.monotonic() - began
+    tokenizer = load_tokenizer(beside, chat_template=settings.chat_template, expected_sha256=settings.tokenizer_sha256)
+    return Fetched(directory, beside, tokenizer, seconds)
+
+
+async def load_engine(
+    settings: RuntimeSettings, fetched: Fetched, on_news: Callable[[Loading | WarmingUp], object]
+) -> Transport:
+    """A warm engine; `on_news` is called on the event loop. Raises EngineNotLoadedError or what the engine raised."""
+    options = engine_options(settings, fetched)
+    if settings.in_process:
+        loop = asyncio.get_running_loop()
+
+        def build() -> Transport:
+            # Only here: torch costs seconds and 500 MB, and the ports must be open before.
+            from slipway_runtime.engine.build import build_engine
+
+            return EngineThread(
+                build_engine(fetched.directory, options, on_news=lambda news: loop.call_soon_threadsafe(on_news, news))
+            )
+
+        return await in_daemon_thread(build)
+    return await EngineProcess.launch(
+        fetched.directory,
+        options,
+        run_directory=settings.run_directory,
+        log_level=settings.log_level,
+        on_news=on_news,
+    )
+
+
+def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions:
+    """What the engine must know of the settings."""
+    eos = fetched.tokenizer.special_tokens.get("eos_token")
+    eos_id = fetched.tokenizer.tokenizer.token_to_id(eos) if eos else None
+    return EngineOptions(
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        deterministic=settings.deterministic,
+        threads=settings.threads,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        extra_eos_token_ids=() if eos_id is None else (eos_id,),
+        tokenizer_path=str(fetched.tokenizer_directory),
+        speculation=settings.speculation,
+        speculation_max_tokens=settings.speculation_max_tokens,
+        max_adapters=settings.max_adapters,
+        max_cpu_adapters=settings.max_cpu_adapters,
+        max_rank=settings.max_rank,
+        overlap=False if settings.no_overlap else None,
+        tenant_weights=dict(settings.tenant_weights),
+        kv_events_endpoint=settings.kv_events_endpoint,
+    )
+
+
+async def in_daemon_thread(work: Callable[[], _T]) -> _T:
+    """Run the work beside the loop. A daemon, so that SIGTERM during a long load ends the process at once."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+
+    def settle(result: _T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # a result, since there is no error
+
+    def body() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as failure:  # noqa: BLE001  carried over to whoever waits
+            result, error = None, failure
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=body, name=LOADER, daemon=True).start()
+    return await done

@@ -1,0 +1,56 @@
+"""What a replica does between its warm engine and being ready: the adapters and the prompts it was started with.
+
+Neither can keep it from getting ready. An adapter that does not load answers an error under its name (the registry
+remembers why), and a prompt that cannot be prefilled is only slower at first.
+"""
+
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from slipway_runtime.engine.client import EngineError
+from slipway_runtime.messages import Request, SamplingParams
+from slipway_runtime.server.chat_types import ChatMessage
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.loaded import LoadedModel
+from slipway_runtime.settings import BootAdapter, WarmPrompt
+
+log = structlog.get_logger()
+
+
+async def load_adapters(model: LoadedModel, adapters: Sequence[BootAdapter]) -> None:
+    """Load one after the other, as named on the command line."""
+    for adapter in adapters:
+        try:
+            await model.adapters.load(adapter.name, adapter.uri)
+        except (ApiError, EngineError) as error:
+            log.error("adapter not loaded", adapter=adapter.name, uri=adapter.uri, reason=str(error))
+
+
+async def prefill(model: LoadedModel, prompts: Sequence[WarmPrompt]) -> None:
+    """Compute the prompts once, through the door that everybody uses, so that their prefixes are found later."""
+    for index, prompt in enumerate(prompts):
+        try:
+            await _prefill(model, prompt, f"warm-prompt-{index}")
+        except (ApiError, EngineError, ValueError) as error:
+            log.error("warm prompt not prefilled", index=index, reason=str(error))
+
+
+async def _prefill(model: LoadedModel, prompt: WarmPrompt, request_id: str) -> None:
+    if isinstance(prompt, str):
+        written = await model.prompts.text(prompt)
+    else:
+        # Up to where the next turn begins: what follows differs from request to request.
+        messages = [ChatMessage.model_validate(dict(message)) for message in prompt]
+        written = await model.prompts.chat(messages, add_generation_prompt=False)
+    request = Request(
+        id=request_id,
+        prompt_token_ids=written.token_ids,
+        params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        arrived=time.monotonic(),
+    )
+    async with model.engine.generate(request) as outputs:
+        async for output in outputs:
+            if output.error:
+                log.error("warm prompt not prefilled", index=request_id, reason=output.error)
