@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +29,11 @@ class DoesNotFitError(ModelRefusedError):
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file, which must be a plain file of reasonable size."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ModelRefusedError(f"{path.name} has {path.stat().st_size} bytes: no configuration is that long")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would block, a device would never end
+            raise ModelRefusedError(f"{path.name} is not a file")
+        if about.st_size > MOST_BYTES:
+            raise ModelRefusedError(f"{path.name} has {about.st_size} bytes: no configuration is that long")
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelRefusedError(f"there is no {path.name} in the checkpoint") from None

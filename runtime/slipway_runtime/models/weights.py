@@ -1,48 +1,94 @@
-"""Tensors of a checkpoint by name, memory-mapped. Only safetensors is read: a pickle could run code on loading."""
+"""Tensors of a checkpoint by name, out of memory-mapped files. Only safetensors is read: a pickle could run code.
 
-import json
+A tensor is copied piece by piece from the map to where it stays, its type changed on the way, and each piece of the
+map is let go at once. So a load never holds more than the weights, one piece for each thread, and what the caller
+makes of the tensors that it has in hand.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Final, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.config_values import ModelRefusedError, read_json
+from slipway_runtime.models.safetensors_file import Entry, SafetensorsFile
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-_DERIVED = (".rotary_emb.inv_freq",)  # computed from the configuration; older checkpoints stored it
+_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_DERIVED: Final = (".rotary_emb.inv_freq",)  # computed from the configuration; older checkpoints stored it
+_MOST_THREADS: Final = 8  # beyond these a disk is no faster, and each holds a layer's tensors
+_T = TypeVar("_T")
 
 
 class Checkpoint:
-    """Hands out each tensor once, checked and converted; `close` refuses what nobody asked for."""
+    """Hands out each tensor once, checked and converted; closing it refuses what nobody asked for.
 
-    def __init__(self, model_path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    `take` may be called from several threads. `on_progress` gets the bytes read and the bytes of all tensors.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
         self._dtype = dtype
         self._device = device
-        self._files = [safe_open(path, framework="pt") for path in _safetensors_files(model_path)]
-        self._file_of = {name: file for file in self._files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118  not a dict
-        self._left = set(self._file_of)
-        self.bytes = 0
+        self._files = [SafetensorsFile(path) for path in _safetensors_files(model_path)]
+        self._places: dict[str, tuple[SafetensorsFile, Entry]] = {}
+        for file in self._files:
+            for name, entry in file.entries.items():
+                if name in self._places:
+                    raise ModelRefusedError(f"the checkpoint holds the tensor {name} twice")
+                self._places[name] = (file, entry)
+        self._left = set(self._places)
+        self._lock = threading.Lock()
+        self._on_progress = on_progress
+        self._read = 0
+        self._total = sum(entry.nbytes for _, entry in self._places.values())
+        self.bytes = 0  # of what was handed out, as it lies in memory
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor `name`, which must have this shape."""
-        file = self._file_of.get(name)
-        if file is None:
+        if name not in self._places:
             raise ModelRefusedError(f"the checkpoint lacks the tensor {name}")
-        tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]  # safetensors' stubs say less than it does
-        if tuple(tensor.shape) != shape:
-            raise ModelRefusedError(f"{name} has the shape {tuple(tensor.shape)}; config.json says {shape}")
-        if not tensor.is_floating_point():
-            raise ModelRefusedError(f"{name} holds {tensor.dtype}: quantized checkpoints are not supported")
-        self._left.discard(name)
-        tensor = tensor.to(device=self._device, dtype=self._dtype, copy=True)  # out of the mapped file
-        self.bytes += tensor.nbytes
+        file, entry = self._places[name]
+        if entry.shape != shape:
+            raise ModelRefusedError(f"{name} has the shape {entry.shape}; config.json says {shape}")
+        if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+            raise ModelRefusedError(f"{name} holds {entry.dtype}: quantized checkpoints are not supported")
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        file.copy_into(tensor.view(-1), entry, self._tell)
+        with self._lock:
+            self._left.discard(name)
+            self.bytes += tensor.nbytes
         return tensor
+
+    def in_parallel(self, make: Callable[[int], _T], count: int) -> list[_T]:
+        """`[make(0), …, make(count - 1)]` by several threads: one converts while another waits for the disk."""
+        threads = min(_MOST_THREADS, count, os.cpu_count() or 1)
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="weights") as pool:
+            futures = [pool.submit(make, index) for index in range(count)]
+            try:
+                return [future.result() for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()  # after an error nobody wants the rest
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
         self._left.discard(name)
+
+    def _tell(self, count: int) -> None:
+        with self._lock:
+            self._read += count
+            self._on_progress(self._read, self._total)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -50,8 +96,9 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.clear()
-        self._file_of.clear()
+        for file in self._files:
+            file.close()
+        self._places.clear()
         unexpected = sorted(name for name in self._left if not name.endswith(_DERIVED))
         if unexpected and error is None:
             more = f" and {len(unexpected) - 3} more" if len(unexpected) > 3 else ""
@@ -63,26 +110,27 @@ class Checkpoint:
 def _safetensors_files(model_path: Path) -> list[Path]:
     index = model_path / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({model_path / name for name in json.loads(index.read_text())["weight_map"].values()})
-        for file in files:
-            if file.parent != model_path:
-                raise ModelRefusedError(f"{index.name} points outside the checkpoint: {file.name}")
-            if not file.exists():
-                raise ModelRefusedError(f"{index.name} names {file.name}, which is not there")
-    else:
-        files = sorted(model_path.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(path.name for pattern in _PICKLES for path in model_path.glob(pattern))
-        if pickles:
-            raise ModelRefusedError(
-                f"the weights are pickled ({pickles[0]}): loading them could run code. Only safetensors is read; "
-                "save the model with safe_serialization=True"
-            )
-        raise ModelRefusedError("there are no *.safetensors files in the checkpoint")
+        return _of_index(model_path, index)
+    files = sorted(model_path.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(path.name for pattern in _PICKLES for path in model_path.glob(pattern))
+    if pickles:
+        raise ModelRefusedError(
+            f"the weights are pickled ({pickles[0]}): loading them could run code. Only safetensors is read; "
+            "save the model with safe_serialization=True"
+        )
+    raise ModelRefusedError("there are no *.safetensors files in the checkpoint")
+
+
+def _of_index(model_path: Path, index: Path) -> list[Path]:
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ModelRefusedError(f"{index.name} has no weight_map of names")
+    files = sorted({model_path / name for name in shards.values()})
     for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ModelRefusedError(f"{file.name} is not a safetensors file: {error}") from error
+        if file.parent != model_path or file.suffix != ".safetensors":
+            raise ModelRefusedError(f"{index.name} points outside the checkpoint: {file.name[:80]}")
+        if not file.exists():
+            raise ModelRefusedError(f"{index.name} names {file.name[:80]}, which is not there")
     return files

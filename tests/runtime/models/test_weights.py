@@ -7,11 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipway_runtime.engine.build import build_engine
+from slipway_runtime.models import safetensors_file
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.models.weights import Checkpoint
 from tests.runtime.checkpoints import a_checkpoint
 
 CPU = torch.device("cpu")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as rollup:
+        return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Rss:"))
 
 
 @pytest.mark.capability("ST-2")
@@ -34,10 +40,6 @@ def test_a_pickle_under_a_safetensors_name_is_not_opened(tmp_path):
 @pytest.mark.capability("ST-2")
 def test_the_file_is_mapped_and_not_read_whole(tmp_path):
     save_file({"big": torch.zeros(64 << 20, dtype=torch.uint8), "small": torch.ones(4)}, tmp_path / "a.safetensors")
-
-    def resident_bytes() -> int:
-        with open("/proc/self/smaps_rollup") as rollup:
-            return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Rss:"))
 
     before = resident_bytes()
     checkpoint = Checkpoint(tmp_path, torch.float32, CPU)
@@ -91,9 +93,117 @@ def test_a_checkpoint_in_several_files_is_one_checkpoint(tmp_path):
         build_engine(tmp_path)
 
 
-def test_an_index_cannot_point_outside_the_checkpoint(tmp_path):
+@pytest.mark.capability("ST-2")
+def test_a_load_holds_the_weights_and_a_piece_for_each_thread(tmp_path, monkeypatch):
+    """The file is as large as the weights: were it kept in memory too, the peak would be twice theirs."""
+    monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 1 << 20)
+    count, each = 12, 8 << 20
+    tensors = {f"t{index}": torch.full((each // 2,), index, dtype=torch.bfloat16) for index in range(count)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    del tensors
+    highest, before = 0, resident_bytes()
+    seen: list[tuple[int, int]] = []
+
+    def look(done: int, total: int) -> None:
+        nonlocal highest
+        highest = max(highest, resident_bytes())
+        seen.append((done, total))
+
+    with Checkpoint(tmp_path, torch.bfloat16, CPU, on_progress=look) as checkpoint:
+        taken = checkpoint.in_parallel(lambda index: checkpoint.take(f"t{index}", each // 2), count)
+
+    assert [int(tensor[-1]) for tensor in taken] == list(range(count))
+    assert checkpoint.bytes == count * each
+    assert highest - before < count * each + (24 << 20)
+    assert [done for done, _ in seen] == [(step + 1) << 20 for step in range(count * 8)]
+    assert {total for _, total in seen} == {count * each}
+
+
+def test_types_change_on_the_way_even_where_tensors_are_not_aligned(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 24)
+    values = torch.randn(7, 5, dtype=torch.float64)
+    for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        header = json.dumps({"odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "x": {
+            "dtype": safetensors_name(kind), "shape": [7, 5], "data_offsets": [3, 3 + 35 * kind.itemsize],
+        }}).encode()  # fmt: skip
+        data = bytes(3) + values.to(kind).flatten().view(torch.uint8).numpy().tobytes()
+        (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+        with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+            checkpoint.ignore("odd")
+            assert checkpoint.take("x", 7, 5).equal(values.to(kind).float())
+
+
+def safetensors_name(kind: torch.dtype) -> str:
+    return {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[kind]
+
+
+def lying(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header + data
+
+
+@pytest.mark.capability("ST-2")
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "it has 0 bytes"),
+        (b"1234", "it has 4 bytes"),
+        (lying(b"{}", length=1 << 62), "it claims a header of 4611686018427387904 bytes"),
+        (lying(b"{}", length=17 << 20), "it claims a header of 17825792 bytes"),
+        (lying(b"{}", length=4096), "is not a safetensors file"),
+        (lying(b"not json"), "is not a safetensors file"),
+        (lying(b"[" * 100_000), "is not a safetensors file"),
+        (lying(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'), "is not a safetensors file"),
+        (lying(b'{"a": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0, 8]}}', bytes(8)),
+         "is not a safetensors file"),
+        (lying(b'{"a": {"dtype": "F32", "shape": [4294967296, 4294967296, 4], "data_offsets": [0, 0]}}'),
+         "is not a safetensors file"),
+        (lying(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+               b'"b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}', bytes(12)),
+         "is not a safetensors file"),  # they overlap
+        (lying(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', bytes(8)),
+         "is not a safetensors file"),
+        (lying(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', bytes(16)),
+         "is not a safetensors file"),  # bytes that belong to nobody
+    ],
+)  # fmt: skip
+def test_headers_that_lie_are_refused_with_a_sentence(content, sentence, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelRefusedError, match=sentence) as refused:
+        Checkpoint(tmp_path, torch.float32, CPU)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_is_no_file_is_not_opened(name, tmp_path):
+    a_checkpoint(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ModelRefusedError, match=f"{name} is not a file"):
+        build_engine(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for name in ("a", "b"):
+        save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ModelRefusedError, match="holds the tensor x twice"):
+        Checkpoint(tmp_path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ({"weight_map": {"x": "../secret.safetensors"}}, "points outside the checkpoint"),
+        ({"weight_map": {"x": "/etc/secret.safetensors"}}, "points outside the checkpoint"),
+        ({"weight_map": {"x": "a/../../secret.safetensors"}}, "points outside the checkpoint"),
+        ({"weight_map": {"x": "config.json"}}, "points outside the checkpoint"),
+        ({"weight_map": {"x": 7}}, "has no weight_map of names"),
+        ({"weight_map": ["x"]}, "has no weight_map of names"),
+        ({}, "has no weight_map of names"),
+    ],
+)
+def test_an_index_cannot_point_outside_the_checkpoint(index, sentence, tmp_path):
     a_checkpoint(tmp_path / "model")
-    index = {"weight_map": {"x": "../secret.safetensors"}}
+    (tmp_path / "secret.safetensors").write_bytes(b"")
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelRefusedError, match="points outside the checkpoint"):
+    with pytest.raises(ModelRefusedError, match=sentence):
         build_engine(tmp_path / "model")

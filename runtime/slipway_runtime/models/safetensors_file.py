@@ -1,0 +1,111 @@
+"""One safetensors file: its header checked by the format's own library, its tensors copied out of a map of the file.
+
+The library refuses headers that lie (sizes that do not add up, tensors that overlap, holes); here is refused what it
+would accept and choke on: files that are no files, and headers longer than any honest one.
+"""
+
+import contextlib
+import json
+import mmap
+import struct
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipway_runtime.models.config_values import ModelRefusedError
+
+PIECE_BYTES: Final = 16 << 20
+MOST_HEADER_BYTES: Final = 16 << 20  # a thousand tensors need a tenth of a megabyte
+_TYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its type, its shape, and its bytes in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.start
+
+
+class SafetensorsFile:
+    """A mapped file and what is in it."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():  # a pipe would block, a device would never end
+            raise ModelRefusedError(f"{path.name} is not a file")
+        self._name = path.name
+        with path.open("rb") as file:
+            data_start = self._check_header(path, file.read(8))
+            self.entries = self._entries(file.read(data_start - 8), data_start)
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():
+            # Nobody writes through this tensor; a private map that may be written would be charged as memory.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def _check_header(self, path: Path, first: bytes) -> int:
+        """Where the tensors begin."""
+        if len(first) < 8:
+            raise ModelRefusedError(f"{path.name} is not a safetensors file: it has {len(first)} bytes")
+        (length,) = struct.unpack("<Q", first)
+        if length > MOST_HEADER_BYTES:
+            raise ModelRefusedError(f"{path.name} is not a safetensors file: it claims a header of {length} bytes")
+        try:
+            with safe_open(path, framework="pt"):
+                return 8 + int(length)
+        except SafetensorError as error:
+            raise ModelRefusedError(f"{path.name} is not a safetensors file: {str(error)[:200]}") from error
+
+    def _entries(self, header: bytes, data_start: int) -> dict[str, Entry]:
+        entries = {}
+        for name, about in json.loads(header).items():
+            if name == "__metadata__":
+                continue
+            dtype = _TYPES.get(about["dtype"])
+            if dtype is None:
+                raise ModelRefusedError(f"{name[:80]} holds {about['dtype']}: quantized checkpoints are not supported")
+            start, end = about["data_offsets"]
+            entries[name] = Entry(dtype, tuple(about["shape"]), data_start + start, data_start + end)
+        return entries
+
+    def copy_into(self, flat: Tensor, entry: Entry, tell: Callable[[int], None]) -> None:
+        """Copy a tensor's values into `flat`, (numel,), converted to its type; `tell` the bytes of each piece."""
+        size = entry.dtype.itemsize
+        step = PIECE_BYTES // size
+        for first in range(0, flat.numel(), step):
+            start = entry.start + first * size
+            end = min(start + PIECE_BYTES, entry.end)
+            piece = self._bytes[start:end]
+            if start % size:
+                piece = piece.clone()  # older writers did not align tensors
+            flat[first : first + step].copy_(piece.view(entry.dtype))
+            self._let_go(start, end)
+            tell(end - start)
+
+    def _let_go(self, start: int, end: int) -> None:
+        """These pages are not read again: without this, the file would be in memory beside the weights."""
+        start -= start % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def close(self) -> None:
+        """Let the map go."""
+        del self._bytes
+        with contextlib.suppress(BufferError):  # after an error, its traceback still looks into the map
+            self._map.close()
