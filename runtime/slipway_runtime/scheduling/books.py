@@ -68,7 +68,7 @@ class Books:
         assert request.id not in self._requests, "an id runs once"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "refused at the door"
         refusal = self._refusal(request.adapter)
-        answers = [self._new(request, index, now) for index in range(request.n)]
+        answers = [self._new(request, index, "" if refusal else request.adapter, now) for index in range(request.n)]
         self._requests[request.id] = answers.copy()
         leader = answers[0]
         self.waiting.push(leader, now)
@@ -76,8 +76,8 @@ class Books:
         self.ledger.admitted += request.n
         self.ledger.prompt_tokens += len(request.prompt_token_ids)
         for answer in answers:
-            if self.residency is not None and request.adapter and not refusal:
-                self.residency.join(request.adapter, now)
+            if self.residency is not None and answer.adapter:
+                self.residency.join(answer.adapter, now)
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, answer.serial, answer))
         for answer in answers:
@@ -93,7 +93,7 @@ class Books:
             return ""
         return "adapters are off" if self.residency is None else self.residency.refusal(adapter)
 
-    def _new(self, request: Request, index: int, now: float) -> Sequence:
+    def _new(self, request: Request, index: int, adapter: str, now: float) -> Sequence:
         self._serial += 1
         params = request.params
         if index:  # the prompt is scored once
@@ -102,6 +102,7 @@ class Books:
             request=request,
             index=index,
             params=params,
+            adapter=adapter,
             serial=self._serial,
             max_tokens=min(len(request.prompt_token_ids) + params.max_tokens, self._max_model_len),
             keys=[root_key(model=self._model, adapter=request.adapter, salt=request.cache_salt)],
@@ -121,8 +122,8 @@ class Books:
         self.waiting.serve(sequence, now)
         insort(self.running, sequence, key=_rank)
         self.num_bound += sequence.request.grammar is not None
-        if self.residency is not None and sequence.request.adapter:
-            self.residency.start_row(sequence.request.adapter)
+        if self.residency is not None and sequence.adapter:
+            self.residency.start_row(sequence.adapter)
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
             self.ledger.started += 1
@@ -174,7 +175,7 @@ class Books:
         """End whoever waits for an adapter that will not come."""
         for answers in list(self._requests.values()):
             for sequence in answers.copy():
-                if sequence.request.adapter == adapter and sequence.state is State.WAITING:
+                if sequence.adapter == adapter and sequence.state is State.WAITING:
                     self.end(sequence, FinishReason.ERROR, now, error)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
@@ -214,8 +215,8 @@ class Books:
         self.ending.discard(sequence)
         self._give_back(sequence)
         self._shares.leave(sequence.share)
-        if self.residency is not None and sequence.request.adapter:
-            self.residency.leave(sequence.request.adapter)
+        if self.residency is not None and sequence.adapter:
+            self.residency.leave(sequence.adapter)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
@@ -224,8 +225,8 @@ class Books:
             heapq.heappush(self.free_rows, sequence.row)
             sequence.row = NO_ROW
             self.num_bound -= sequence.request.grammar is not None
-            if self.residency is not None and sequence.request.adapter:
-                self.residency.end_row(sequence.request.adapter)
+            if self.residency is not None and sequence.adapter:
+                self.residency.end_row(sequence.adapter)
 
     # --- what is told
 
@@ -237,7 +238,7 @@ class Books:
     def stats(self, speculation: Speculation | None, steps: int, now: float) -> EngineStats:
         """The snapshot."""
         pool, ledger, waiting, residency = self.pool, self.ledger, self.waiting, self.residency
-        adapters = {sequence.request.adapter for sequence in self.running} if residency is not None else set()
+        adapters = {sequence.adapter for sequence in self.running} if residency is not None else set()
         return EngineStats(
             running=len(self.running),
             waiting=self.num_waiting,

@@ -6,7 +6,7 @@ from slipway_runtime.scheduling.sequence import Sequence, State
 
 def publish_computed(sequence: Sequence, pool: BlockPool) -> None:
     """Let others find the blocks that are full and computed. Drawn tokens count once they are accepted."""
-    size, adapter = pool.block_size, sequence.request.adapter
+    size, adapter = pool.block_size, sequence.adapter
     # After a guess that ended it, more was computed than was kept.
     full = min(sequence.num_computed, sequence.num_tokens) // size
     if full <= sequence.num_published:

@@ -224,7 +224,7 @@ class Residency:
     def take_dropped(self) -> tuple[str, ...]:
         """Whose host copies may be forgotten, unless they have come back meanwhile."""
         dropped, self._dropped = self._dropped, []
-        return tuple(digest for digest in dropped if not self._is_in_memory(digest))
+        return tuple(digest for digest in dict.fromkeys(dropped) if not self._is_in_memory(digest))
 
     def statuses(self) -> tuple[AdapterStatus, ...]:
         """All that are known."""
@@ -324,8 +324,9 @@ class Residency:
             if adapter.slot != BASE_SLOT:
                 self._leave_slot(adapter)
             self._give_back_memory(adapter)
+            if _is_in(adapter):
+                self._dropped.append(adapter.digest)
             del self._adapters[adapter.digest]
-            self._dropped.append(adapter.digest)
             self.version += 1
 
     def _cost(self, adapter: Adapter) -> int:

@@ -145,13 +145,16 @@ class Scheduler:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight, unless
-        the next draws depend on its results, by a grammar or by guesses.
+        """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight if there is
+        something to plan, unless the next draws depend on its results, by a grammar or by guesses.
         """
         if not self._in_flight:
             return True
+        books = self._books
         guessing = self.speculation is not None and self.speculation.active
-        return len(self._in_flight) < MAX_IN_FLIGHT and not self._books.num_bound and not guessing
+        if len(self._in_flight) == MAX_IN_FLIGHT or books.num_bound or guessing:
+            return False
+        return len(books.waiting) > 0 or any(sequence.num_ahead for sequence in books.running)
 
     def schedule(self, now: float) -> StepPlan:
         """Decide what the next step computes; see `can_overlap`. Each plan wants its `update`, an empty one too."""
@@ -273,21 +276,21 @@ class Scheduler:
         turn = _Turn.ADMITTED
         while turn is _Turn.ADMITTED and budget > 0 and books.free_rows and len(books.waiting):
             for sequence in books.waiting.in_turn(now):
-                if sequence.request.adapter in without_slot:
+                if sequence.adapter in without_slot:
                     continue
                 turn = self._admit(sequence, plan, now)
                 if turn is _Turn.ADMITTED:
                     budget -= _schedule_chunk(sequence, budget, plan)
                 if turn is not _Turn.NO_SLOT:
                     break
-                without_slot.add(sequence.request.adapter)
+                without_slot.add(sequence.adapter)
             else:
                 break
         return budget
 
     def _admit(self, sequence: Sequence, plan: PlanBuilder, now: float) -> _Turn:
         """Give a waiting sequence a row and its blocks, if they are there."""
-        pool, books, adapter = self.pool, self._books, sequence.request.adapter
+        pool, books, adapter = self.pool, self._books, sequence.adapter
         slot = (
             self.residency.slot_for(adapter, sequence.serial) if self.residency is not None and adapter else BASE_SLOT
         )
@@ -337,6 +340,7 @@ class Scheduler:
             wrong = len(row.drafts) - right if row.drafts else 0
             sequence.num_computed += row.num_new - wrong
             sequence.num_planned -= wrong
+        if row.preemptions == sequence.preemptions or row.samples:
             sequence.prompt_logprobs.extend(prompt_logprobs)
 
     # --- prefixes and adapters

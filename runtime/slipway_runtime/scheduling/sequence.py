@@ -32,6 +32,7 @@ class Sequence:
     request: Request
     index: int  # which of the request's answers
     params: SamplingParams  # the request's, with a seed of its own
+    adapter: str  # the digest that it holds on to; empty: the base model, or one that was refused
     serial: int  # order of arrival
     max_tokens: int  # length at which it must end, prompt included
     keys: list[bytes]  # of the parent, then of each full block
@@ -102,4 +103,5 @@ class Sequence:
     def forget_computed(self) -> None:
         """Nothing of it is in the cache any more."""
         self.num_computed = self.num_planned = self.num_published = 0
-        self.prompt_logprobs.clear()
+        if not self.num_pending:  # else the draw in flight is the first token, and tells them
+            self.prompt_logprobs.clear()

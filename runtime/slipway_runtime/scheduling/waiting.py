@@ -46,7 +46,7 @@ class WaitingQueue:
         priority, tenant = sequence.request.priority, sequence.share.owner
         assert tenant is not None
         self.by_tenant[tenant.name] += 1
-        self.by_adapter[sequence.request.adapter] += 1
+        self.by_adapter[sequence.adapter] += 1
         if priority not in self._classes:
             self._classes[priority] = _Class(priority, now)
         line = self._classes[priority].tenants.setdefault(tenant, {}).setdefault(sequence.share, [])
@@ -58,7 +58,7 @@ class WaitingQueue:
         priority, share, tenant = sequence.request.priority, sequence.share, sequence.share.owner
         assert tenant is not None
         _count_down(self.by_tenant, tenant.name)
-        _count_down(self.by_adapter, sequence.request.adapter)
+        _count_down(self.by_adapter, sequence.adapter)
         lines = self._classes[priority].tenants[tenant]
         lines[share].remove(sequence)
         if not lines[share]:

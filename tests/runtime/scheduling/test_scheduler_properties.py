@@ -10,6 +10,8 @@ from slipway_runtime.messages import FinishReason
 from slipway_runtime.scheduling.scheduler import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
+ADAPTERS = ("", "", "sha256:a", "sha256:b", "sha256:c")
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -18,8 +20,50 @@ class Arrival:
     max_tokens: int
     priority: int
     abort_after: int | None
+    abort_index: int | None
     deadline_after: int | None
     salt: str
+    tenant: str
+    adapter: str
+    n: int
+    scored: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    blocks: int
+    block_size: int
+    max_num_seqs: int
+    extra_budget: int
+    overlap: bool
+    guesses: int
+    memory: int | None
+    slots: int
+    in_memory: int
+    block_bytes: int
+
+    def play(self, **changes: object) -> Play:
+        return Play(
+            blocks=self.blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            budget=self.max_num_seqs + self.extra_budget,
+            memory=self.memory,
+            **{
+                "overlap": self.overlap,
+                "speculation_max_tokens": self.guesses,
+                "residency": {
+                    "max_adapters": self.slots,
+                    "max_cpu_adapters": self.in_memory,
+                    "block_bytes": self.block_bytes,
+                    "most_blocks": 3,
+                },
+                "adapter_bytes": 100,
+                "tenant_weights": {"big": 3.0},
+                "kv_events": True,
+                **changes,
+            },
+        )
 
 
 arrivals = st.lists(
@@ -31,88 +75,183 @@ arrivals = st.lists(
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 2),
         abort_after=st.none() | st.integers(0, 12),
+        abort_index=st.none() | st.integers(0, 2),
         deadline_after=st.none() | st.integers(1, 25),
         salt=st.sampled_from(["", "", "s"]),
+        tenant=st.sampled_from(["", "big", "small"]),
+        adapter=st.sampled_from(ADAPTERS),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        scored=st.booleans(),
     ),
     min_size=1,
     max_size=12,
 )
-
-
-@pytest.mark.capability("KV-1", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "PF-5", "PF-10")
-@settings(max_examples=250, deadline=None)
-@given(
-    arrivals=arrivals,
-    blocks=st.integers(7, 24),
+stages = st.builds(
+    Stage,
+    blocks=st.integers(10, 24),
     block_size=st.sampled_from([1, 2, 4]),
     max_num_seqs=st.integers(1, 5),
     extra_budget=st.integers(0, 12),
+    overlap=st.booleans(),
+    guesses=st.sampled_from([0, 0, 2, 5]),
+    memory=st.sampled_from([None, 1, 2]),
+    slots=st.integers(1, 3),
+    in_memory=st.integers(1, 3),
+    block_bytes=st.sampled_from([0, 50, 100]),
 )
-def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, blocks, block_size, max_num_seqs, extra_budget):
-    budget = max_num_seqs + extra_budget
-    play = Play(blocks=blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget)
+# Between the steps: an adapter is unloaded and comes back, or nobody may find a prefix any more.
+disturbances = st.dictionaries(
+    st.integers(0, 30), st.sampled_from([*sorted(set(ADAPTERS) - {""}), "forget"]), max_size=4
+)
+
+
+@pytest.mark.capability(
+    "KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "ML-5", "ML-6", "PF-5", "PF-10", "PF-25"
+)
+@settings(max_examples=250, deadline=None)
+@given(arrivals=arrivals, stage=stages, disturbances=disturbances)
+def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, disturbances):
+    play = stage.play()
+    for adapter in sorted(set(ADAPTERS) - {""}):
+        play.load(adapter)
     longest = play.scheduler.max_model_len
     requests: dict[str, Arrival] = {}
-    aborts: dict[int, list[str]] = {}
+    aborts: dict[int, list[tuple[str, int | None]]] = {}
     steps, due = 0, 0
     for index, arrival in enumerate(arrivals):
         if len(arrival.prompt) >= longest:
             continue  # refused at the door
         due += arrival.after
         while steps < due:
-            _step(play, aborts, steps, budget, max_num_seqs)
+            _step(play, stage, aborts, disturbances, steps)
             steps += 1
         name = f"r{index}"
         requests[name] = arrival
-        deadline = None if arrival.deadline_after is None else play.now + arrival.deadline_after
-        play.add(name, arrival.prompt, arrival.max_tokens, priority=arrival.priority, cache_salt=arrival.salt,
-                 deadline=deadline)  # fmt: skip
+        add(play, name, arrival)
         if arrival.abort_after is not None:
-            aborts.setdefault(steps + arrival.abort_after, []).append(name)
+            aborts.setdefault(steps + arrival.abort_after, []).append((name, arrival.abort_index))
 
     # Alone and without a cache, everything would take this many steps; recomputation may add as much each time.
-    work = sum(len(a.prompt) + a.max_tokens for a in requests.values())
-    for _ in range((work + len(requests)) * (1 + MAX_PREEMPTIONS) + 30):
+    work = sum((len(a.prompt) + a.max_tokens) * a.n for a in requests.values())
+    count = sum(a.n for a in requests.values())
+    for _ in range((work + 40 * count) * (1 + MAX_PREEMPTIONS) + 60):
         if not play.scheduler.has_work:
             break
-        _step(play, aborts, steps, budget, max_num_seqs)
+        _step(play, stage, aborts, disturbances, steps)
         steps += 1
     assert not play.scheduler.has_work, "somebody starves"
 
     for name, arrival in requests.items():
-        ends = [o.finish_reason for o in play.outputs[name] if o.finish_reason is not None]
-        assert len(ends) == 1, "every request ends once"
-        assert play.outputs[name][-1].finish_reason is ends[0], "nothing comes after the end"
-        text = play.text(name)
-        most = min(arrival.max_tokens, longest - len(arrival.prompt))
-        assert text == continuation(arrival.prompt, most)[: len(text)]
-        if ends[0] is FinishReason.LENGTH:
-            assert len(text) == most
+        for index in range(arrival.n):
+            _ended_as_promised(play, stage, name, arrival, index)
     stats = play.scheduler.stats(0.0)
     assert play.pool.live == 0, "a block leaked"
-    assert stats.admitted == stats.finished + stats.aborted == len(requests)
-    assert stats.preemptions <= MAX_PREEMPTIONS * len(requests)
-    assert stats.generated_tokens == sum(len(play.text(name)) for name in requests)
+    assert stats.admitted == stats.finished + stats.aborted == count
+    assert stats.preemptions <= MAX_PREEMPTIONS * count
+    assert stats.generated_tokens == sum(len(o.token_ids) for outputs in play.outputs.values() for o in outputs)
+    assert stats.prompt_tokens == sum(len(a.prompt) for a in requests.values()), "n answers share one prompt"
+    assert stats.accepted_tokens <= stats.draft_tokens
+    assert stats.invalid_kv_blocks == 0
 
 
-def _step(play: Play, aborts: dict[int, list[str]], steps: int, budget: int, max_num_seqs: int) -> None:
-    for name in aborts.pop(steps, []):
-        play.scheduler.abort(name, FinishReason.CANCELLED, play.now)
+def add(play: Play, name: str, arrival: Arrival, **fields: object) -> None:
+    deadline = None if arrival.deadline_after is None else play.now + arrival.deadline_after
+    play.add(
+        name,
+        arrival.prompt,
+        arrival.max_tokens,
+        **{
+            "priority": arrival.priority,
+            "cache_salt": arrival.salt,
+            "deadline": deadline,
+            "tenant": arrival.tenant,
+            "adapter": arrival.adapter,
+            "n": arrival.n,
+            "prompt_logprobs": 1 if arrival.scored else None,
+            **fields,
+        },
+    )
+
+
+def _ended_as_promised(play: Play, stage: Stage, name: str, arrival: Arrival, index: int) -> None:
+    outputs = [output for output in play.outputs[name] if output.index == index]
+    ends = [output.finish_reason for output in outputs if output.finish_reason is not None]
+    assert len(ends) == 1, "every answer ends once"
+    assert outputs[-1].finish_reason is ends[0], "nothing comes after the end"
+    text = play.text(name, index)
+    most = min(arrival.max_tokens, play.scheduler.max_model_len - len(arrival.prompt))
+    assert text == continuation(arrival.prompt, most, arrival.adapter, index, stage.memory)[: len(text)]
+    if ends[0] is FinishReason.LENGTH:
+        assert len(text) == most
+    if ends[0] is FinishReason.ERROR:
+        assert outputs[-1].error
+    if arrival.scored and text and index == 0:
+        first, *others = outputs[0].prompt_logprobs
+        assert first is None
+        assert [scored.token_id for scored in others] == arrival.prompt[1:]
+        assert outputs[0].cached_tokens == 0, "who wants the prompt scored reads no cache"
+    assert all(output.prompt_logprobs is None for output in outputs[1 if index == 0 else 0 :])
+
+
+def _step(
+    play: Play,
+    stage: Stage,
+    aborts: dict[int, list[tuple[str, int | None]]],
+    disturbances: dict[int, str],
+    steps: int,
+) -> None:
+    for name, index in aborts.pop(steps, []):
+        play.abort(name, index)
+    what = disturbances.get(steps)
+    if what == "forget":
+        play.scheduler.forget_prefixes()
+        assert play.pool.cached == 0
+    elif what is not None:
+        play.scheduler.unload_adapter(what, play.now)
+    elif disturbances.get(steps - 3) is not None:
+        for adapter in sorted(set(ADAPTERS) - {""}):
+            play.load(adapter)
     play.step()
-    assert sum(play.plan.num_new) <= budget, "over budget"
-    assert len(play.plan.rows) <= max_num_seqs
-    stats = play.scheduler.stats(play.now)
-    if stats.running + stats.waiting and play.plan.step:
-        assert play.plan.rows or not play.scheduler.has_work or stats.waiting, "work is there and nobody works"
+    assert sum(play.plan.num_new) <= stage.max_num_seqs + stage.extra_budget, "over budget"
+    assert len(play.plan.rows) <= stage.max_num_seqs
+    assert play.scheduler.stats(play.now).invalid_kv_blocks == 0
+
+
+@pytest.mark.capability("BS-7", "PF-10")
+@settings(max_examples=120, deadline=None)
+@given(arrivals=arrivals, stage=stages, eos=st.sampled_from([(), (3,), (1, 4, 9, 16, 25)]))
+def test_with_two_plans_in_flight_everybody_gets_the_same_answer(arrivals, stage, eos):
+    def texts(overlap: bool, guesses: int) -> dict[tuple[str, int], tuple[object, ...]]:
+        play = stage.play(overlap=overlap, speculation_max_tokens=guesses, eos=eos)
+        for adapter in sorted(set(ADAPTERS) - {""}):
+            play.load(adapter)
+        for index, arrival in enumerate(arrivals):
+            if len(arrival.prompt) < play.scheduler.max_model_len:
+                add(play, f"r{index}", arrival, deadline=None)
+            for _ in range(arrival.after):
+                play.step()
+        play.run()
+        assert play.pool.live == 0
+        return {
+            (name, o.index): (play.text(name, o.index), o.finish_reason, o.stop_token_id)
+            for name, outputs in play.outputs.items()
+            for o in outputs
+            if o.finish_reason is not None
+        }
+
+    assert texts(overlap=True, guesses=0) == texts(overlap=False, guesses=0) == texts(overlap=False, guesses=4)
 
 
 @settings(max_examples=40, deadline=None)
-@given(arrivals=arrivals)
-def test_the_same_calls_give_the_same_plans(arrivals):
+@given(arrivals=arrivals, stage=stages)
+def test_the_same_calls_give_the_same_plans(arrivals, stage):
     def plans() -> list[object]:
-        play = Play(blocks=20, block_size=2, max_num_seqs=3, budget=6)
+        play = stage.play()
+        for adapter in sorted(set(ADAPTERS) - {""}):
+            play.load(adapter)
         for index, arrival in enumerate(arrivals):
-            play.add(f"r{index}", arrival.prompt, arrival.max_tokens, priority=arrival.priority)
+            if len(arrival.prompt) < play.scheduler.max_model_len:
+                add(play, f"r{index}", arrival)
         seen = []
         while play.scheduler.has_work:
             play.step()
