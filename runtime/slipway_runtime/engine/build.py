@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,18 @@ from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import EngineFacts, Loading, StepPlan, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter, slot_bytes
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
-from slipway_runtime.models.quantize import head_maker, matmul_maker
 from slipway_runtime.models.decoder import Decoder, load_decoder
+from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype, head_maker, matmul_maker
 from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.storage.fetch import weights_digest
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache, default_budget_bytes, size_cache
 from slipway_runtime.worker.runner import Runner
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DEFAULTS = EngineOptions()
-_SMALL_MODEL = 100_000_000  # parameters; below, float32 costs a CPU little memory and is the fastest it has
 _DRAFT_TOKENS = 4  # that a row may guess in a step, when speculation is on and nobody says how many
 _RANK = 16  # of adapters, when they are on and nobody says
 
@@ -51,6 +50,7 @@ class _Plan:
     options: EngineOptions
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -184,11 +184,13 @@ def _decide(model_path: Path, options: EngineOptions) -> _Plan:
             f"max_num_batched_tokens ({num_batched_tokens}) is smaller than max_num_seqs ({num_seqs}): "
             "a step must hold a token of each running sequence"
         )
+    dtype = choose_dtype(options.dtype, config, on)
     return _Plan(
         config=config,
         options=options,
         device=on,
-        dtype=choose_dtype(options.dtype, config, on),
+        dtype=dtype,
+        kv_dtype=choose_kv_dtype(options.kv_cache_dtype, dtype),
         max_model_len=_longest(config, options.max_model_len),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_batched_tokens,
@@ -202,8 +204,8 @@ def _decide(model_path: Path, options: EngineOptions) -> _Plan:
 
 def _load(model_path: Path, plan: _Plan, kernels: Kernels) -> tuple[Decoder, int]:
     """The decoder, and the bytes of its weights."""
+    quantization = plan.options.quantization
     with Checkpoint(model_path, plan.dtype, plan.device) as checkpoint:
-        form = {"deterministic": plan.options.deterministic, "device": plan.device}
         decoder = load_decoder(
             plan.config,
             checkpoint,
@@ -211,8 +213,8 @@ def _load(model_path: Path, plan: _Plan, kernels: Kernels) -> tuple[Decoder, int
             plan.max_model_len,
             plan.dtype,
             plan.device,
-            matmul_maker(plan.options.quantization, **form),
-            head_maker(plan.options.quantization, **form),
+            matmul_maker(quantization, deterministic=plan.options.deterministic, device=plan.device),
+            head_maker(quantization, deterministic=plan.options.deterministic, device=plan.device),
         )
         return decoder, decoder.nbytes
 
@@ -304,26 +306,13 @@ def _content_key(model_path: Path, plan: _Plan) -> str:
     return f"{config}/{plan.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
 
 
-def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own; on a CPU float32, unless the model is large and the CPU computes bfloat16."""
-    if asked != "auto":
-        if asked not in _DTYPES:
-            raise ModelRefusedError(f"dtype is {asked!r}: auto, {', '.join(_DTYPES)} are known")
-        return _DTYPES[asked]
-    if device.type == "cpu":
-        computes_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if computes_bf16 and config.num_parameters >= _SMALL_MODEL else torch.float32
-    own = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    return own.get(config.dtype, torch.bfloat16)
-
-
 def _longest(config: ModelConfig, asked: int) -> int:
     """The context that the model can take, or the part of it that was asked for."""
-    possible = min(config.max_position, config.sliding_window or config.max_position)
-    if asked > possible:
-        why = "its sliding window" if possible == config.sliding_window else "its max_position_embeddings"
-        raise ModelRefusedError(f"max_model_len is {asked}; this model takes at most {possible}: {why}")
-    return asked or possible
+    if asked > config.max_position:
+        raise ModelRefusedError(
+            f"max_model_len is {asked}; this model takes at most {config.max_position}: its max_position_embeddings"
+        )
+    return asked or config.max_position
 
 
 def _fit_pool(length: int, pool_tokens: int, asked: int) -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels import reference
+from slipway_runtime.kernels import fixed_order, reference
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
@@ -66,8 +66,10 @@ class Kernels(Protocol):
         """logits: (R, V)  the rest: (R,) -> token ids (R,)."""
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """The implementation for this device: Triton on CUDA, the reference everywhere else."""
+def kernels_for(device: torch.device, *, deterministic: bool = False) -> Kernels:
+    """The implementation for this device: Triton on CUDA, the reference everywhere else; or one order of sums."""
+    if deterministic:
+        return fixed_order
     if device.type == "cuda":
         from slipway_runtime.kernels import gpu  # here, so that a CPU never pays for importing Triton
 

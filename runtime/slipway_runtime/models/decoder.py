@@ -65,6 +65,14 @@ class Decoder:
             x = layer(x, cache, step)
         return x
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights in the form that they compute in; norms are too small to count."""
+        layers = sum(linear.nbytes for layer in self.layers for linear in layer.linears)
+        head = self._head.matmul
+        shared = isinstance(head, Dense) and head.weight is self._embedding.weight
+        return layers + self._head.nbytes + (0 if shared else self._embedding.weight.nbytes)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, for the rows that draw one. (R, H) -> (R, V), float32."""
         return self._head(self._norm(hidden)).float()
@@ -78,8 +86,9 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     make_matmul: MakeMatmul = Dense,
+    make_head: MakeMatmul = Dense,
 ) -> Decoder:
-    """Build the decoder from a checkpoint's tensors; `make_matmul` decides in which form its matrices compute."""
+    """Build the decoder from a checkpoint's tensors; `make_…` decides in which form its matrices compute."""
     hidden, vocabulary = config.hidden_size, config.vocab_size
 
     def linear(prefix: str, names: tuple[str, ...], out_sizes: tuple[int, ...], in_size: int, *, bias: bool) -> Linear:
@@ -119,12 +128,13 @@ def load_decoder(
             kernels,
         )
 
-    embedding = Embedding(checkpoint.take("model.embed_tokens.weight", vocabulary, hidden))
-    layers = [layer(index) for index in range(config.num_layers)]
+    table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden)
+    layers = checkpoint.in_parallel(layer, config.num_layers)
     if config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
-        head = Linear(make_matmul(embedding.weight))  # the matrix that reads tokens also scores them
+        head = Linear(make_head(table))  # the matrix that reads tokens also scores them
     else:
-        head = Linear(make_matmul(checkpoint.take("lm_head.weight", vocabulary, hidden)))
+        head = Linear(make_head(checkpoint.take("lm_head.weight", vocabulary, hidden)))
+    embedding = Embedding(table, shared=config.tied_embeddings and isinstance(head.matmul, Dense))
     rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, max_positions, dtype, device)
     return Decoder(embedding, layers, norm("model.norm"), head, rotary)

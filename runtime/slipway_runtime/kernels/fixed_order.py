@@ -1,0 +1,156 @@
+"""Kernels whose result for a token depends on nothing but its own sequence: what `deterministic` computes with.
+
+A sum of floats depends on its order, and libraries choose the order by the shape of a call. So every shape here is
+fixed: attention takes QUERIES positions (those of an aligned tile, whichever of them a step computes) times KEYS
+positions at a time, from the first tile to the last, with a running maximum. A decode step, a chunk of a prompt and
+the check of a draft then do the same for a token, bit for bit, and what a tile holds beside it adds exact zeros.
+
+The rest of the reference works row by row and is the same here. Sums are float32, whatever the model's type.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from torch import Tensor
+
+from slipway_runtime.kernels import kv_pages
+from slipway_runtime.kernels.reference import (
+    add_lora,
+    draw,
+    penalize,
+    plan_lora,
+    rms_norm,
+    rope_and_store,
+    swiglu,
+)
+
+__all__ = [
+    "add_lora",
+    "draw",
+    "paged_attention",
+    "penalize",
+    "plan_attention",
+    "plan_lora",
+    "rms_norm",
+    "rope_and_store",
+    "swiglu",
+]
+
+Ints = npt.NDArray[np.int64]
+
+QUERIES = 8  # positions of a tile of queries
+KEYS = 64  # positions of a tile of keys, rounded up to whole blocks
+_LANES = 64  # an elementwise call computes its last, odd elements in another way: no call here has any
+_LOWEST = -1e30  # below any score, and finite
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """N tiles of queries, those that see the most tiles of keys first."""
+
+    places: Tensor  # (T,) where a token stands among the N * QUERIES places
+    limits: Tensor  # (N, QUERIES) position of the query of each place; -1: there is none
+    tables: Tensor  # (N, blocks) of its sequence, padded with the null block
+    active: tuple[int, ...]  # for each tile of keys: how many of the N see any of it
+    blocks_per_tile: int
+    keys: int  # positions of a tile of keys
+
+
+def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+    """Prepare once what the attention of every layer needs."""
+    blocks_per_tile = -(-KEYS // block_size)
+    keys = blocks_per_tile * block_size
+    rows = np.repeat(np.arange(len(num_new)), num_new)
+    starts = np.cumsum(num_new) - num_new
+    positions = np.arange(len(rows)) + np.repeat(num_computed - starts, num_new)
+    # Tiles in the order of their tokens: tokens of a sequence are neighbours, so equal ones are too.
+    opens = np.ones(len(rows), dtype=bool)
+    opens[1:] = (rows[1:] != rows[:-1]) | (positions[1:] // QUERIES != positions[:-1] // QUERIES)
+    tile_of = np.cumsum(opens) - 1
+    last = np.append(np.flatnonzero(opens)[1:], len(rows)) - 1  # each tile's last token
+    needs = positions[last] // keys + 1  # tiles of keys
+    order = np.argsort(-needs, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    places = rank[tile_of] * QUERIES + positions % QUERIES
+    limits = np.full(len(order) * QUERIES, -1, dtype=np.int64)
+    limits[places] = positions
+    tables = np.zeros((len(order), int(needs.max()) * blocks_per_tile), dtype=np.int64)
+    width = min(tables.shape[1], block_tables.shape[1])
+    own = block_tables[rows[last[order]], :width]
+    used = np.arange(width) <= positions[last[order]][:, None] // block_size
+    tables[:, :width] = np.where(used, own, 0)
+    return Plan(
+        places=torch.from_numpy(places).to(like.device),
+        limits=torch.from_numpy(limits.reshape(-1, QUERIES)).to(like.device),
+        tables=torch.from_numpy(tables).to(like.device),
+        active=tuple(int((needs > tile).sum()) for tile in range(int(needs.max()))),
+        blocks_per_tile=blocks_per_tile,
+        keys=keys,
+    )
+
+
+def paged_attention(
+    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
+
+    q: (T, Hq, D) -> (T, Hq * D). `kv`, this step's, is in the cache already.
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = cache.shape[2]
+    groups, num_tiles = num_heads // num_kv_heads, len(plan.limits)
+    rows = QUERIES * groups
+    spread = q.new_zeros(num_tiles * QUERIES, num_heads, head_dim, dtype=torch.float32)
+    spread[plan.places] = q.float()
+    # (N * Hkv, QUERIES * G, D): the query heads of a KV head are rows of the same tile
+    queries = spread.view(num_tiles, QUERIES, num_kv_heads, groups, head_dim).transpose(1, 2)
+    queries = queries.reshape(num_tiles * num_kv_heads, rows, head_dim)
+    limits = plan.limits[:, None, :, None].expand(-1, num_kv_heads, -1, groups).reshape(-1, rows, 1)
+    maximum = queries.new_full((num_tiles * num_kv_heads, rows, 1), _LOWEST)
+    total = queries.new_zeros(num_tiles * num_kv_heads, rows, head_dim + 8)  # the last columns: the sum of weights
+    for tile, active in enumerate(plan.active):
+        k, v = _read(cache, plan, tile, active, head_dim)
+        count = len(k)
+        scores = torch.bmm(queries[:count], k.transpose(1, 2)).mul_(scale)
+        places = torch.arange(tile * plan.keys, (tile + 1) * plan.keys, device=q.device)
+        hidden = places > limits[:count]
+        if window is not None:
+            hidden |= places <= limits[:count] - window
+        scores.masked_fill_(hidden, float("-inf"))
+        higher = torch.maximum(maximum[:count], scores.amax(-1, keepdim=True))
+        weights = _exp(scores.sub_(higher))
+        total[:count] *= _exp(maximum[:count] - higher)
+        total[:count] += torch.bmm(weights, v)
+        maximum[:count] = higher
+    attended = total[..., :head_dim] / total[..., head_dim:].amax(-1, keepdim=True).clamp_min_(1e-30)
+    attended = attended.view(num_tiles, num_kv_heads, QUERIES, groups, head_dim).transpose(1, 2)
+    return attended.reshape(num_tiles * QUERIES, num_heads * head_dim)[plan.places].to(q.dtype)
+
+
+def _read(cache: Tensor, plan: Plan, tile: int, active: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys (active * Hkv, KEYS, D) and values (active * Hkv, KEYS, D + 8), the last columns ones; float32."""
+    num_kv_heads = cache.shape[2]
+    blocks = plan.tables[:active, tile * plan.blocks_per_tile : (tile + 1) * plan.blocks_per_tile]
+    if kv_pages.is_quantized(cache.dtype):
+        read = cache.view(torch.int8)[blocks.flatten()].view(cache.dtype)
+        read = kv_pages.dequantized(read, head_dim, torch.float32)
+    else:
+        read = cache[blocks.flatten()].float()
+    # (active, n, 2, Hkv, page, D) -> (2, active, Hkv, n, page, D)
+    read = read.view(active, plan.blocks_per_tile, 2, num_kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4, 5)
+    k, v = read.reshape(2, active * num_kv_heads, plan.keys, head_dim)
+    return k, F.pad(v, (0, 8), value=1.0)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e to the power of x, every element computed in the same way wherever it stands."""
+    count = x.numel()
+    if count % _LANES == 0:
+        return x.exp()
+    padded = x.new_zeros(-(-count // _LANES) * _LANES)
+    padded[:count] = x.flatten()
+    return padded.exp_()[:count].view(x.shape)

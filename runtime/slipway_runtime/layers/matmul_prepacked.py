@@ -1,0 +1,75 @@
+"""Weights in the order in which a CPU's library reads them. Plain float32 rows are its worst case at 2 to 32 rows.
+
+One thread, the linears of 8 layers of a 135M model, ms at 1 / 2 / 4 / 8 / 16 / 32 / 128 rows (Xeon with
+AVX512-VNNI and without BF16, five other processes on two cores):
+
+    F.linear, float32    27  32  63  84  83  125  293
+    oneDNN, packed       43  39  40  47  63   97  280
+    MKL, packed          28  27  28  31  43   72  214
+
+Hence: MKL for float32 where torch has it, oneDNN for bfloat16 where the processor multiplies that, else F.linear.
+"""
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.layers.matmul import Dense, Matmul
+
+_EXPECTED_ROWS = 16  # what MKL packs for; any number is computed
+
+
+def prepacked(weight: Tensor) -> Matmul:
+    """The fastest form that this machine has for a weight (out, in) of this type."""
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C.has_mkl:
+        return MklPacked(weight)
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and computes_bf16():
+        return OneDnnPacked(weight)
+    return Dense(weight)
+
+
+def computes_bf16() -> bool:
+    """Whether the processor multiplies bfloat16: without, torch converts, and float32 is faster."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+class MklPacked:
+    """float32, packed by MKL."""
+
+    __slots__ = ("_no_weight", "_packed", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+        # The call wants the original too, for numbers of rows that it was not packed for; told that every number is
+        # the right one, it reads only its shape. So the original need not be kept.
+        self._no_weight = weight.new_empty(1).expand(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        y: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._no_weight, None, x.shape[0])
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights; packing pads by less than a percent."""
+        return 4 * self.out_features * self.in_features
+
+
+class OneDnnPacked:
+    """bfloat16, packed by oneDNN."""
+
+    __slots__ = ("_packed", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return 2 * self.out_features * self.in_features

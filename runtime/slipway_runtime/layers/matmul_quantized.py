@@ -1,0 +1,115 @@
+"""Weights in one byte with a scale per output: w ≈ code · scale.
+
+`WeightOnly` is the definition: codes back to numbers, then a plain product. The others are claims about it:
+- `DynamicInt8` rounds the rows of x to bytes as well, each by its own scale, and multiplies bytes with exact integer
+  sums (VNNI on a CPU): the fastest that a CPU has. A row's result depends on no other row.
+- `ScaledFp8` does the same in float8 on GPUs that multiply it.
+"""
+
+import warnings
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(R, in) -> codes (R, in) and scales (R,), float32: the largest of a row becomes the largest code."""
+    x = x.float()
+    scale = (x.abs().amax(1) / LARGEST[dtype]).clamp_min_(_SMALLEST_SCALE)
+    code = x / scale[:, None]
+    return (code.round_() if dtype == torch.int8 else code).to(dtype), scale
+
+
+class WeightOnly:
+    """One-byte weights, multiplied in the type of x."""
+
+    __slots__ = ("codes", "in_features", "out_features", "scales")
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self.codes, scales = quantize_rows(weight, dtype)
+        self.scales = scales.to(weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        return F.linear(x, self.codes.to(x.dtype)).mul_(self.scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
+class DynamicInt8:
+    """int8 weights times rows rounded to bytes; sums are exact."""
+
+    __slots__ = ("_packed", "_scales", "_zeros", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        codes, self._scales = quantize_rows(weight, torch.int8)
+        self._packed = torch.ops.onednn.qlinear_prepack(codes, None)
+        self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        rows = x.float()
+        scale = rows.abs().amax(1, keepdim=True).div_(LARGEST[torch.int8]).clamp_min_(_SMALLEST_SCALE)
+        codes = (rows / scale).round_().add_(128).to(torch.uint8)  # oneDNN wants unsigned rows, with 128 as their zero
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes, 1.0, 128, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return y.mul_(scale).to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.out_features * (self.in_features + 4)
+
+    @staticmethod
+    def works_here() -> bool:
+        """Whether this processor and this torch compute it, and right."""
+        weight = torch.linspace(-1, 1, 48 * 32).view(48, 32).sin()
+        x = torch.linspace(-2, 2, 3 * 32).view(3, 32).cos()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                y = DynamicInt8(weight)(x)
+        except (RuntimeError, AttributeError, UserWarning):
+            return False
+        return torch.allclose(y, F.linear(x, weight), atol=0.1)
+
+
+class ScaledFp8:
+    """float8 weights times rows rounded to float8, on GPUs that multiply it; a scale per row on both sides."""
+
+    __slots__ = ("_codes", "_scales", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        codes, scales = quantize_rows(weight, torch.float8_e4m3fn)
+        self._codes, self._scales = codes, scales[None, :]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        codes, scale = quantize_rows(x, torch.float8_e4m3fn)
+        y: Tensor = torch._scaled_mm(
+            codes, self._codes.t(), scale_a=scale[:, None], scale_b=self._scales, out_dtype=torch.bfloat16
+        )
+        return y.to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether this device computes it for a matrix of this shape."""
+        if weight.device.type != "cuda" or weight.shape[0] % 16 or weight.shape[1] % 16:
+            return False
+        return torch.cuda.get_device_capability(weight.device) >= (8, 9)
