@@ -45,7 +45,15 @@ SHAPES = {
     "dynamic rope within the trained context": ("llama", {"rope_parameters": {
         "rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "mistral with a window": ("mistral", {"sliding_window": 10}),
+    "a window of one": ("mistral", {"sliding_window": 1}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with a window from its second layer on": ("qwen2", {
+        "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1}),
+    "qwen3 with windows by layer and yarn": ("qwen3", {
+        "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}}),
     "qwen3": ("qwen3", {"head_dim": 16}),
 }  # fmt: skip
 
@@ -107,6 +115,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.capability("ST-9")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_transformers(shape, tmp_path):
     family, fields = SHAPES[shape]
