@@ -114,7 +114,7 @@ def test_the_images_of_slipway_find_their_commands_and_the_model(pods: Pods) -> 
     pods.create(pod("images", runtime, restartPolicy="Never"))
 
     assert pods.ended("images") == "Succeeded", pods.log("images")
-    assert pods.log("images").endswith("/bin/slipway-runtime\ntiny\n")
+    assert pods.log("images").endswith("/bin/slipway-runtime\nadapters\ntiny\n")
 
 
 def test_deletion_runs_pre_stop_then_sigterm_and_waits_for_the_drain(pods: Pods) -> None:

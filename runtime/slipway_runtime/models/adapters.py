@@ -5,7 +5,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,13 +78,13 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
     digest: str = "",
-    base_digest: str = "",
+    base_digest: Callable[[], str] | None = None,
     pin_memory: bool = False,
 ) -> HostAdapter:
     """Read and check the adapter in the directory `path`. Blocks: for a thread beside the step loop.
 
     config: of the base model. dtype: that the engine computes with. digest: what its content must be; base_digest:
-    of the base model's weights, compared if the adapter names one. Raises AdapterRefusedError.
+    computes that of the base model's weights, called only for an adapter that names one. Raises AdapterRefusedError.
     """
     files = adapter_files(path)
     # Read once, so that what is checked is what is used, even if somebody writes meanwhile.
@@ -97,9 +97,9 @@ def read_adapter(
     found = digest_of(hashlib.sha256(raw_config).hexdigest(), hashlib.sha256(raw_weights).hexdigest())
     if digest and found != digest.lower():
         raise AdapterRefusedError(f"the adapter has the digest {found}, and {digest} was asked for")
-    if base_digest and said.base_digest and said.base_digest != base_digest:
+    if said.base_digest and base_digest is not None and said.base_digest.lower() != (ours := base_digest()):
         raise AdapterRefusedError(
-            f"the adapter was made for a base model with the digest {said.base_digest}; this one has {base_digest}"
+            f"the adapter was made for a base model with the digest {said.base_digest[:80]}; this one has {ours}"
         )
     pairs = _pairs(_tensors(raw_weights), said, config)
     matrices = {}
