@@ -1,0 +1,233 @@
+"""Answers follow their grammars token by token: with guesses, in mixed batches, after preemption, from given output."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipway_runtime.engine.grammar import GrammarCompiler
+from slipway_runtime.engine.matchers import Grammars
+from slipway_runtime.messages import (
+    FinishReason,
+    Grammar,
+    NewRow,
+    Output,
+    Request,
+    SamplingParams,
+    StepPlan,
+    TokenMasks,
+)
+from slipway_runtime.worker.masks import unpack
+
+TINY = Path(__file__).parents[3] / "models" / "tiny" / "tokenizer.json"
+V, EOS = 3072, 2
+COMPILER = GrammarCompiler(TINY.read_text(), eos_token_ids=(EOS,))
+
+
+def request(id: str, grammar: Grammar | None, *, n: int = 1, output: tuple[int, ...] = ()) -> Request:
+    params = SamplingParams(max_tokens=50)
+    return Request(id=id, prompt_token_ids=(1,), params=params, arrived=0.0, grammar=grammar, n=n,
+                   output_token_ids=output)  # fmt: skip
+
+
+def spell(text: str) -> list[int]:
+    return COMPILER.vocabulary.tokenize_str(text)
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(kind="regex", text=text)
+
+
+class Town:
+    """Grammars, and answers in rows of their own: the step loop without model and scheduler."""
+
+    def __init__(self, *requests: Request) -> None:
+        self.grammars = Grammars(COMPILER)
+        self.keys = [(request.id, index) for request in requests for index in range(request.n)]
+        for request in requests:
+            self.grammars.start(request)
+        self.new = tuple(
+            NewRow(row=row, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1), request_id=id,
+                   index=index)
+            for row, (id, index) in enumerate(self.keys)
+        )  # fmt: skip
+
+    def masks(self, *drafts: str | list[int]) -> dict[int, set[int]]:
+        """What each draw of a step may draw, by its place; draws that are not bound are missing."""
+        guessed = tuple(tuple(spell(draft) if isinstance(draft, str) else draft) for draft in drafts)
+        plan = StepPlan(
+            step=1,
+            new_rows=self.new,
+            rows=tuple(range(len(self.keys))),
+            num_new=tuple(1 + len(draft) for draft in guessed or ((),) * len(self.keys)),
+            samples=(True,) * len(self.keys),
+            drafts=guessed if any(guessed) else (),
+        )
+        self.new = ()
+        return allowed(self.grammars.masks(plan)())
+
+    def emit(self, row: int, tokens: str | list[int], reason: FinishReason | None = None) -> str:
+        id, index = self.keys[row]
+        tokens = tuple(spell(tokens) if isinstance(tokens, str) else tokens)
+        return self.grammars.accept(Output(request_id=id, index=index, token_ids=tokens, finish_reason=reason))
+
+
+def allowed(masks: TokenMasks | None) -> dict[int, set[int]]:
+    if masks is None:
+        return {}
+    return {draw: set(np.flatnonzero(row).tolist()) for draw, row in zip(masks.draws, unpack(masks, V), strict=True)}
+
+
+def starts(text: str, *texts: str) -> bool:
+    return any(one.startswith(text) for one in texts)
+
+
+@pytest.mark.capability("SO-1")
+def test_masks_advance_with_what_was_emitted_and_end_with_the_end():
+    town = Town(request("a", regex("ab?c")))
+    (first,) = town.masks().values()
+    assert first == {token for token in range(V) if spell_back(token) and starts(spell_back(token), "abc", "ac")}
+    assert town.emit(0, "a") == ""
+    (second,) = town.masks().values()
+    assert EOS not in second
+    assert town.emit(0, "c") == ""
+    assert town.masks() == {0: {EOS}}
+    assert town.emit(0, [EOS], FinishReason.STOP) == ""
+    assert len(town.grammars) == 0
+    assert town.masks() == {}
+
+
+def spell_back(token: int) -> str:
+    return "" if COMPILER.vocabulary.is_special_token(token) else COMPILER.vocabulary.decode_str([token])
+
+
+@pytest.mark.capability("SO-1")
+def test_after_the_end_only_ends_come_however_many_are_wanted():
+    town = Town(request("a", regex("ab?")))
+    assert town.emit(0, "a") == ""
+    assert EOS in town.masks()[0]
+    for _ in range(3):
+        assert town.emit(0, [EOS]) == ""
+        assert town.masks() == {0: {EOS}}
+    assert town.masks([EOS, EOS]) == {0: {EOS}, 1: {EOS}, 2: {EOS}}
+    assert town.emit(0, "b") != ""
+
+
+@pytest.mark.capability("SO-1", "SD-1")
+def test_each_guess_has_its_mask_and_leaves_no_trace():
+    town = Town(request("free", None), request("a", regex("([ac][bd]){3}")), request("b", regex("x*")))
+    before = town.masks("zz", "", "")
+    places = 1 + len(spell("zz"))
+    assert set(before) == {places, places + 1}
+    a, b = spell("a")[0], spell("b")[0]
+    masks = town.masks("zz", [a, b, a, a, b], [])
+    assert set(masks) == {places, places + 1, places + 2, places + 3, places + 6}, "none after a guess that is refused"
+    assert a in masks[places]
+    assert a not in masks[places + 1]
+    assert b in masks[places + 1]
+    assert a in masks[places + 2]
+    assert b in masks[places + 3]
+    assert masks[places + 6] == before[places + 1]
+    assert town.masks("zz", "", "") == before
+    assert town.emit(1, [a, b]) == ""
+    ended = town.masks([], [a, b, a, b, EOS], [EOS, EOS])
+    assert ended[1 + 4] == ended[1 + 5] == {EOS}
+    assert ended[7 + 1] == ended[7 + 2] == {EOS}
+    assert town.emit(1, [a, b, a, b, EOS]) == ""
+
+
+@pytest.mark.capability("SO-1")
+def test_answers_of_one_request_stand_apart_and_rows_change_hands():
+    town = Town(request("a", regex("ab|ba"), n=2))
+    assert town.emit(0, "a") == ""
+    masks = town.masks()
+    assert spell("a")[0] not in masks[0]
+    assert spell("a")[0] in masks[1]
+    # The first is preempted; the second comes back in its row.
+    town.new = (NewRow(row=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1), request_id="a",
+                       index=1),)  # fmt: skip
+    assert spell("a")[0] in town.masks()[0]
+    town.grammars.forget("a")
+    assert town.masks() == {}
+
+
+@pytest.mark.capability("SO-1")
+def test_given_output_is_replayed_and_must_fit():
+    town = Town(request("a", regex("hello world"), output=tuple(spell("hello"))))
+    assert all(spell_back(token).startswith(" ") for token in town.masks()[0])
+    lost = Town(request("a", regex("hello"), output=tuple(spell("goodbye"))))
+    assert lost.masks() == {0: {EOS}}
+    assert "does not allow" in lost.emit(0, [EOS])
+
+
+@pytest.mark.capability("SO-1")
+def test_a_grammar_that_breaks_allows_only_an_end_and_says_so():
+    for grammar, sentence in ((regex("(a"), "cannot be compiled"), (Grammar(kind="x", text=""), "no kind of grammar")):
+        town = Town(request("a", grammar), request("b", regex("[xy]")))
+        masks = town.masks("aa", "")
+        assert masks[0] == {EOS}
+        assert spell("x")[0] in masks[max(masks)], "the others go on"
+        assert sentence in town.emit(0, [EOS])
+        assert len(town.grammars) == 1
+    town = Town(request("a", regex("aaa")))
+    assert town.emit(0, "ab") == "a token was drawn that the grammar does not allow"
+
+
+JSON = Grammar(
+    kind="json_schema",
+    text=json.dumps({
+        "type": "object", "required": ["tags", "kind"], "additionalProperties": False,
+        "properties": {"tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3},
+                       "kind": {"type": "string", "pattern": "^[a-z]{2,6}$"}},
+    }),
+)  # fmt: skip
+
+
+@pytest.mark.capability("SO-1", "SD-1")
+@pytest.mark.parametrize("guessing", [False, True], ids=["plain", "guessing"])
+def test_random_draws_within_the_masks_always_end_in_a_valid_text(guessing):
+    """The step loop with a worker that draws evenly from what is allowed, and guesses from what it allowed before."""
+    dice = random.Random(5)
+    town = Town(request("j", JSON), request("free", None), request("r", regex("(ab|ba){2,20}!")))
+    texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    done: set[int] = set()
+    for _ in range(200):
+        drafts = [
+            [] if not guessing or row in done else dice.choices(range(3, V), k=dice.randrange(3)) for row in texts
+        ]
+        if guessing and 0 not in done:
+            drafts[0] = sorted(town.masks([], [], [])[0])[:2]
+        masks = town.masks(*drafts)
+        first = 0
+        for row, draft in enumerate(drafts):
+            kept: list[int] = []
+            for place in range(first, first + 1 + len(draft)):
+                drawn = dice.choice(sorted(masks.get(place, range(3, V))))
+                if (
+                    guessing
+                    and len(kept) < len(draft)
+                    and dice.random() < 0.7
+                    and draft[len(kept)] in masks.get(place, ())
+                ):
+                    drawn = draft[len(kept)]
+                kept.append(drawn)
+                if drawn == EOS or len(kept) > len(draft) or drawn != draft[len(kept) - 1]:
+                    break
+            first += 1 + len(draft)
+            if row in done or row == 1:
+                continue
+            texts[row] += kept
+            ends = EOS in kept
+            assert town.emit(row, kept, FinishReason.STOP if ends else None) == ""
+            done |= {row} if ends else set()
+        if done == {0, 2}:
+            break
+    assert done == {0, 2}
+    answer = json.loads(COMPILER.vocabulary.decode_str(texts[0][:-1]))
+    assert set(answer) == {"tags", "kind"}
+    assert set(answer["tags"]) <= {"a", "bb"}
+    assert re.fullmatch("[a-z]{2,6}", answer["kind"])
+    assert re.fullmatch("(ab|ba){2,20}!", COMPILER.vocabulary.decode_str(texts[2][:-1]))
