@@ -28,9 +28,9 @@ def decay(seconds: float, half_life_seconds: float) -> float:
     return float(0.5 ** (max(seconds, 0.0) / half_life_seconds))
 
 
-def worth_of_block(victim: Victim, now: float, *, block_size: int, block_bytes: int, costs: Costs) -> float:
-    """Milliseconds per byte of a cached prefix block."""
-    chance = decay(now - victim.idle_since, costs.half_life_seconds) * (1.0 if victim.hot else ONCE)
+def worth_of_block(victim: Victim, popularity: float, *, block_size: int, block_bytes: int, costs: Costs) -> float:
+    """Milliseconds per byte of a cached prefix block. `popularity`: the uses of its adapter, or of itself."""
+    chance = popularity * (1.0 if victim.hot else ONCE)
     return chance * block_size * costs.prefill_ms_per_token / block_bytes
 
 
@@ -39,8 +39,8 @@ def worth_of_adapter(
 ) -> float:
     """Milliseconds per byte of an adapter and of the prefixes that cannot be used without it.
 
-    `popularity` counts its uses, each fading with the half-life; above 1 another use is taken as certain.
+    `popularity` counts its uses, each fading with the half-life: in proportion to how soon it is needed again.
     """
     load = costs.load_ms + costs.load_ms_per_mib * num_bytes / 2**20
     prefill = prefix_blocks * block_size * costs.prefill_ms_per_token
-    return min(popularity, 1.0) * (load + prefill) / max(num_bytes + prefix_blocks * block_bytes, 1)
+    return popularity * (load + prefill) / max(num_bytes + prefix_blocks * block_bytes, 1)

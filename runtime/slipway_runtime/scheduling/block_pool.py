@@ -36,6 +36,7 @@ HOT_SHARE = 0.8  # of the pool, that prefixes in repeated use may keep from thos
 class Victim(NamedTuple):
     """The cached block that would be evicted next."""
 
+    group: str
     hot: bool  # whether a second sequence used it
     idle_since: float
 
@@ -202,7 +203,7 @@ class BlockPool:
         """What `allocate` would evict with nothing free."""
         for queue in (self._once, self._hot):
             for block in queue:
-                return Victim(hot=queue is self._hot, idle_since=self._idle_since[block])
+                return Victim(self._group_of[block], hot=queue is self._hot, idle_since=self._idle_since[block])
         return None
 
     def lend(self, count: int) -> None:

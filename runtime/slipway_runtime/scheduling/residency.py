@@ -174,7 +174,7 @@ class Residency:
             return None
         if adapter.state is AdapterState.SLOT:
             return adapter.slot
-        if adapter.state is AdapterState.DISK and self._make_room_for(adapter):
+        if adapter.state is AdapterState.DISK and self._is_soon(adapter) and self._make_room_for(adapter):
             self._move(adapter, AdapterState.LOADING)
             self._wanted.append(digest)
         elif adapter.state is AdapterState.HOST:
@@ -196,11 +196,16 @@ class Residency:
         """A row, and every step in flight with it, is done."""
         self._adapters[digest].rows -= 1
 
-    def make_room(self, count: int) -> None:
-        """See that so many blocks are free where an idle adapter is worth less than the prefix that would go."""
+    def make_room(self, count: int, reserve: int = 0) -> None:
+        """See that so many blocks are free where an idle adapter is worth less than the prefix that would go.
+
+        With the reserve they must be available at least: somebody waits for them now, for an idle adapter nobody does.
+        """
         while self.dependency_aware and self._paid_blocks and self._pool.free < count:
             adapter = self._worst_payer()
-            if adapter is None or not self._beats_next_prefix(adapter):
+            if adapter is None:
+                return
+            if self._pool.available >= count + reserve and not self._beats_next_prefix(adapter):
                 return
             self._evict(adapter)
 
@@ -329,6 +334,12 @@ class Residency:
             del self._adapters[adapter.digest]
             self.version += 1
 
+    def _is_soon(self, adapter: Adapter) -> bool:
+        """Whether it would run soon: no more wait in memory than there are slots, or they take the KV of who runs."""
+        others = self._adapters.values()
+        staged = sum(a.requests > 0 and a.rows == 0 and _holds_memory(a) for a in others)
+        return staged < self.max_adapters or self._claimant == adapter.digest
+
     def _cost(self, adapter: Adapter) -> int:
         return -(-adapter.num_bytes // self._block_bytes) if self._block_bytes else 0
 
@@ -390,9 +401,14 @@ class Residency:
         prefix = self._pool.next_victim()
         if prefix is None:
             return True
+        owner = self._adapters.get(prefix.group)
+        now = self._pool.now
+        used = (
+            decay(now - prefix.idle_since, self._costs.half_life_seconds) if owner is None else self._popularity(owner, now)
+        )
         worth = worth_of_block(
             prefix,
-            self._pool.now,
+            used,
             block_size=self._pool.block_size,
             block_bytes=self._block_bytes,
             costs=self._costs,

@@ -305,10 +305,11 @@ class Scheduler:
         shared = len(hits) if source is None else most // pool.block_size
         length = sequence.max_tokens if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_tokens
         need = pool.blocks_for(length) - shared
+        reserve = self._watermark_blocks + len(books.running) if books.running else 0
         if self.residency is not None:
-            self.residency.make_room(need)
+            self.residency.make_room(need, pool.reusable(hits) + reserve)
         left = pool.available - pool.reusable(hits) - need
-        if left < 0 or (books.running and left < self._watermark_blocks + len(books.running)):
+        if left < reserve:
             assert books.running or books.ending, "a sequence alone always fits: longer ones are refused"
             return _Turn.NO_BLOCKS
         if source is not None:

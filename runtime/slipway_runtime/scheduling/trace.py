@@ -1,0 +1,183 @@
+"""What a trace of requests for many adapters costs under a policy of memory, step by step and without a model. Pure.
+
+A step takes the milliseconds of its tokens; an adapter that is not in memory takes its load time, beside the steps. So
+the mean time to the first token and the share of KV that nobody can use compare two policies on equal terms: the same
+requests, the same pool, the same bytes.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slipway_runtime.messages import Request, SamplingParams, StepPlan, StepResult
+from slipway_runtime.scheduling.benefit import Costs
+from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.residency import Residency
+from slipway_runtime.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One turn of a session with an adapter."""
+
+    at_ms: float
+    adapter: str
+    prompt: tuple[int, ...]
+    max_tokens: int = 4
+
+
+@dataclass(frozen=True)
+class TraceResult:
+    """What a policy made of a trace."""
+
+    mean_ttft_ms: float
+    p95_ttft_ms: float
+    prefix_hit_share: float  # of prompt tokens
+    loads: int  # from storage into memory
+    mean_invalid_share: float  # of published KV blocks, over all steps
+    max_invalid_blocks: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a trace is played. The defaults are a small one: adapters and KV fight for 6 MiB."""
+
+    blocks: int = 96
+    block_size: int = 16
+    block_bytes: int = 65_536
+    adapter_bytes: int = 262_144
+    adapter_share: float = 0.5  # of the bytes: at most with one budget, always with two
+    slots: int = 4
+    max_num_seqs: int = 8
+    budget: int = 256
+    step_ms: float = 5.0
+    costs: Costs = Costs(prefill_ms_per_token=0.5, load_ms=20.0, load_ms_per_mib=40.0, half_life_seconds=10.0)
+
+
+def skewed_trace(
+    *, adapters: int = 64, requests: int = 600, exponent: float = 1.1, prefix_tokens: int = 128, gap_ms: float = 60.0,
+    seed: int = 0,
+) -> list[TraceRequest]:  # fmt: skip
+    """Adapters by Zipf's law, each with a prefix that all of its requests share, and a few words of their own."""
+    rng = random.Random(seed)  # noqa: S311  the same trace each time
+    names = [f"adapter-{rank:02d}" for rank in range(adapters)]
+    weights = [1.0 / (rank + 1) ** exponent for rank in range(adapters)]
+    at, trace = 0.0, []
+    for number in range(requests):
+        at += rng.expovariate(1.0 / gap_ms)
+        (name,) = rng.choices(names, weights)
+        own = tuple(10_000 + number * 16 + offset for offset in range(16))
+        trace.append(TraceRequest(at, name, (*range(1, prefix_tokens + 1), *own)))
+    return trace
+
+
+def play(trace: Sequence[TraceRequest], machine: Machine | None = None, *, dependency_aware: bool) -> TraceResult:
+    """Run a trace to its end, with one budget for adapters and KV or with two independent LRUs."""
+    machine = machine or Machine()
+    pool = BlockPool(machine.blocks, machine.block_size)
+    residency = Residency(
+        pool,
+        max_adapters=machine.slots,
+        max_cpu_adapters=machine.blocks,  # bytes are the limit, not their number
+        block_bytes=machine.block_bytes,
+        most_blocks=int(machine.blocks * machine.adapter_share),
+        dependency_aware=dependency_aware,
+        costs=machine.costs,
+    )
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=machine.max_num_seqs,
+        max_num_batched_tokens=machine.budget,
+        max_model_len=machine.blocks * machine.block_size,
+        residency=residency,
+    )
+    run = _Run(scheduler, machine)
+    for name in sorted({request.adapter for request in trace}):
+        if scheduler.adapter_loading(name, 0.0):
+            scheduler.adapter_loaded(name, 0.0, num_bytes=machine.adapter_bytes, rank=8)
+    for number, request in enumerate(trace):
+        run.until(request.at_ms)
+        run.add(f"{number}", request)
+    run.until(float("inf"))
+    return run.result()
+
+
+class _Run:
+    """A scheduler, a clock in milliseconds, and a reader of adapters that takes its time."""
+
+    def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
+        self._scheduler = scheduler
+        self._machine = machine
+        self._load_ms = machine.costs.load_ms + machine.costs.load_ms_per_mib * machine.adapter_bytes / 2**20
+        self._now = 0.0
+        self._reading: list[tuple[float, str]] = []
+        self._arrived: dict[str, float] = {}
+        self._ttft: list[float] = []
+        self._loads = 0
+        self._invalid: list[float] = []
+        self._most_invalid = 0
+
+    def add(self, name: str, request: TraceRequest) -> None:
+        self._now = max(self._now, request.at_ms)
+        self._arrived[name] = request.at_ms
+        self._scheduler.add(
+            Request(
+                id=name,
+                prompt_token_ids=request.prompt,
+                params=SamplingParams(max_tokens=request.max_tokens),
+                arrived=request.at_ms / 1000,
+                adapter=request.adapter,
+            ),
+            self._now / 1000,
+        )
+
+    def until(self, at_ms: float) -> None:
+        """Step while there is work, up to that time."""
+        while self._now < at_ms and self._scheduler.has_work:
+            self._step()
+
+    def _step(self) -> None:
+        scheduler, costs = self._scheduler, self._machine.costs
+        for done, name in [entry for entry in self._reading if entry[0] <= self._now]:
+            self._reading.remove((done, name))
+            scheduler.adapter_loaded(name, self._now / 1000, num_bytes=self._machine.adapter_bytes, rank=8)
+        plan = scheduler.schedule(self._now / 1000)
+        if plan.rows:
+            self._now += self._machine.step_ms + costs.prefill_ms_per_token * sum(plan.num_new)
+        elif self._reading:
+            self._now = max(self._now, min(done for done, _ in self._reading))
+        else:
+            self._now += self._machine.step_ms
+        for output in scheduler.update(_drawn(plan), self._now / 1000):
+            if output.first_token_at is not None:
+                self._ttft.append(self._now - self._arrived[output.request_id])
+        for name in scheduler.take_wanted_adapters():
+            self._reading.append((self._now + self._load_ms, name))
+            self._loads += 1
+        scheduler.take_dropped_adapters()
+        self._look(scheduler)
+
+    def _look(self, scheduler: Scheduler) -> None:
+        invalid = scheduler.stats(0.0).invalid_kv_blocks
+        published = sum(scheduler.pool.members(group) for group in scheduler.pool.groups())
+        self._invalid.append(invalid / published if published else 0.0)
+        self._most_invalid = max(self._most_invalid, invalid)
+
+    def result(self) -> TraceResult:
+        ttft, ledger = sorted(self._ttft), self._scheduler.stats(0.0)
+        return TraceResult(
+            mean_ttft_ms=sum(ttft) / len(ttft),
+            p95_ttft_ms=ttft[int(len(ttft) * 0.95)],
+            prefix_hit_share=ledger.prefix_hits / ledger.prefix_queries,
+            loads=self._loads,
+            mean_invalid_share=sum(self._invalid) / len(self._invalid),
+            max_invalid_blocks=self._most_invalid,
+        )
+
+
+def _drawn(plan: StepPlan) -> StepResult:
+    def tokens() -> Iterator[tuple[int, ...]]:
+        for samples in plan.samples:
+            yield (7,) if samples else ()
+
+    return StepResult(step=plan.step, token_ids=tuple(tokens()))
