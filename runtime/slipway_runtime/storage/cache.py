@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -225,7 +226,8 @@ def _size(folders: Sequence[Path]) -> int:
         for path in folder.rglob("*"):
             with contextlib.suppress(OSError):  # gone in the meantime
                 about = path.lstat()
-                seen[about.st_ino] = about.st_size
+                if stat.S_ISREG(about.st_mode):
+                    seen[about.st_ino] = about.st_size
     return sum(seen.values())
 
 

@@ -3,7 +3,7 @@
 A file that is coming has two companions, and neither survives its arrival:
 
     <name>.part     its bytes, each part at its place; holes are what is missing
-    <name>.have     8 bytes for each part: how many of its bytes are there
+    <name>.have     8 bytes for the size of a part, then for each part how many of its bytes are there
 
 Bytes are written before their count, so whatever kills the process, at worst one piece is read again. What a crash of
 the whole machine may tear is found by the checksum.
@@ -126,25 +126,26 @@ class _Arrival:
         self._final = folder / file.name
         self._bytes = folder / f"{file.name}.part"
         self._counts = folder / f"{file.name}.have"
-        size = PART_BYTES if file.in_parts else max(1, file.size)
+        self._part_size = size = PART_BYTES if file.in_parts else max(1, file.size)
         self._bounds = [(first, min(first + size, file.size)) for first in range(0, file.size, size)] or [(0, 0)]
         self.parts = self.open_parts = len(self._bounds)
         self.have = [0] * self.parts
         if self._final.exists() and self._final.stat().st_size == file.size:
             self.have = [end - start for start, end in self._bounds]
-        elif self._bytes.exists() and self._counts.exists():
-            self._recall()
-        else:
+        elif not self._recall():
             self._bytes.write_bytes(b"")
             os.truncate(self._bytes, file.size)
-            self._counts.write_bytes(bytes(8 * self.parts))
+            self._counts.write_bytes(_COUNT.pack(size) + bytes(8 * self.parts))
 
-    def _recall(self) -> None:
-        counts = self._counts.read_bytes().ljust(8 * self.parts, b"\0")
-        for part, (start, end) in enumerate(self._bounds):
-            (count,) = _COUNT.unpack_from(counts, 8 * part)
-            self.have[part] = count if count <= end - start else 0
-        os.truncate(self._bytes, self.file.size)
+    def _recall(self) -> bool:
+        """Go on where another process ended; False: there is nothing, or its parts were others."""
+        if not self._bytes.exists() or not self._counts.exists():
+            return False
+        size, *counts = memoryview(self._counts.read_bytes().ljust(8, b"\0")).cast("Q")
+        if size != self._part_size or len(counts) != self.parts or self._bytes.stat().st_size != self.file.size:
+            return False
+        self.have = [min(count, end - start) for count, (start, end) in zip(counts, self._bounds, strict=True)]
+        return True
 
     def missing(self, part: int) -> tuple[int, int] | None:
         """The bytes of a part that are not there yet."""
@@ -161,7 +162,7 @@ class _Arrival:
                 view = view[file.write(view) :]
         self.have[part] += len(piece)
         with self._counts.open("r+b", buffering=0) as counts:
-            counts.seek(8 * part)
+            counts.seek(8 + 8 * part)
             counts.write(_COUNT.pack(self.have[part]))
 
     def finish(self, where: str) -> None:

@@ -6,11 +6,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipway_api.memory import SMALLEST_POOL, kv_bytes_per_token, pool_blocks
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 
 CPU_SHARE = 0.25  # of the memory that is left after the weights: a process on a CPU is rarely alone
 _CGROUP = Path("/sys/fs/cgroup")
+# As the planner spells them, which the operator has in common with us.
+_WORDS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.int8: "int8",
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +35,14 @@ def size_cache(
     config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
 ) -> CacheSize:
     """As many blocks as the budget pays for, but no more than `useful_tokens` need when that is given."""
-    bytes_per_token = config.kv_bytes_per_token(1) // config.head_dim * kv_pages.head_bytes(config.head_dim, dtype)
-    num_blocks = budget_bytes // (bytes_per_token * block_size) - 1  # one pays for the null block
+    bytes_per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, _WORDS[dtype])
+    num_blocks = pool_blocks(budget_bytes, bytes_per_token, block_size)
     if useful_tokens is not None:
         num_blocks = min(num_blocks, -(-useful_tokens // block_size))
-    if num_blocks < 2:
+    if num_blocks < SMALLEST_POOL:
         raise DoesNotFitError(
-            f"{budget_bytes} bytes for the KV cache hold {max(num_blocks, 0)} blocks of {block_size} tokens "
-            f"at {bytes_per_token} bytes a token; at least 2 are needed"
+            f"{budget_bytes} bytes for the KV cache hold {num_blocks} blocks of {block_size} tokens "
+            f"at {bytes_per_token} bytes a token; at least {SMALLEST_POOL} are needed"
         )
     return CacheSize(num_blocks, block_size, bytes_per_token)
 

@@ -1,0 +1,202 @@
+"""A folder on a web server becomes a model's directory: in parts, resumed, checked; every failure is a sentence."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipway_runtime.storage import download
+from slipway_runtime.storage.errors import BrokenFileError, OutOfSpaceError
+from slipway_runtime.storage.fetch import (
+    Access,
+    AccessDeniedError,
+    FetchError,
+    ModelNotFoundError,
+    Patience,
+    UnreachableError,
+    fetch,
+)
+from tests.runtime.storage.origin import Origin, a_model, an_origin
+
+AT_ONCE = Patience(attempts=4, first_delay=0, longest_delay=0)
+WEIGHTS = "/tiny/model.safetensors"
+
+
+@pytest.fixture
+def origin() -> Iterator[Origin]:
+    with an_origin() as origin:
+        origin.files = a_model()
+        yield origin
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "PART_BYTES", 128 << 10)
+
+
+def bring(origin: Origin, cache: Path, access: Access | None = None, **more: object) -> Path:
+    return fetch(
+        f"{origin.url}/tiny", cache=cache, access=access or Access(), patience=AT_ONCE, **more  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.capability("ST-1", "ST-2")
+def test_a_folder_is_fetched_in_parts_and_without_what_runs_code(origin: Origin, tmp_path: Path):
+    seen: list[tuple[int, int]] = []
+    directory = bring(origin, tmp_path, on_progress=lambda done, total: seen.append((done, total)))
+
+    assert sorted(path.name for path in directory.glob("[!.]*")) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (directory / "model.safetensors").read_bytes() == origin.files[WEIGHTS]
+    assert len([path for path, _ in origin.asked if path == WEIGHTS]) == 1 + 8, "one question, eight parts"
+    total = sum(len(content) for name, content in origin.files.items() if not name.endswith(".bin"))
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.capability("ST-1")
+def test_cut_connections_cost_what_was_not_received_and_nothing_else(origin: Origin, tmp_path: Path):
+    origin.cuts = {WEIGHTS: 12}  # of 8 parts, each about once or twice
+
+    directory = bring(origin, tmp_path)
+
+    assert (directory / "model.safetensors").read_bytes() == origin.files[WEIGHTS]
+    assert origin.cuts[WEIGHTS] == 0, "all of them happened"
+    asked = 1  # the first question, for one byte
+    assert origin.sent[WEIGHTS] <= len(origin.files[WEIGHTS]) + asked + 12 * 16_384, "at most a piece a cut, twice"
+
+
+def test_a_server_that_cannot_read_from_the_middle_is_read_from_the_start(origin: Origin, tmp_path: Path):
+    origin.reads_from_the_middle = False
+    origin.cuts = {WEIGHTS: 2}  # the first is the question
+
+    directory = bring(origin, tmp_path)
+
+    assert (directory / "model.safetensors").read_bytes() == origin.files[WEIGHTS]
+
+
+def test_shards_come_by_the_index(origin: Origin, tmp_path: Path):
+    whole = origin.files.pop(WEIGHTS)
+    origin.files["/tiny/model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
+    ).encode()
+    origin.files["/tiny/model-00001.safetensors"] = whole[:1000]
+    with pytest.raises(ModelNotFoundError, match=r"the index names model-00002\.safetensors, which is not there"):
+        bring(origin, tmp_path)
+    origin.files["/tiny/model-00002.safetensors"] = whole[1000:]
+
+    directory = bring(origin, tmp_path)
+
+    assert (directory / "model-00002.safetensors").read_bytes() == whole[1000:]
+
+
+@pytest.mark.capability("ST-1")
+def test_an_adapter_is_fetched_like_a_model_and_within_its_limit(origin: Origin, tmp_path: Path):
+    origin.files = {"/tiny/adapter_config.json": b"{}", "/tiny/adapter_model.safetensors": bytes(5000)}
+    with pytest.raises(OutOfSpaceError, match="has 5002 bytes, more than the 4000 that are allowed"):
+        bring(origin, tmp_path, at_most_bytes=4000)
+    assert (bring(origin, tmp_path, at_most_bytes=6000) / "adapter_model.safetensors").read_bytes() == bytes(5000)
+
+
+@pytest.mark.capability("ST-1")
+def test_sums_in_the_folder_are_obeyed(origin: Origin, tmp_path: Path):
+    right = hashlib.sha256(origin.files[WEIGHTS]).hexdigest()
+    origin.files["/tiny/SHA256SUMS"] = f"{'0' * 64}  config.json\n{right} *model.safetensors\n".encode()
+    with pytest.raises(BrokenFileError, match=r"config\.json arrived broken \(sha256 .*, expected 000000000000…\)"):
+        bring(origin, tmp_path)
+    config = hashlib.sha256(origin.files["/tiny/config.json"]).hexdigest()
+    origin.files["/tiny/SHA256SUMS"] = f"{config}  ./config.json\n{right} *model.safetensors\n".encode()
+
+    assert (bring(origin, tmp_path) / "model.safetensors").read_bytes() == origin.files[WEIGHTS]
+
+
+def test_a_busy_server_is_asked_again_and_a_dead_one_not_for_ever(origin: Origin, tmp_path: Path):
+    origin.failures = {WEIGHTS: [503, 429, 500]}
+    assert bring(origin, tmp_path / "a").is_dir()
+
+    origin.failures = {WEIGHTS: [503] * 50}
+    with pytest.raises(UnreachableError, match="does not answer: status 503, 4 times"):
+        bring(origin, tmp_path / "b")
+    assert len(origin.failures[WEIGHTS]) == 46
+
+
+def test_a_body_that_never_comes_ends_in_a_sentence(origin: Origin, tmp_path: Path):
+    origin.claims = {WEIGHTS: len(origin.files[WEIGHTS]) + 1000}  # the last bytes do not exist
+    with pytest.raises(FetchError, match=r"model\.safetensors"):
+        bring(origin, tmp_path)
+
+
+@pytest.mark.capability("ST-1")
+def test_the_bearer_token_opens_the_folder_and_goes_to_no_other_host(origin: Origin, tmp_path: Path):
+    origin.bearer = "s3cret"
+    with pytest.raises(AccessDeniedError, match="with status 401: check the credentials") as refused:
+        bring(origin, tmp_path, Access(bearer_token="wr0ng"))
+    assert "wr0ng" not in str(refused.value)
+    assert bring(origin, tmp_path, Access(bearer_token="s3cret")).is_dir()
+
+    with an_origin() as other:
+        other.redirect_to = origin.url
+        origin.bearer = ""
+        origin.asked.clear()
+        bring(other, tmp_path / "redirected", Access(bearer_token="s3cret"))
+        assert {authorization for _, authorization in other.asked} == {"Bearer s3cret"}
+        assert origin.asked
+        assert {authorization for _, authorization in origin.asked} == {""}, "another port is another host"
+
+
+def test_a_file_that_changes_on_its_way_is_refused(origin: Origin, tmp_path: Path):
+    origin.etags = {WEIGHTS: '"one"'}
+    half = len(origin.files[WEIGHTS]) // 2
+
+    def change(done: int, total: int) -> None:
+        if done > half:
+            origin.etags[WEIGHTS] = '"two"'
+
+    with pytest.raises(FetchError, match=r"model\.safetensors was changed while it was fetched"):
+        bring(origin, tmp_path, on_progress=change)
+    assert (bring(origin, tmp_path) / "model.safetensors").read_bytes() == origin.files[WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "kind"),
+    [
+        ({WEIGHTS: None, "/tiny/config.json": None, "/tiny/tokenizer.json": None}, "has no model at /tiny/",
+         ModelNotFoundError),
+        ({WEIGHTS: None}, r"has no \*\.safetensors", ModelNotFoundError),
+        ({"/tiny/model.safetensors.index.json": b"[]"}, "is no index of shards", FetchError),
+        ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": "../x.safetensors"}}'}, "leads elsewhere",
+         FetchError),
+        ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": "/etc/x.safetensors"}}'}, "leads elsewhere",
+         FetchError),
+        ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": "model.bin"}}'}, r"that is no \*\.safetensors",
+         FetchError),
+        ({"/tiny/model.safetensors.index.json": b'{"weight_map": {"a": 7}}'}, r"that is no \*\.safetensors",
+         FetchError),
+        ({"/tiny/model.safetensors.index.json": b" " * (17 << 20)}, "which is no list of files", FetchError),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_folder_is_said_in_a_sentence(
+    origin: Origin, tmp_path: Path, change: dict[str, bytes | None], words: str, kind: type[FetchError]
+):
+    for path, content in change.items():
+        if content is None:
+            del origin.files[path]
+        else:
+            origin.files[path] = content
+    with pytest.raises(kind, match=words) as refused:
+        bring(origin, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.capability("ST-1")
+def test_a_model_larger_than_the_disk_is_refused_before_its_first_byte(origin: Origin, tmp_path: Path):
+    origin.claims = {WEIGHTS: 1 << 60}
+    with pytest.raises(OutOfSpaceError, match=r"needs 1073741824\.00 GiB, and the disk of the cache has \d+\.\d\d GiB"):
+        bring(origin, tmp_path)
+    assert origin.sent[WEIGHTS] == 1, "the one byte that was asked for to know the size"
