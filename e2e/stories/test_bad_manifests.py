@@ -27,15 +27,32 @@ def test_what_the_api_server_can_judge_is_refused_at_once(clean: Slipway) -> Non
     [
         ({"model": {"uri": "file:///opt/slipway/models/nowhere"}}, ("ModelNotFound",), "nowhere"),
         ({"runtime": {"image": "slipway/runtime:none"}}, ("ImagePullFailed",), "slipway/runtime:none"),
+        (
+            {"model": {"uri": "hf://org/gated", "credentialsSecretRef": {"name": "nobodys"}}},
+            ("CredentialsInvalid",),
+            'secret "nobodys" not found: spec.model.credentialsSecretRef asks for a Secret nobodys with HF_TOKEN',
+        ),
+        ({"model": {"uri": "pvc://nobodys/llama"}}, ("ModelNotFound",), 'persistentvolumeclaim "nobodys" not found'),
+        (
+            {"runtime": {"dtype": "fp32", "maxModelLen": 2048, "kvCache": {"bytes": "1Mi"}}},
+            ("DoesNotFit",),
+            "max_model_len is 2048, and the KV cache holds",
+        ),
     ],
-    ids=["a model that is not there", "an image that is not there"],
+    ids=[
+        "a model that is not there",
+        "an image that is not there",
+        "a Secret that is not there",
+        "a claim that is not there",
+        "a cache without room for one request",
+    ],
 )
 def test_what_only_running_shows_becomes_a_condition_that_says_what_is_wrong(
     clean: Slipway, change: dict[str, object], reason: tuple[str, ...], words: str
 ) -> None:
     clean.apply(as_yaml(static("wrong", 1, **change)))
 
-    stalled = wait_for("the service is stalled", lambda: clean.condition("wrong", "Stalled"), timeout=90)
+    stalled = wait_for("the service is stalled", lambda: clean.condition("wrong", "Stalled"), timeout=120)
 
     assert stalled["reason"] in reason
     assert words in stalled["message"]

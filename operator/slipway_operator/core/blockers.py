@@ -101,11 +101,12 @@ def _of_replica(member: Member, observed: Observed, revision: Revision) -> tuple
             missing = f'persistentvolumeclaim "{claim}" not found'
             is_missing = missing in replica.unschedulable
             return (Reason.MODEL_NOT_FOUND, f"{missing}; check spec.model.uri") if is_missing else None
-        case Stage.CRASHING:
+        case Stage.CRASHING | Stage.LOADING:
+            # Started over at once, it loads again: what it said holds until it has been proved wrong.
             for word, (reason, around) in _LAST_WORDS.items():
                 if replica.last_word.startswith(word):
                     return reason, around.format(replica.last_word.removeprefix(word))
-            if replica.restarts >= CRASHES_UNTIL_STALLED:
+            if member.stage is Stage.CRASHING and replica.restarts >= CRASHES_UNTIL_STALLED:
                 return Reason.CRASH_LOOPING, sentence(member, observed, revision)
     return None
 

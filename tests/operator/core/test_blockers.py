@@ -85,6 +85,15 @@ def test_the_word_that_a_runtime_leaves_is_the_reason(word, reason, sentence):
     assert sentence in stalled.message
 
 
+def test_what_a_runtime_said_holds_while_it_tries_again():
+    """The kubelet starts it over at once, and a large model takes minutes to find out a second time."""
+    service = a_service()
+
+    stalled, ready = told(service, last_said(service, "DoesNotFit: too small").but(waiting_reason="", restarts=1))
+
+    assert (stalled.reason, ready.reason) == ("DoesNotFit", "DoesNotFit")
+
+
 @pytest.mark.capability("OP-5")
 def test_a_spec_that_does_not_fit_is_told_with_the_arithmetic_while_the_old_one_serves():
     service = a_service()
