@@ -1,0 +1,83 @@
+"""A runner on a real checkpoint that computes any stretch of any sequence, in any company, and shows its scores."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import slipway_runtime
+from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.models.config import read_config
+from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.weights import Checkpoint
+from slipway_runtime.worker.inputs import pack
+from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
+from slipway_runtime.worker.runner import Runner
+
+TINY = Path(slipway_runtime.__file__).parents[2] / "models" / "tiny"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens `start` … `end` of what row `row` holds; those before are in its cache."""
+
+    row: int
+    tokens: Sequence[int]
+    start: int
+    end: int
+
+
+class Machine:
+    """Row n owns the blocks 1 + n * blocks of a row …"""
+
+    def __init__(
+        self,
+        path: Path = TINY,
+        *,
+        quantization: str = "none",
+        kv_dtype: str = "auto",
+        deterministic: bool = False,
+        rows: int = 32,
+        longest: int = 128,
+        block: int = 16,
+    ) -> None:
+        config = read_config(path)
+        kernels = kernels_for(CPU, deterministic=deterministic)
+        make = matmul_maker(quantization, deterministic=deterministic, device=CPU)
+        head = head_maker(quantization, deterministic=deterministic, device=CPU)
+        with Checkpoint(path, torch.float32, CPU) as checkpoint:
+            self.decoder = load_decoder(config, checkpoint, kernels, longest, torch.float32, CPU, make, head)
+        self._per_row, self._block = -(-longest // block), block
+        size = CacheSize(rows * self._per_row, block, 0)
+        self.caches = allocate_cache(config, size, choose_kv_dtype(kv_dtype, torch.float32), CPU)
+        self._runner = Runner(
+            self.decoder, self.caches, kernels, block_size=block, max_num_seqs=rows, max_model_len=longest,
+            eos_token_ids=(), device=CPU,
+        )  # fmt: skip
+
+    def logits(self, *work: Stretch) -> dict[int, torch.Tensor]:
+        """By row: the scores after each token of its stretch. (n, V)."""
+        work = tuple(sorted(work, key=lambda stretch: stretch.end - stretch.start != 1))
+        plan = StepPlan(
+            step=1,
+            new_rows=tuple(
+                NewRow(row=w.row, token_ids=tuple(w.tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+                for w in work
+            ),
+            rows=tuple(w.row for w in work),
+            num_computed=tuple(w.start for w in work),
+            num_new=tuple(w.end - w.start for w in work),
+            new_blocks=tuple(
+                tuple(range(1 + w.row * self._per_row, 1 + (w.row + 1) * self._per_row)) for w in work
+            ),
+            samples=(False,) * len(work),
+        )  # fmt: skip
+        with torch.inference_mode():
+            self._runner._rows.take_in(plan)
+            inputs = pack(plan, self._runner._rows, self._block, CPU)
+            scores = self.decoder.logits(self._runner.hidden(inputs))
+        return dict(zip(plan.rows, scores.split(list(plan.num_new)), strict=True))
