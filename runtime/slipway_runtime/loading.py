@@ -40,7 +40,7 @@ def bring(settings: RuntimeSettings) -> Fetched:
     began = time.monotonic()
     directory = fetch(settings.model_uri, cache=settings.cache_directory)
     if settings.model_digest:
-        check_digest(directory, settings.model_digest)
+        check_digest(directory, settings.model_digest, settings.cache_directory)
     beside = directory
     if settings.tokenizer_uri:
         beside = fetch(settings.tokenizer_uri, cache=settings.cache_directory, weights=False)

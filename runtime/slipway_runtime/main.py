@@ -48,7 +48,7 @@ def pull(uri: str, cache: Path) -> int:
     except (FetchError, FileNotFoundError) as error:
         print(f"slipway-runtime: {error}", file=sys.stderr)
         return 1
-    found = {"path": str(directory), "digest": weights_digest(directory), "tokenizerSha256": tokenizer.sha256}
+    found = {"path": str(directory), "digest": weights_digest(directory, cache), "tokenizerSha256": tokenizer.sha256}
     print(json.dumps(found, indent=2))
     return 0
 

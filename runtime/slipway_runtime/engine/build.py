@@ -95,7 +95,7 @@ def build_engine(
     plan = _decide(model_path, options)
     kernels = kernels_for(plan.device, deterministic=options.deterministic)
     with shortage_refused("the weights", plan.device):
-        decoder, weight_bytes = _load(model_path, plan, kernels)
+        decoder, weight_bytes = _load(model_path, plan, kernels, on_news)
     with shortage_refused("the adapters", plan.device):
         slots = _slots(decoder, plan, kernels)
     # None where there is no tokenizer: an answer that a grammar binds can then only end.
@@ -139,6 +139,7 @@ def build_engine(
         _warm_up(new_scheduler(kv_events=False), runner, slots, plan, worker)
     warm = time.perf_counter()
     scheduler = new_scheduler(kv_events=bool(options.kv_events_endpoint))
+    _fit_pool(length, scheduler.max_model_len, asked=options.max_model_len)  # adapters may take a part of the pool
     facts = EngineFacts(
         vocab_size=plan.config.vocab_size,
         eos_token_ids=plan.eos_token_ids,
@@ -191,7 +192,7 @@ def _decide(model_path: Path, options: EngineOptions) -> _Plan:
         device=on,
         dtype=dtype,
         kv_dtype=choose_kv_dtype(options.kv_cache_dtype, dtype),
-        max_model_len=_longest(config, options.max_model_len),
+        max_model_len=_longest(config, options.max_model_len, _affordable_tokens(config, options, on)),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_batched_tokens,
         eos_token_ids=tuple(sorted({*config.eos_token_ids, *options.extra_eos_token_ids})),
@@ -202,10 +203,18 @@ def _decide(model_path: Path, options: EngineOptions) -> _Plan:
     )
 
 
-def _load(model_path: Path, plan: _Plan, kernels: Kernels) -> tuple[Decoder, int]:
+def _load(model_path: Path, plan: _Plan, kernels: Kernels, on_news: Callable[[Loading], object]) -> tuple[Decoder, int]:
     """The decoder, and the bytes of its weights."""
+    told = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if done - told >= total // 100 or done == total:  # a hundred messages, however large the model is
+            told = done
+            on_news(Loading(bytes_done=done, bytes_total=total))
+
     quantization = plan.options.quantization
-    with Checkpoint(model_path, plan.dtype, plan.device) as checkpoint:
+    with Checkpoint(model_path, plan.dtype, plan.device, on_progress=tell) as checkpoint:
         decoder = load_decoder(
             plan.config,
             checkpoint,
@@ -306,13 +315,20 @@ def _content_key(model_path: Path, plan: _Plan) -> str:
     return f"{config}/{plan.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
 
 
-def _longest(config: ModelConfig, asked: int) -> int:
-    """The context that the model can take, or the part of it that was asked for."""
+def _longest(config: ModelConfig, asked: int, affordable: int) -> int:
+    """The context that the model can take and any pool could hold, or the part of it that was asked for."""
     if asked > config.max_position:
         raise ModelRefusedError(
             f"max_model_len is {asked}; this model takes at most {config.max_position}: its max_position_embeddings"
         )
-    return asked or config.max_position
+    # Tables of positions are built for the whole length, and a config may claim sixteen million.
+    return asked or max(1, min(config.max_position, affordable))
+
+
+def _affordable_tokens(config: ModelConfig, options: EngineOptions, device: torch.device) -> int:
+    """More than the KV cache will ever hold: all memory there is, at a byte a value."""
+    memory = options.kv_cache_bytes or default_budget_bytes(device, 1.0)
+    return memory // config.kv_bytes_per_token(1)
 
 
 def _fit_pool(length: int, pool_tokens: int, asked: int) -> int:

@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from slipway_api.types import parse_quantity
 from slipway_runtime.storage.access import Access
 from slipway_runtime.storage.address import Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
 from slipway_runtime.storage.cache import Cache, content_key, manifest
@@ -52,17 +53,19 @@ def fetch(
     weights: bool = True,
     endpoint: str | None = None,
     access: Access | None = None,
-    limit_bytes: int = 0,
+    limit_bytes: int | None = None,
     at_most_bytes: int = 0,
     on_progress: OnProgress | None = None,
     patience: Patience = Patience(),  # noqa: B008  frozen
 ) -> Path:
     """Bring what the address names, and return the directory it is in. Blocks; safe to repeat and to kill.
 
-    weights: False brings only what lies beside them, such as a tokenizer. access: credentials, by default those of
-    the environment; endpoint: another hub. limit_bytes: what the cache may hold, 0 for no limit. at_most_bytes:
-    refuse anything larger, which an adapter of a stranger may be. on_progress: called with bytes that are there and
-    bytes in all, from several threads but never from two at once. Raises FetchError, a sentence for the user.
+    weights: False brings only what lies beside them, such as a tokenizer.
+    endpoint: another hub; access: endpoints and credentials, by default those of the environment.
+    limit_bytes: what the cache may hold, 0 for no limit; by default what SLIPWAY_CACHE_LIMIT says, such as 200Gi.
+    at_most_bytes: refuse anything larger, which an adapter of a stranger may be.
+    on_progress: called with the bytes that are there and the bytes in all, never by two threads at once.
+    Raises FetchError, a sentence for the user.
 
     The directory stays in the cache until this process ends, or calls `release`.
     """
@@ -72,6 +75,8 @@ def fetch(
             raise ModelNotFoundError(f"{uri}: there is no directory {address.path}")
         return address.path
     access = access or Access.of(os.environ)
+    if limit_bytes is None:
+        limit_bytes = int(parse_quantity(os.environ.get("SLIPWAY_CACHE_LIMIT") or 0))
     try:
         shelf = Cache(cache, limit_bytes)
         return _fetch(

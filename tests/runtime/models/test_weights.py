@@ -207,3 +207,19 @@ def test_an_index_cannot_point_outside_the_checkpoint(index, sentence, tmp_path)
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelRefusedError, match=sentence):
         build_engine(tmp_path / "model")
+
+
+@pytest.mark.capability("ST-9")
+def test_a_context_that_no_memory_holds_builds_no_table(tmp_path):
+    """A table of sixteen million positions would take gigabytes before anything is refused."""
+    a_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 1 << 24}))
+    before = resident_bytes()
+    news: list[object] = []
+
+    engine = build_engine(tmp_path, kv_cache_bytes=1 << 20, on_news=news.append)
+
+    assert engine.facts.max_model_len == engine.facts.num_blocks * 16
+    assert resident_bytes() - before < 200 << 20
+    assert news[-2].bytes_done == news[-2].bytes_total > 0, "the last word before warming up"
