@@ -14,11 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import prometheus_client
 import structlog
@@ -27,25 +26,28 @@ import uvloop
 from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.client import EngineClient, QueueLimits
-from slipway_runtime.engine.loop import Engine
-from slipway_runtime.engine.thread import EngineThread
+from slipway_runtime.engine.launch import EngineNotLoadedError
+from slipway_runtime.loading import LOADER, Fetched, bring, in_daemon_thread, load_engine
+from slipway_runtime.messages import Loading, WarmingUp
+from slipway_runtime.models.config_values import ModelRefusedError
+from slipway_runtime.server.adapters import AdapterRegistry, adapter_roots
 from slipway_runtime.server.app import admin_app, listening, serving_app
+from slipway_runtime.server.boot import load_adapters, prefill
 from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
-from slipway_runtime.server.tokenizer import TokenizerFiles, TokenizerMismatch, load_tokenizer
+from slipway_runtime.server.structured import GrammarDoor
+from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import FetchError, ModelNotFoundError, check_digest, fetch
+from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch
 
 log = structlog.get_logger()
 
-LOADER: Final = "load"
 LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for the streams to hear of it
 TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default; its mount is there in a pod only
-_T = TypeVar("_T")
 
 
 def run(settings: RuntimeSettings) -> int:
@@ -73,7 +75,7 @@ async def serve(settings: RuntimeSettings) -> int:
         stall_seconds=settings.stall_seconds,
     )
     stop = _stop_signal(replica)
-    serving = serving_app(replica, max_body_bytes=settings.max_body_bytes)
+    serving = serving_app(replica, max_body_bytes=settings.max_body_bytes, adapter_endpoints=settings.adapter_endpoints)
     admin = admin_app(replica, token_digests=settings.admin_token_digests)
     async with (
         listening(serving, settings.host, settings.port) as port,
@@ -117,22 +119,46 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
 
 async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
     """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
+    began = time.monotonic()
+
+    def hear(news: Loading | WarmingUp) -> None:
+        if isinstance(news, WarmingUp):
+            replica.warming_up()
+        else:
+            replica.loading(news.bytes_done, news.bytes_total)
+
     try:
-        loop = asyncio.get_running_loop()
-        loaded = await _in_daemon_thread(
-            lambda: _load(settings, on_warm_up=lambda: loop.call_soon_threadsafe(replica.warming_up))
-        )
-    except (FetchError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
+        if not settings.model_uri.startswith(("file:", "/")):
+            replica.downloading()
+        fetched = await in_daemon_thread(lambda: bring(settings))
+        replica.loading()
+        transport = await load_engine(settings, fetched, hear)
+    except (FetchError, ModelRefusedError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
         return _refuse(settings, error)
+    except EngineNotLoadedError as error:
+        return _refuse(settings, error, trace=error.trace)
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told, and ends the process
-        return _refuse(settings, error, trace=type(error).__name__ != "ModelRefusedError")
-    client = EngineClient(EngineThread(loaded.engine), limits=QueueLimits(max_requests=settings.max_num_queued_reqs))
+        return _refuse(settings, error, trace=traceback.format_exc())
+    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens or None)
+    client = EngineClient(transport, limits=limits)
     await client.start()
     try:
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt") as threads:
-            model = _model(settings, loaded, client, threads)
-            replica.ready_with(model, loaded.times)
-            log.info("ready", model=settings.model_name, **loaded.times.model_dump(exclude_none=True))
+            model = _model(settings, fetched, client, threads, replica.identity)
+            await load_adapters(model, settings.adapters)
+            await prefill(model, settings.warm_prompts)
+            times = StartupTimes(
+                download_seconds=round(fetched.seconds, 3),
+                load_seconds=round(client.facts.load_seconds, 3),
+                warmup_seconds=round(client.facts.warmup_seconds, 3),
+            )
+            replica.ready_with(model, times)
+            log.info(
+                "ready",
+                model=settings.model_name,
+                **times.model_dump(exclude_none=True),
+                total_seconds=round(time.monotonic() - began, 3),
+            )
             await client.wait_dead()
         log.error("the engine has died", reason=client.error)
         _leave_word(f"the engine has died: {client.error}")
@@ -144,17 +170,22 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
         await client.stop()
 
 
-def _refuse(settings: RuntimeSettings, error: Exception, *, trace: bool = False) -> int:
+def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> int:
     """Say why this model cannot be served, to the log and to the kubelet."""
-    log.error("cannot serve this model", model=settings.model_uri, reason=str(error), exc_info=error if trace else None)
+    more = {"exception": trace} if trace else {}
+    log.error("cannot serve this model", model=settings.model_uri, reason=str(error), **more)
     _leave_word(last_word(settings.model_uri, error))
     return 1
 
 
 def last_word(model_uri: str, error: Exception) -> str:
-    """What the kubelet gets to hear of a model that cannot be served; the operator knows the one that is not there."""
+    """What the kubelet gets to hear of a model that cannot be served; the operator knows the words that begin it."""
     if isinstance(error, ModelNotFoundError):
         return f"{names.WORD_MODEL_NOT_FOUND}{error}"
+    if isinstance(error, AccessDeniedError):
+        return f"{names.WORD_CREDENTIALS_INVALID}{error}"
+    if str(error).startswith(names.WORD_DOES_NOT_FIT):
+        return str(error)
     return f"cannot serve {model_uri}: {error}"
 
 
@@ -166,89 +197,35 @@ def _leave_word(sentence: str) -> None:
 
 
 def _model(
-    settings: RuntimeSettings, loaded: "_Loaded", client: EngineClient, threads: ThreadPoolExecutor
+    settings: RuntimeSettings,
+    fetched: Fetched,
+    client: EngineClient,
+    threads: ThreadPoolExecutor,
+    identity: Identity,
 ) -> LoadedModel:
     facts = client.facts
-    metrics = Metrics(settings.model_name, facts, client.stats, gpu_memory_utilization=settings.gpu_memory_utilization)
+    adapters = AdapterRegistry(
+        client,
+        identity,
+        fetch=lambda uri: fetch(uri, cache=settings.cache_directory),
+        roots=adapter_roots(settings.cache_directory, fetched.directory),
+        clock=time.monotonic,
+    )
+    metrics = Metrics(
+        settings.model_name,
+        facts,
+        client.stats,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        adapter_names=adapters.names_of,
+    )
     client.on_step = metrics.stepped
     return LoadedModel(
         engine=client,
-        prompts=PromptEncoder(loaded.tokenizer, max_model_len=facts.max_model_len, threads=threads),
+        prompts=PromptEncoder(fetched.tokenizer, max_model_len=facts.max_model_len, threads=threads),
         metrics=metrics,
-        defaults=settings.sampling_defaults.over(model_defaults(loaded.directory)),
+        grammars=GrammarDoor.over(fetched.tokenizer.tokenizer, facts.eos_token_ids),
+        adapters=adapters,
+        defaults=settings.sampling_defaults.over(model_defaults(fetched.directory)),
         max_output_tokens=settings.max_output_tokens,
         created=int(time.time()),
     )
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    directory: Path
-    tokenizer: TokenizerFiles
-    engine: Engine
-    times: StartupTimes
-
-
-def _load(settings: RuntimeSettings, on_warm_up: Callable[[], object]) -> _Loaded:
-    """Everything that takes long, on a thread of its own: the download, torch, the weights, the first steps."""
-    began = time.monotonic()
-    directory = fetch(settings.model_uri, cache=settings.cache_directory)
-    if settings.model_digest:
-        check_digest(directory, settings.model_digest)
-    beside = directory
-    if settings.tokenizer_uri:
-        beside = fetch(settings.tokenizer_uri, cache=settings.cache_directory, weights=False)
-    fetched = time.monotonic()
-    tokenizer = load_tokenizer(beside, chat_template=settings.chat_template, expected_sha256=settings.tokenizer_sha256)
-    # Only here: torch costs seconds and 500 MB, and the ports must be open before.
-    import torch
-
-    from slipway_runtime.engine.build import build_engine
-
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    eos = tokenizer.special_tokens.get("eos_token")
-    eos_id = tokenizer.tokenizer.token_to_id(eos) if eos else None
-    engine = build_engine(
-        directory,
-        dtype=settings.dtype,
-        max_model_len=settings.max_model_len or None,
-        max_num_seqs=settings.max_num_seqs or None,
-        max_num_batched_tokens=settings.max_num_batched_tokens or None,
-        block_size=settings.block_size,
-        kv_cache_bytes=settings.kv_cache_bytes or None,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        extra_eos_token_ids=() if eos_id is None else (eos_id,),
-        on_warm_up=on_warm_up,
-    )
-    times = StartupTimes(
-        download_seconds=round(fetched - began, 3),
-        load_seconds=round(engine.facts.load_seconds, 3),
-        warmup_seconds=round(engine.facts.warmup_seconds, 3),
-    )
-    return _Loaded(directory, tokenizer, engine, times)
-
-
-async def _in_daemon_thread(work: Callable[[], _T]) -> _T:
-    """Run the work beside the loop. A daemon, so that SIGTERM during a long load ends the process at once."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def settle(result: _T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]  # a result, since there is no error
-
-    def body() -> None:
-        try:
-            result, error = work(), None
-        except BaseException as failure:  # noqa: BLE001  carried over to whoever waits
-            result, error = None, failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=body, name=LOADER, daemon=True).start()
-    return await done

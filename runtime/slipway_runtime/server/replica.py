@@ -66,6 +66,7 @@ class Replica:
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
         self._phase = ReadyReason.LOADING
+        self._progress = ""
         self._draining = False
         self._drain_timeout = drain_timeout
         self._deadline: asyncio.TimerHandle | None = None
@@ -82,13 +83,15 @@ class Replica:
         """The model is being brought from where it lives."""
         self._phase = ReadyReason.DOWNLOADING
 
-    def loading(self) -> None:
-        """The model's files are here."""
+    def loading(self, bytes_done: int = 0, bytes_total: int = 0) -> None:
+        """The model's files are here; how much of the weights is in memory."""
         self._phase = ReadyReason.LOADING
+        self._progress = f": {bytes_done / 2**30:.1f} of {bytes_total / 2**30:.1f} GiB" if bytes_total else ""
 
     def warming_up(self) -> None:
         """The weights are there; the first steps are being computed."""
         self._phase = ReadyReason.WARMING_UP
+        self._progress = ""
 
     def ready_with(self, loaded: LoadedModel, startup: StartupTimes) -> None:
         """From now on requests are answered, unless a drain came first."""
@@ -109,7 +112,7 @@ class Replica:
     def ready(self) -> Ready:
         """Whether new requests are welcome, and if not, why."""
         if self.loaded is None:
-            return Ready(ready=False, reason=self._phase, message=_STARTING[self._phase])
+            return Ready(ready=False, reason=self._phase, message=_STARTING[self._phase] + self._progress)
         if not self.loaded.engine.alive:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message="the engine has stopped")
         stats = self.loaded.engine.stats()
