@@ -162,6 +162,8 @@ class _Answer:
                 self.matcher = self.compiling.result().deep_copy()
             except GrammarRefusedError as refusal:
                 self.error = str(refusal)
+            except Exception as error:  # noqa: BLE001  whatever broke, it broke for this answer only
+                self.error = f"the grammar could not be compiled: {type(error).__name__}"
             else:
                 self.advance(self.replay)
         if self.matcher is not None and not self.error and self.matcher.is_error():

@@ -87,7 +87,7 @@ class Sampler:
         scores[ids] += torch.tensor([value for _, value in known], device=scores.device)
 
     def _hold_back_ends(self, logits: Tensor, row_ids: Ints, positions: Ints) -> None:
-        """Before `min_tokens` are out, nothing that would end the sequence may come; a grammar that is at its end wins."""
+        """Before `min_tokens` are out no end may come, unless a grammar has nothing left but ends."""
         rows = self._rows
         early = positions - rows.num_prompt[row_ids] < rows.min_tokens[row_ids] - 1
         for place in np.flatnonzero(early):
