@@ -113,6 +113,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
     started: int = 0  # requests that left the queue for the first time; a counter
     schedule_seconds: float = 0.0  # what the last step cost the scheduler, plan and update together
+    mask_seconds: float = 0.0  # spent on making masks of grammars, beside the model's computing; a counter
     waiting_by_tenant: tuple[tuple[str, int], ...] = ()
     running_adapters: tuple[str, ...] = ()  # digests of adapters with running, and with waiting requests
     waiting_adapters: tuple[str, ...] = ()

@@ -36,6 +36,8 @@ Execute = Callable[[StepPlan], StepResult]
 class Grammars(Protocol):
     """What the engine needs of the grammars; matchers.py has them."""
 
+    mask_seconds: float
+
     def start(self, request: Request) -> None: ...  # noqa: D102
     def accept(self, output: Output) -> str: ...  # noqa: D102
 
@@ -156,7 +158,11 @@ class Engine:
             statuses = self._adapters.take_statuses()
         return StepReport(
             outputs=tuple(outputs),
-            stats=msgspec.structs.replace(self._scheduler.stats(now), schedule_seconds=planning),
+            stats=msgspec.structs.replace(
+                self._scheduler.stats(now),
+                schedule_seconds=planning,
+                mask_seconds=0.0 if self._grammars is None else self._grammars.mask_seconds,
+            ),
             replies=tuple(replies),
             adapters=statuses,
         )

@@ -12,6 +12,7 @@ preemption does not touch it; output that came with the request is replayed. Aft
 allows only end-of-sequence tokens come.
 """
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Grammars:
         # llguidance lets go of the GIL. Two threads: the masks of a step do not wait for somebody's new grammar.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self.mask_seconds = 0.0  # spent on masks so far
         self._answers: dict[Key, _Answer] = {}
         self._rows: dict[int, Key] = {}  # who has which row of the worker
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
@@ -107,13 +109,16 @@ class Grammars:
         self._masking.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, drawing: list[tuple[int, "_Answer", tuple[int, ...]]]) -> TokenMasks:
+        began = time.perf_counter()
         draws: list[int] = []
         masks: list[Words] = []
         for first, answer, guessed in drawing:
             made = self._masks_of(answer, guessed)
             draws.extend(range(first, first + len(made)))
             masks.extend(made)
-        return TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes())
+        made_all = TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes())
+        self.mask_seconds += time.perf_counter() - began
+        return made_all
 
     def _masks_of(self, answer: "_Answer", guessed: tuple[int, ...]) -> list[Words]:
         """One mask for the next token, and one after each drafted token as far as the grammar takes them."""

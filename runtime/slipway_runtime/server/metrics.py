@@ -82,6 +82,7 @@ class Metrics:
             buckets=_SCHEDULE,
             registry=self.registry,
         ).labels(*self._values)
+        self._masks = self._own_counter("mask_seconds", "Time spent on masks of grammars, beside the computing.")
         self._errors = self._own_counter("errors", "Requests without an answer, by class.", "class")
         self._latency = self._own_counter(
             "requests_by_latency", "Finished requests, by the smallest bounds that hold for them.", "ttft_le", "tpot_le"
@@ -102,6 +103,7 @@ class Metrics:
             else None
         )
         self._computed = 0
+        self._mask_seconds = 0.0
         self._steps = 0
 
     def between_outputs(self, seconds: float) -> None:
@@ -115,7 +117,8 @@ class Metrics:
         if stats.steps > self._steps:
             self._iteration.observe(stats.computed_tokens - self._computed)
             self._schedule.observe(stats.schedule_seconds)
-            self._steps, self._computed = stats.steps, stats.computed_tokens
+            self._masks.labels(*self._values).inc(max(0.0, stats.mask_seconds - self._mask_seconds))
+            self._steps, self._computed, self._mask_seconds = stats.steps, stats.computed_tokens, stats.mask_seconds
 
     def refused(self, status: int) -> None:
         """A request was turned away before it was queued."""

@@ -111,6 +111,7 @@ def test_every_answer_validates_or_says_that_it_was_cut(engine):
             assert last.finish_reason is FinishReason.LENGTH
             assert COMPILER.matcher(KINDS[kind]).consume_tokens(tokens), "what was cut is the beginning of an answer"
     assert whole >= 9
+    assert engine._grammars.mask_seconds > 0
     assert (engine.stats(0.0).draft_tokens > 0) == (engine.facts.speculation != "none")
 
 
