@@ -162,6 +162,7 @@ class Play:
         self.outputs: dict[str, list[Output]] = {}
         self.plan = StepPlan(step=0)
         self.plans: deque[StepPlan] = deque()  # in flight
+        self.all_plans: list[StepPlan] = []
         self.most_in_flight = 0
 
     def add(self, id: str, prompt: Iterable[int], max_tokens: int = 4, **fields: object) -> Request:
@@ -208,6 +209,7 @@ class Play:
     def _schedule(self) -> None:
         self.plan = self.scheduler.schedule(self.now)
         self.plans.append(self.plan)
+        self.all_plans.append(self.plan)
         for load in self.plan.adapter_loads:
             assert load.digest in self.host, "a slot is loaded from host memory"
 

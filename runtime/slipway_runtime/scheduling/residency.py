@@ -18,36 +18,14 @@ The shell reads files and holds the host copies; this says which (`take_wanted`,
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
+from slipway_runtime.scheduling.adapter import BASE_SLOT, Adapter, holds_memory, is_idle, is_in, may_go
 from slipway_runtime.scheduling.benefit import Costs, decay, worth_of_adapter, worth_of_block
 from slipway_runtime.scheduling.block_pool import BlockPool
 
-BASE_SLOT = -1  # the base model alone
 CLAIM_AFTER = 16
 HYSTERESIS = 0.9  # an adapter goes for KV only if it is worth clearly less, or the two would swap for ever
-
-
-@dataclass(slots=True)
-class Adapter:
-    """One adapter, known by the digest of its content."""
-
-    digest: str
-    state: AdapterState = AdapterState.LOADING
-    num_bytes: int = 0  # 0: not read yet
-    rank: int = 0
-    pinned: bool = False  # stays in host memory
-    draining: bool = False
-    slot: int = BASE_SLOT
-    paid_blocks: int = 0
-    requests: int = 0  # not ended
-    rows: int = 0  # computing with it
-    last_used: float = 0.0
-    popularity: float = 0.0  # at `last_used`
-    tries: int = 0  # since it asked for a place and got none
-    closed_for: int | None = None  # requests younger than this one take no row
-    error: str = ""
 
 
 class Residency:
@@ -201,11 +179,13 @@ class Residency:
 
         With the reserve they must be available at least: somebody waits for them now, for an idle adapter nobody does.
         """
-        while self.dependency_aware and self._paid_blocks and self._pool.free < count:
-            adapter = self._worst_payer()
-            if adapter is None:
+        pool = self._pool
+        while self.dependency_aware and self._paid_blocks:
+            is_short = pool.available < count + reserve
+            if pool.free >= count and not is_short:
                 return
-            if self._pool.available >= count + reserve and not self._beats_next_prefix(adapter):
+            adapter = self._worst_payer()
+            if adapter is None or not (is_short or self._beats_next_prefix(adapter)):
                 return
             self._evict(adapter)
 
@@ -233,19 +213,7 @@ class Residency:
 
     def statuses(self) -> tuple[AdapterStatus, ...]:
         """All that are known."""
-        return tuple(
-            AdapterStatus(
-                digest=a.digest,
-                state=AdapterState.DRAINING if a.draining else a.state,
-                bytes=a.num_bytes,
-                rank=a.rank,
-                requests=a.requests,
-                pinned=a.pinned,
-                last_used=a.last_used,
-                error=a.error,
-            )
-            for _, a in sorted(self._adapters.items())
-        )
+        return tuple(adapter.status() for _, adapter in sorted(self._adapters.items()))
 
     def invalid_blocks(self) -> int:
         """Published KV whose adapter is not in memory: nobody can use it."""
@@ -262,7 +230,7 @@ class Residency:
         assert all(0 <= a.rows <= a.requests for a in adapters)
         assert sum(a.paid_blocks for a in adapters) == self._paid_blocks <= self.most_blocks
         assert self._pool.lent == (self._paid_blocks if self.dependency_aware else self.most_blocks)
-        assert sum(_is_in(a) for a in adapters) <= self.most_in_memory
+        assert sum(is_in(a) for a in adapters) <= self.most_in_memory
         if self.dependency_aware:
             assert self.invalid_blocks() == 0, "KV outlived its adapter"
 
@@ -287,9 +255,9 @@ class Residency:
     def _make_room_for(self, adapter: Adapter) -> bool:
         """Pay for an adapter's memory, evicting what is worth less; False: what is there is in use."""
         cost = self._cost(adapter)
-        in_memory = sum(_holds_memory(a) for a in self._adapters.values() if a is not adapter)
+        in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
         while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
-            victim = self._worst(a for a in self._adapters.values() if a is not adapter and _may_go(a))
+            victim = self._worst(a for a in self._adapters.values() if a is not adapter and may_go(a))
             if victim is None:
                 return False
             self._evict(victim)
@@ -329,7 +297,7 @@ class Residency:
             if adapter.slot != BASE_SLOT:
                 self._leave_slot(adapter)
             self._give_back_memory(adapter)
-            if _is_in(adapter):
+            if is_in(adapter):
                 self._dropped.append(adapter.digest)
             del self._adapters[adapter.digest]
             self.version += 1
@@ -337,7 +305,7 @@ class Residency:
     def _is_soon(self, adapter: Adapter) -> bool:
         """Whether it would run soon: no more wait in memory than there are slots, or they take the KV of who runs."""
         others = self._adapters.values()
-        staged = sum(a.requests > 0 and a.rows == 0 and _holds_memory(a) for a in others)
+        staged = sum(a.requests > 0 and a.rows == 0 and holds_memory(a) for a in others)
         return staged < self.max_adapters or self._claimant == adapter.digest
 
     def _cost(self, adapter: Adapter) -> int:
@@ -357,7 +325,7 @@ class Residency:
         in_the_way = [
             a
             for a in self._adapters.values()
-            if a is not adapter and (a.slot != BASE_SLOT if adapter.state is AdapterState.HOST else _is_in(a))
+            if a is not adapter and (a.slot != BASE_SLOT if adapter.state is AdapterState.HOST else is_in(a))
         ]
         if in_the_way:
             self._claimant = adapter.digest
@@ -383,7 +351,7 @@ class Residency:
         return min(adapters, key=lambda a: (a.last_used, a.digest), default=None)
 
     def _worst_payer(self, besides: Adapter | None = None) -> Adapter | None:
-        payers = (a for a in self._adapters.values() if a is not besides and a.paid_blocks and _is_idle(a))
+        payers = (a for a in self._adapters.values() if a is not besides and a.paid_blocks and is_idle(a))
         return self._worst(payers)
 
     def _worth(self, adapter: Adapter) -> float:
@@ -404,7 +372,9 @@ class Residency:
         owner = self._adapters.get(prefix.group)
         now = self._pool.now
         used = (
-            decay(now - prefix.idle_since, self._costs.half_life_seconds) if owner is None else self._popularity(owner, now)
+            decay(now - prefix.idle_since, self._costs.half_life_seconds)
+            if owner is None
+            else self._popularity(owner, now)
         )
         worth = worth_of_block(
             prefix,
@@ -416,27 +386,8 @@ class Residency:
         return self._worth(adapter) < HYSTERESIS * worth
 
     def _popularity(self, adapter: Adapter, now: float) -> float:
-        return adapter.popularity * decay(now - adapter.last_used, self._costs.half_life_seconds)
+        return adapter.popularity_at(now, self._costs.half_life_seconds)
 
     def _is_in_memory(self, digest: str) -> bool:
         adapter = self._adapters.get(digest)
-        return adapter is not None and _is_in(adapter)
-
-
-def _is_in(adapter: Adapter) -> bool:
-    """In memory."""
-    return adapter.state in (AdapterState.HOST, AdapterState.SLOT)
-
-
-def _holds_memory(adapter: Adapter) -> bool:
-    """In memory, or on its way with its place paid."""
-    return _is_in(adapter) or (adapter.state is AdapterState.LOADING and adapter.num_bytes > 0)
-
-
-def _is_idle(adapter: Adapter) -> bool:
-    return adapter.requests == 0 and not adapter.pinned and _is_in(adapter)
-
-
-def _may_go(adapter: Adapter) -> bool:
-    """Nobody needs it, or it was told to let somebody else in."""
-    return _is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and _is_in(adapter))
+        return adapter is not None and is_in(adapter)

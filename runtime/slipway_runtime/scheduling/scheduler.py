@@ -39,6 +39,7 @@ from slipway_runtime.messages import (
     StepResult,
     TokenLogprobs,
 )
+from slipway_runtime.scheduling.adapter import BASE_SLOT
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.books import Books
 from slipway_runtime.scheduling.ends import accept
@@ -46,7 +47,7 @@ from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
 from slipway_runtime.scheduling.plans import Flight, PlanBuilder, Scheduled
 from slipway_runtime.scheduling.prefixes import fork_source, publish_computed
-from slipway_runtime.scheduling.residency import BASE_SLOT, Residency
+from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.sequence import Sequence, State
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
 

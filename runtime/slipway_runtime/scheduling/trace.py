@@ -38,6 +38,9 @@ class TraceResult:
     max_invalid_blocks: int
 
 
+SMALL_COSTS = Costs(prefill_ms_per_token=0.5, load_ms=20.0, load_ms_per_mib=40.0, half_life_seconds=10.0)
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where a trace is played. The defaults are a small one: adapters and KV fight for 6 MiB."""
@@ -51,7 +54,7 @@ class Machine:
     max_num_seqs: int = 8
     budget: int = 256
     step_ms: float = 5.0
-    costs: Costs = Costs(prefill_ms_per_token=0.5, load_ms=20.0, load_ms_per_mib=40.0, half_life_seconds=10.0)
+    costs: Costs = SMALL_COSTS
 
 
 def skewed_trace(

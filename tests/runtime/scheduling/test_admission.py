@@ -11,11 +11,11 @@ FACTS = EngineFacts(
 )  # fmt: skip
 
 
-def stats(started: int, waiting: int) -> EngineStats:
+def stats(started: int, waiting: int, computed_tokens: int = 0) -> EngineStats:
     return EngineStats(
         running=4, waiting=waiting, waiting_tokens=0, blocks_total=4, blocks_live=0, blocks_cached=0, steps=1,
         preemptions=0, prefix_queries=0, prefix_hits=0, admitted=0, finished=0, aborted=0, handed_over=0,
-        last_step_at=0.0, started=started,
+        last_step_at=0.0, started=started, computed_tokens=computed_tokens,
     )  # fmt: skip
 
 
@@ -46,6 +46,18 @@ def test_tokens_bound_the_queue_too():
     admission.admit(waiting=3, waiting_tokens=900, prompt_tokens=100, now=8.0)
     with pytest.raises(Overloaded, match="900 prompt tokens are waiting"):
         admission.admit(waiting=3, waiting_tokens=900, prompt_tokens=101, now=8.0)
+
+
+@pytest.mark.capability("BS-4")
+def test_long_prompts_ahead_mean_a_longer_wait_than_their_number_says():
+    admission = Admission(QueueLimits(max_wait_seconds=8), max_num_seqs=2)
+    for second in range(5):
+        admission.observe(stats(started=2 * second, waiting=3, computed_tokens=1000 * second), float(second))
+    assert admission.predicted_wait_seconds(3, 4.0) == 1.5
+    assert admission.predicted_wait_seconds(3, 4.0, waiting_tokens=9000) == 9.0
+    with pytest.raises(Overloaded, match="about 9 s, the limit is 8 s") as refusal:
+        admission.admit(waiting=3, waiting_tokens=9000, prompt_tokens=1, now=4.0)
+    assert refusal.value.retry_after_seconds == 4.5
 
 
 @pytest.mark.capability("BS-4")
@@ -100,12 +112,16 @@ def test_the_time_to_come_back_is_between_a_second_and_a_minute():
         ((1,), {"max_tokens": 0}, "max_tokens is 0"),
         ((1, 100), {}, "prompt holds a token id outside the vocabulary of 100"),
         ((-1,), {}, "prompt holds a token id outside"),
+        ((1,), {"n": 0}, "n is 0"),
+        ((1,), {"n": 2, "output_token_ids": (3,)}, "begun elsewhere"),
+        ((1,), {"output_token_ids": (100,)}, "output_token_ids holds a token id outside"),
         ((1,), {"stop_token_ids": (100,)}, "stop_token_ids holds a token id outside"),
     ],
 )
 @pytest.mark.capability("KV-6")
 def test_what_can_never_run_is_refused_at_the_door(prompt, fields, sentence):
-    params = SamplingParams(**{"max_tokens": 1, **fields})
-    request = Request(id="a", prompt_token_ids=tuple(prompt), params=params, arrived=0.0)
+    of_request = {name: fields[name] for name in fields if name in Request.__struct_fields__}
+    params = SamplingParams(**{"max_tokens": 1, **{name: fields[name] for name in fields if name not in of_request}})
+    request = Request(id="a", prompt_token_ids=tuple(prompt), params=params, arrived=0.0, **of_request)
     with pytest.raises(Refused, match=sentence):
         refuse_impossible(request, FACTS)

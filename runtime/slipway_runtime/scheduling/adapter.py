@@ -1,0 +1,66 @@
+"""One adapter inside the scheduler: where it is, who needs it, what it pays."""
+
+from dataclasses import dataclass
+
+from slipway_runtime.messages import AdapterState, AdapterStatus
+from slipway_runtime.scheduling.benefit import decay
+
+BASE_SLOT = -1  # the base model alone
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One adapter, known by the digest of its content."""
+
+    digest: str
+    state: AdapterState = AdapterState.LOADING
+    num_bytes: int = 0  # 0: not read yet
+    rank: int = 0
+    pinned: bool = False  # stays in host memory
+    draining: bool = False
+    slot: int = BASE_SLOT
+    paid_blocks: int = 0
+    requests: int = 0  # not ended
+    rows: int = 0  # computing with it
+    last_used: float = 0.0
+    popularity: float = 0.0  # at `last_used`
+    tries: int = 0  # since it asked for a place and got none
+    closed_for: int | None = None  # requests younger than this one take no row
+    error: str = ""
+
+    def status(self) -> AdapterStatus:
+        """What is told of it."""
+        return AdapterStatus(
+            digest=self.digest,
+            state=AdapterState.DRAINING if self.draining else self.state,
+            bytes=self.num_bytes,
+            rank=self.rank,
+            requests=self.requests,
+            pinned=self.pinned,
+            last_used=self.last_used,
+            error=self.error,
+        )
+
+    def popularity_at(self, now: float, half_life_seconds: float) -> float:
+        """Its uses, each fading with the half-life."""
+        return self.popularity * decay(now - self.last_used, half_life_seconds)
+
+
+def is_in(adapter: Adapter) -> bool:
+    """In memory."""
+    return adapter.state in (AdapterState.HOST, AdapterState.SLOT)
+
+
+def holds_memory(adapter: Adapter) -> bool:
+    """In memory, or on its way with its place paid."""
+    return is_in(adapter) or (adapter.state is AdapterState.LOADING and adapter.num_bytes > 0)
+
+
+def is_idle(adapter: Adapter) -> bool:
+    """In memory, and nobody needs it there."""
+    return adapter.requests == 0 and not adapter.pinned and is_in(adapter)
+
+
+def may_go(adapter: Adapter) -> bool:
+    """Nobody needs it, or it was told to let somebody else in."""
+    return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in(adapter))

@@ -1,0 +1,235 @@
+"""Which adapter is where: slots, memory, disk, and the KV that depends on it."""
+
+import pytest
+
+from slipway_runtime.messages import AdapterState, FinishReason
+from slipway_runtime.scheduling.benefit import Costs, worth_of_adapter, worth_of_block
+from slipway_runtime.scheduling.block_pool import Victim
+from slipway_runtime.scheduling.residency import CLAIM_AFTER
+from slipway_runtime.scheduling.trace import Machine, play, skewed_trace
+from tests.runtime.paper_worker import Play, continuation
+
+PROMPT = list(range(1, 10))  # two full blocks of four and a token
+
+
+def a_play(slots: int = 2, in_memory: int = 2, **options: object) -> Play:
+    residency = {"max_adapters": slots, "max_cpu_adapters": in_memory, **options.pop("residency", {})}
+    stage = Play(residency=residency, **options)
+    for name in "abc":
+        stage.load(name)
+    return stage
+
+
+def states(stage: Play) -> dict[str, AdapterState]:
+    return {status.digest: status.state for status in stage.scheduler.adapters()}
+
+
+@pytest.mark.capability("ML-5", "KV-3")
+def test_adapters_and_the_base_answer_in_one_batch_each_in_its_own_words():
+    stage = a_play(budget=64, in_memory=3)
+    for adapter in ("", "a", "b"):
+        stage.add(f"for {adapter}", PROMPT, max_tokens=5, adapter=adapter)
+    stage.step()
+    assert [new.adapter_slot for new in stage.all_plans[0].new_rows] == [-1, 0, 1]
+    assert [load.digest for load in stage.all_plans[0].adapter_loads] == ["a", "b"]
+    assert stage.scheduler.stats(0.0).running_adapters == ("a", "b")
+    stage.run()
+    for adapter in ("", "a", "b"):
+        assert stage.text(f"for {adapter}") == continuation(PROMPT, 5, adapter)
+        assert stage.outputs[f"for {adapter}"][0].cached_tokens == 0, "KV is never valid under another adapter"
+    stage.add("again", PROMPT, max_tokens=1, adapter="a")
+    stage.run()
+    assert stage.outputs["again"][0].cached_tokens == 8
+
+
+@pytest.mark.capability("ML-5")
+def test_a_request_without_a_slot_is_skipped_and_comes_when_one_is_idle():
+    stage = a_play(slots=1, in_memory=3)
+    stage.add("a", PROMPT, max_tokens=6, adapter="a")
+    stage.add("b", PROMPT, max_tokens=2, adapter="b")
+    stage.add("base", PROMPT, max_tokens=2)
+    stage.step()
+    stats = stage.scheduler.stats(0.0)
+    assert (stats.running, stats.running_adapters, stats.waiting_adapters) == (2, ("a",), ("b",))
+    stage.run()
+    assert stage.text("b") == continuation(PROMPT, 2, "b")
+    assert states(stage)["b"] is AdapterState.SLOT
+    assert states(stage)["a"] is AdapterState.HOST
+
+
+@pytest.mark.capability("ML-5", "BS-5")
+def test_a_cold_adapter_gets_its_turn_under_a_flood_for_a_hot_one():
+    stage = a_play(slots=1, in_memory=3, max_num_seqs=2)
+    stage.add("hot-0", PROMPT, max_tokens=4, adapter="a", tenant="hot")
+    stage.step()
+    stage.add("cold", PROMPT, max_tokens=2, adapter="b", tenant="cold")
+    for number in range(1, 200):
+        if "cold" in stage.outputs:
+            break
+        stage.add(f"hot-{number}", PROMPT, max_tokens=4, adapter="a", tenant="hot")
+        stage.step()
+    assert "cold" in stage.outputs
+    assert number <= 3 * CLAIM_AFTER, "it claims the slot, and those who have it finish"
+    stage.run()
+
+
+@pytest.mark.capability("ML-5")
+def test_what_does_not_fit_in_memory_is_read_again_when_it_is_wanted():
+    stage = a_play(slots=1, in_memory=2)
+    assert states(stage) == {"a": AdapterState.DISK, "b": AdapterState.HOST, "c": AdapterState.HOST}
+    stage.add("c", PROMPT, max_tokens=2, adapter="c")
+    stage.run()
+    stage.add("b", PROMPT, max_tokens=2, adapter="b")
+    stage.run()
+    stage.add("a", PROMPT, max_tokens=2, adapter="a")
+    stage.run()
+    assert stage.text("a") == continuation(PROMPT, 2, "a")
+    assert len(stage.host) == 2
+    assert sorted(states(stage).values()) == [AdapterState.DISK, AdapterState.HOST, AdapterState.SLOT]
+
+
+@pytest.mark.capability("ML-5")
+def test_a_pinned_adapter_stays_in_memory():
+    stage = Play(residency={"max_adapters": 1, "max_cpu_adapters": 2})
+    stage.load("pinned", pinned=True)
+    for name in "abcd":
+        stage.load(name)
+        stage.add(name, PROMPT, max_tokens=2, adapter=name)
+        stage.run()
+    assert states(stage)["pinned"] is AdapterState.HOST
+    assert "pinned" in stage.host
+
+
+@pytest.mark.capability("ML-9")
+def test_unloading_refuses_new_requests_and_waits_for_those_in_flight():
+    stage = a_play()
+    stage.add("before", PROMPT, max_tokens=6, adapter="a")
+    stage.step()
+    assert stage.scheduler.unload_adapter("a", stage.now)
+    assert states(stage)["a"] is AdapterState.DRAINING
+    stage.add("after", PROMPT, max_tokens=6, adapter="a")
+    stage.run()
+    assert stage.text("before") == continuation(PROMPT, 6, "a")
+    assert stage.end("after").finish_reason is FinishReason.ERROR
+    assert "unloaded" in stage.end("after").error
+    assert "a" not in states(stage)
+    assert "a" not in stage.host
+    assert stage.pool.members("a") == 0
+    assert not stage.scheduler.unload_adapter("a", stage.now)
+
+
+@pytest.mark.capability("ML-9", "ML-5")
+def test_a_new_revision_runs_beside_the_old_one():
+    stage = a_play(slots=2)
+    stage.add("old", PROMPT, max_tokens=8, adapter="a")
+    stage.step()
+    stage.scheduler.unload_adapter("a", stage.now)
+    stage.load("a2")
+    stage.add("new", PROMPT, max_tokens=4, adapter="a2")
+    stage.run()
+    assert stage.text("old") == continuation(PROMPT, 8, "a")
+    assert stage.text("new") == continuation(PROMPT, 4, "a2")
+    assert stage.outputs["new"][0].cached_tokens == 0
+
+
+def test_loading_again_while_draining_keeps_it():
+    stage = a_play()
+    stage.add("before", PROMPT, max_tokens=3, adapter="a")
+    stage.step()
+    stage.scheduler.unload_adapter("a", stage.now)
+    assert not stage.scheduler.adapter_loading("a", stage.now), "it is still here"
+    stage.run()
+    assert "a" in states(stage)
+
+
+@pytest.mark.capability("ML-4")
+def test_an_adapter_that_cannot_be_read_fails_its_requests_alone():
+    stage = a_play()
+    assert stage.scheduler.adapter_loading("bad", stage.now)
+    stage.add("waits", PROMPT, adapter="bad")
+    stage.add("other", PROMPT, adapter="a")
+    stage.step()
+    stage.scheduler.adapter_failed("bad", "not safetensors", stage.now)
+    stage.add("later", PROMPT, adapter="bad")
+    stage.add("unknown", PROMPT, adapter="never heard of")
+    stage.run()
+    for name in ("waits", "later"):
+        assert stage.end(name).error == "the adapter could not be loaded: not safetensors"
+    assert stage.end("unknown").error == "the adapter is not loaded"
+    assert stage.text("other") == continuation(PROMPT, 4, "a")
+    assert states(stage)["bad"] is AdapterState.FAILED
+    assert stage.scheduler.adapter_loading("bad", stage.now), "it may be tried again"
+
+
+def test_while_everybody_waits_for_storage_there_is_nothing_to_step():
+    stage = a_play()
+    stage.scheduler.adapter_loading("slow", stage.now)
+    stage.add("waits", PROMPT, adapter="slow")
+    stage.step()
+    assert stage.scheduler.is_stalled
+    stage.add("base", PROMPT)
+    assert not stage.scheduler.is_stalled
+
+
+@pytest.mark.capability("ML-6", "ML-7")
+def test_memory_is_one_budget_and_kv_leaves_before_its_adapter():
+    stage = Play(blocks=20, residency={"max_adapters": 1, "max_cpu_adapters": 9, "block_bytes": 50, "most_blocks": 6})
+    for name in "abcd":  # two blocks each
+        stage.load(name)
+    assert stage.pool.lent == 6
+    assert states(stage)["a"] is AdapterState.DISK, "the least wanted made room"
+    assert stage.scheduler.stats(0.0).blocks_total == 14
+    stage.add("b", PROMPT, max_tokens=2, adapter="b")
+    stage.run()
+    assert stage.pool.members("b") == 2
+    for name in "acd":
+        stage.now += 1000
+        stage.add(name, PROMPT, max_tokens=2, adapter=name)
+        stage.run()
+    assert states(stage)["b"] is AdapterState.DISK
+    assert stage.pool.members("b") == 0
+    assert stage.scheduler.stats(0.0).invalid_kv_blocks == 0
+
+
+def test_an_adapter_larger_than_all_their_memory_is_refused():
+    stage = Play(blocks=20, residency={"max_adapters": 1, "block_bytes": 50, "most_blocks": 6})
+    stage.load("huge", num_bytes=301)
+    assert states(stage)["huge"] is AdapterState.FAILED
+    assert "301 bytes" in stage.scheduler.adapters()[0].error
+
+
+@pytest.mark.capability("KV-6")
+def test_idle_adapters_give_their_memory_to_who_waits_for_blocks():
+    room = {"max_adapters": 1, "max_cpu_adapters": 9, "block_bytes": 50, "most_blocks": 8}
+    stage = Play(blocks=20, budget=64, residency=room)
+    for name in "abcd":
+        stage.load(name)
+    assert stage.pool.lent == 8
+    for number in range(2):
+        stage.add(f"r{number}", [number + 1] * 28, max_tokens=4)  # seven blocks each
+    stage.step()
+    assert stage.scheduler.stats(0.0).running == 2
+    stage.run()
+
+
+@pytest.mark.capability("ML-7")
+def test_worth_is_the_chance_of_reuse_times_what_it_saves_for_each_byte():
+    costs = Costs(prefill_ms_per_token=1.0, load_ms=20.0, load_ms_per_mib=10.0)
+    sizes = {"block_size": 16, "block_bytes": 65_536, "costs": costs}
+    hot, once = (worth_of_block(Victim("", is_hot, 0.0), 1.0, **sizes) for is_hot in (True, False))
+    assert hot * 1024 == 0.25
+    assert once == hot / 4
+    adapter = worth_of_adapter(1.0, 4 * 2**20, 0, **sizes)
+    assert round(adapter * 1024, 4) == 0.0146
+    assert worth_of_adapter(1.0, 4 * 2**20, 40, **sizes) > adapter, "with KV that depends on it, it is worth more"
+
+
+@pytest.mark.capability("ML-6", "ML-7")
+def test_one_budget_beats_two_lrus_on_a_skewed_trace():
+    trace = skewed_trace(adapters=64)
+    aware = play(trace, dependency_aware=True)
+    apart = [play(trace, Machine(adapter_share=share), dependency_aware=False) for share in (0.125, 0.25, 0.5)]
+    assert aware.max_invalid_blocks == 0
+    assert apart[0].mean_invalid_share > 0.3, "KV that nobody can use fills the cache"
+    assert all(other.max_invalid_blocks > 0 for other in apart)
+    assert all(aware.mean_ttft_ms < other.mean_ttft_ms for other in apart), "whatever share the two were given"
