@@ -225,7 +225,7 @@ class EngineClient:
                 continue  # closed while the step ran
             stream.put(output)
             if not stream.open:
-                del self._streams[output.request_id]
+                self._streams.pop(output.request_id, None)  # an overflow has removed it already
         for reply in report.replies:
             waiting = self._calls.get(reply.call)
             if waiting is not None and not waiting.done():

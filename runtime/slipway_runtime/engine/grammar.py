@@ -169,7 +169,7 @@ class GrammarCompiler:
 def _schema_source(text: str) -> str:
     """Between its parts up to 40 characters of white space: a weak model could go on with spaces for ever."""
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"})
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"})
     except ValueError as error:  # numbers that only Python calls JSON
         raise GrammarRefusedError(f"the json_schema is not JSON: {_one_line(str(error))}") from None
 

@@ -7,6 +7,8 @@ from types import TracebackType
 
 from slipway_runtime.messages import FinishReason, Output
 
+MAX_UNREAD = 1024  # outputs of each answer that may wait to be read; beyond, the request is cancelled
+
 
 class OutputStream(AsyncIterator[Output]):
     """Yields what each step brought for one request.
@@ -17,6 +19,7 @@ class OutputStream(AsyncIterator[Output]):
 
     def __init__(self, request_id: str, n: int, abort: Callable[[FinishReason, int | None], None]) -> None:
         self.request_id = request_id
+        self.max_unread = MAX_UNREAD * n
         self.open = set(range(n))  # answers that the engine still works on
         self._unread_ends = n  # answers whose last Output was not read yet
         self._abort = abort
@@ -32,10 +35,28 @@ class OutputStream(AsyncIterator[Output]):
         """Hand in the next output; called by the client. What comes for an answer that has ended is dropped."""
         if output.index not in self.open:
             return
+        if len(self._outputs) >= self.max_unread and output.finish_reason is None:
+            self._overflow(output)
+            return
         if output.finish_reason is not None:
             self.open.discard(output.index)
         self._outputs.append(output)
         self._wake.set()
+
+    def _overflow(self, last: Output) -> None:
+        """Nobody reads: give the memory and the request up. Who comes back late hears why."""
+        self._outputs.clear()
+        ended = Output(
+            request_id=self.request_id,
+            index=last.index,
+            finish_reason=FinishReason.CANCELLED,
+            error="the reader of this stream is too slow",
+        )
+        self._outputs.append(ended)
+        self._unread_ends = 1
+        self.open.clear()
+        self._wake.set()
+        self._abort(FinishReason.CANCELLED, None)
 
     def put_end(self, reason: FinishReason, error: str, now: float, index: int | None = None) -> None:
         """End one answer, or all that are open, from this side."""

@@ -20,6 +20,7 @@ MAX_STRINGS: Final = 500_000
 _BIG: Final = 64 * 1024  # bytes; above, the scan leaves the event loop
 # A string, even one that never ends (so no byte is looked at twice), or a bracket.
 _TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _M = TypeVar("_M", bound=BaseModel)
 
 
@@ -51,11 +52,16 @@ def parse_json(raw: bytes) -> Any:
     """One JSON value; raises ApiError 400 with a sentence."""
     _check_shape(raw)
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_constant)
-    except UnicodeDecodeError:
-        raise ApiError(400, "the body is not valid UTF-8") from None
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_constant)
+        if _SURROGATE.search(raw):
+            json.dumps(
+                value, ensure_ascii=False
+            ).encode()  # half of a pair is no character: nothing behind could write it
+    except UnicodeError:
+        raise ApiError(400, "the body is not valid Unicode") from None
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON") from None
+    return value
 
 
 def _is_json(content_type: str) -> bool:

@@ -145,8 +145,7 @@ class StructuredOutputs(Wire):
     grammar: str | None = Field(default=None, min_length=1)
     structural_tag: dict[str, Any] | str | None = None
     json_object: bool | None = None
-    # How a backend of vLLM writes white space; here it is always as JSON is usually written.
-    disable_any_whitespace: bool | None = None
+    disable_any_whitespace: bool | None = None  # at most one space between the parts of JSON
 
     ways: ClassVar[tuple[str, ...]] = ("json_", "regex", "choice", "grammar", "structural_tag", "json_object")
 

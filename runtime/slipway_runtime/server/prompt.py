@@ -90,13 +90,10 @@ class PromptEncoder:
 
     def _encode(self, text: str, add_special_tokens: bool, *, param: str, keep: int | None) -> Prompt:
         # Ten megabytes are refused in no time: a token stands for so many bytes at most.
-        at_least = len(text.encode("utf-8", "surrogatepass")) // self.files.longest_token
+        at_least = len(text.encode()) // self.files.longest_token
         if at_least > self.max_model_len and keep is None:
             raise prompt_too_long(self.max_model_len, at_least, at_least=True, param=param)
-        try:
-            ids = self.files.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:
-            raise ApiError(400, "the text holds half of a surrogate pair, which is no character", param=param) from None
+        ids = self.files.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return Prompt(truncate(ids, keep, self.max_model_len), text)
 
     async def _in_thread(self, work: Callable[[], _T], *, size: int) -> _T:

@@ -1,7 +1,8 @@
 """How a stream travels: server-sent events, one write for each step, and a watch for the client going away.
 
 Nothing between server and client may buffer (`X-Accel-Buffering`, `Cache-Control`), and the first event goes out
-with the first token. Once a 200 is sent, whatever goes wrong is an event of the stream.
+with the first token. Once a 200 is sent, whatever goes wrong is an event of the stream. A reader that takes nothing
+holds up nobody: behind the socket's buffer its outputs are counted, and past a bound its request is cancelled.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ HEADERS: Final = {
     "cache-control": "no-cache, no-transform",
     "x-accel-buffering": "no",
 }
+STALL_SECONDS: Final = 60.0  # a reader that takes nothing for so long is gone
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -57,7 +59,11 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:  # a disconnect in `send` must reach the source too
             async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                try:
+                    async with asyncio.timeout(STALL_SECONDS):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                except TimeoutError:
+                    raise ClientGone from None  # it is there, and takes nothing: the connection closes
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

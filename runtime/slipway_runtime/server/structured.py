@@ -41,7 +41,7 @@ def grammar_of(body: GenerationRequest) -> tuple[Grammar, str] | None:
 
 def _structured(bound: StructuredOutputs) -> Grammar:
     if bound.json_ is not None:
-        return Grammar(kind="json_schema", text=_as_text(bound.json_))
+        return Grammar(kind="json_schema", text=_as_text(bound.json_, is_compact=bool(bound.disable_any_whitespace)))
     if bound.regex is not None:
         return Grammar(kind="regex", text=bound.regex)
     if bound.choice is not None:
@@ -62,8 +62,15 @@ def _format(wanted: ResponseFormat) -> Grammar:
     return Grammar(kind="json_object", text="")
 
 
-def _as_text(value: Mapping[str, Any] | list[str] | str | bool) -> str:
+def _as_text(value: Mapping[str, Any] | list[str] | str | bool, *, is_compact: bool = False) -> str:
+    if is_compact and isinstance(value, Mapping):
+        value = compact(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema, for answers with at most one space between their parts: a weak model could go on with spaces."""
+    return {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
 
 
 class GrammarDoor:

@@ -274,7 +274,7 @@ class TextWithCalls:
             yield from self._open(seen[:-1])
         elif self.closing and seen == self.closing:
             self._held, self._where = "", "text"
-        elif seen in self.markers or (self.as_list and seen in ("[", ",", "]")) or (not self.closing and seen in ";,"):
+        elif seen in self.markers or (self.as_list and seen in {",", "]"}) or (not self.closing and seen in {";", ","}):
             self._held = ""
         elif not self._may_go_on(seen):
             held, self._held, self._where = self._held, "", "text"
@@ -282,7 +282,9 @@ class TextWithCalls:
                 yield from self._in_text(each)
 
     def _may_go_on(self, seen: str) -> bool:
-        if any(text.startswith(seen) for text in (*self.markers, self.closing) if text):
+        if not seen or (self.as_list and seen == "["):
+            return True
+        if any(text.startswith(seen) for text in (*self.markers, self.closing)):
             return True
         # A name and what models write between it and its arguments, such as [ARGS].
         return self.named and len(seen) < 200 and "\n" not in seen

@@ -19,6 +19,7 @@ from slipway_runtime.messages import Grammar
 from slipway_runtime.server.chat_types import NamedTool, Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
+from slipway_runtime.server.structured import compact
 from slipway_runtime.server.template import ChatTemplate
 from slipway_runtime.server.tool_calls import Parser, parser_of
 
@@ -74,10 +75,10 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
     most = 1 if body.parallel_tool_calls is False else None
     if isinstance(body.tool_choice, NamedTool):
         [tool] = [tool for tool in tools if tool.function.name == body.tool_choice.function.name]
-        grammar = Grammar(kind="json_schema", text=_dumps(tool.function.schema_of_arguments))
+        grammar = Grammar(kind="json_schema", text=_dumps(compact(tool.function.schema_of_arguments)))
         return ToolUse(shown=tools, form="named", name=tool.function.name, live=True, grammar=grammar)
     if body.tool_choice == "required":
-        grammar = Grammar(kind="json_schema", text=_dumps(schema_of_calls(tools, most)))
+        grammar = Grammar(kind="json_schema", text=_dumps(compact(schema_of_calls(tools, most))))
         return ToolUse(shown=tools, form="array", live=True, most=most, grammar=grammar)
     form = form_of(template)
     if not form:

@@ -1,0 +1,176 @@
+"""Calls come out of text the same way however it is cut, and what is no call stays text."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipway_runtime.server.chat_types import Tool
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.openai_types import ChatRequest
+from slipway_runtime.server.template import ChatTemplate
+from slipway_runtime.server.tool_calls import CallBegins, CallGoesOn, Event, Parser, Said, parser_of
+from slipway_runtime.server.tools import schema_of_calls, tool_use
+
+NAMES = {"weather", "time"}
+A = '{"name": "weather", "arguments": {"city": "Bern \\"x\\" }", "days": [1, {"a": 2}]}}'
+B = '{"arguments": {}, "name": "time"}'
+
+
+def read(parser: Parser, text: str, cuts: list[int] | None = None) -> tuple[str, list[tuple[str, Any]], list[Event]]:
+    """The text, the calls and all events of an answer that comes in pieces."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts or [])})
+    events: list[Event] = []
+    for start, end in pairwise(places):
+        events += parser.push(text[start:end])
+    events += parser.finish()
+    said, names, arguments = "", [], []
+    for event in events:
+        match event:
+            case Said():
+                said += event.text
+            case CallBegins():
+                assert event.index == len(names)
+                names.append(event.name)
+                arguments.append("")
+            case CallGoesOn():
+                arguments[event.index] += event.arguments
+    return said, [(n, json.loads(a)) for n, a in zip(names, arguments, strict=True)], events
+
+
+WEATHER = ("weather", {"city": 'Bern "x" }', "days": [1, {"a": 2}]})
+STORIES = [
+    ("hermes", f"Let me see.\n<tool_call>\n{A}\n</tool_call>\n<tool_call>{B}</tool_call>\n", [WEATHER, ("time", {})]),
+    ("hermes", f"<tool_call>{A}</tool_call>", [WEATHER]),
+    ("mistral", f"[TOOL_CALLS] [{A}, {B}]", [WEATHER, ("time", {})]),
+    (
+        "mistral",
+        'Well. [TOOL_CALLS]weather[ARGS]{"city": "x"}[TOOL_CALLS]time{}',
+        [("weather", {"city": "x"}), ("time", {})],
+    ),
+    ("llama3", A.replace("arguments", "parameters"), [WEATHER]),
+    ("llama3", f"<|python_tag|>{A}; {B}", [WEATHER, ("time", {})]),
+    ("array", f"[{A},\n {B}]", [WEATHER, ("time", {})]),
+]
+
+
+@pytest.mark.capability("SO-1")
+@pytest.mark.parametrize(("form", "text", "calls"), STORIES)
+@pytest.mark.parametrize("live", [False, True])
+def test_calls_of_every_form_are_found(form: str, text: str, calls: list[Any], live: bool):
+    said, found, _ = read(parser_of(form, NAMES, live=live), text)
+
+    assert found == calls
+    assert said.strip() in {"", "Let me see.", "Well."}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(STORIES), st.lists(st.integers(0, 500), max_size=12), st.booleans())
+def test_the_pieces_do_not_matter(story: tuple[str, str, list[Any]], cuts: list[int], live: bool):
+    form, text, calls = story
+    said, found, _ = read(parser_of(form, NAMES, live=live), text, cuts)
+
+    assert found == calls
+    assert said == read(parser_of(form, NAMES, live=live), text)[0]
+
+
+TEXTS = [
+    ("hermes", "No call at all, only a < b and <tool"),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {broken}}</tool_call> and on'),
+    ("hermes", '<tool_call>{"name": "time", "argum'),
+    ("hermes", "<tool_call>not json</tool_call>"),
+    ("llama3", "{ is how an object begins. Then it is text."),
+    ("llama3", '{"answer": 42}'),
+    ("llama3", "Just words; with a {brace}."),
+    ("mistral", "plain words [TOOL_CALL no"),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), TEXTS)
+def test_what_is_no_call_stays_text(form: str, text: str):
+    for cuts in ([], list(range(len(text)))):
+        said, found, _ = read(parser_of(form, NAMES), text, cuts)
+        assert found == []
+        # The marks of calls may go; what they enclosed may not.
+        assert said.strip()
+        assert without_marks(said) == without_marks(text)
+
+
+def without_marks(text: str) -> str:
+    return text.replace("<tool_call>", "").replace("</tool_call>", "").strip()
+
+
+def test_a_live_call_streams_its_name_first_and_then_its_arguments_in_pieces():
+    parser = parser_of("array", NAMES, live=True)
+    _, _, events = read(parser, f"[{A}]", list(range(0, 90, 7)))
+
+    assert isinstance(events[0], CallBegins)
+    assert sum(isinstance(event, CallGoesOn) for event in events) > 3
+
+
+def test_a_call_that_is_cut_off_gives_only_what_was_said_of_it():
+    parser = parser_of("array", NAMES, live=True)
+    events = [*parser.push('[{"name": "time", "parameters": {"zone": "Eur'), *parser.finish()]
+
+    assert isinstance(events[0], CallBegins)
+    assert "".join(e.arguments for e in events if isinstance(e, CallGoesOn)) == '{"zone": "Eur'
+
+
+def test_with_parallel_calls_off_the_first_one_counts():
+    _, found, _ = read(parser_of("hermes", NAMES, most=1), STORIES[0][1])
+
+    assert found == [WEATHER]
+
+
+def test_ids_fit_the_templates_of_their_form():
+    long = next(e for e in parser_of("hermes", NAMES).push(STORIES[1][1]) if isinstance(e, CallBegins)).id
+    short = next(e for e in parser_of("mistral", NAMES).push(f"[TOOL_CALLS] [{A}]") if isinstance(e, CallBegins)).id
+
+    assert long.startswith("call_")
+    assert len(short) == 9
+    assert short.isalnum()
+
+
+def a_request(**fields: Any) -> ChatRequest:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in sorted(NAMES)
+    ]
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": tools} | fields)
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ tools }}", "hermes"),
+    ],
+)
+def test_the_template_says_how_its_model_calls(source: str, form: str):
+    assert tool_use(a_request(), ChatTemplate(source, {})).form == form
+
+
+def test_tools_that_the_model_is_not_shown_are_refused_unless_forced():
+    silent = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(ApiError) as refusal:
+        tool_use(a_request(), silent)
+
+    assert refusal.value.param == "tools"
+    assert tool_use(a_request(tool_choice="none"), silent).form == ""
+    assert tool_use(a_request(tool_choice="required"), silent).grammar is not None
+
+
+def test_definitions_of_functions_move_to_the_root():
+    def tool(name: str, definition: dict[str, Any]) -> Tool:
+        parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": definition}}
+        return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+    same = schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "string"})), None)
+    assert same["$defs"] == {"P": {"type": "string"}}
+    with pytest.raises(ApiError):
+        schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "number"})), None)
