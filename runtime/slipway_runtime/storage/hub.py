@@ -25,7 +25,7 @@ class HubSource:
         self.name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
         self._model = model
         self._endpoint = endpoint or constants.ENDPOINT
-        self._token: str | bool = token or False
+        self._token = token or None  # None: that of a login on this machine, if there is one
         self._web = Web(build_hf_headers(token=self._token))
         self._files: dict[str, RemoteFile] = {}
 
