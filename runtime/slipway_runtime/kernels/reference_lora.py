@@ -26,7 +26,7 @@ __all__ = ["LoraWeights", "add_lora", "lora_expand", "lora_shrink", "plan_lora"]
 Ints = npt.NDArray[np.int64]
 
 ALONE = 12  # tokens of one adapter in a step from which they are multiplied alone
-FEW = 2  # adapters: so many are multiplied alone, however few their tokens
+FEW = 3  # adapters: so many are multiplied alone, however few their tokens
 
 
 class LoraWeights:

@@ -178,8 +178,8 @@ def test_rows_of_the_base_model_are_those_of_an_engine_without_adapters_bit_for_
     assert not torch.equal(ours[0].scores[0], theirs[0].scores[0])
 
 
-@pytest.mark.capability("ML-1", "API-19")
-def test_in_deterministic_mode_adapters_add_the_same_whatever_the_batch(tmp_path):
+@pytest.mark.capability("ML-1")
+def test_the_tiles_of_deterministic_mode_compute_the_merged_models_too(tmp_path):
     mix = a_mix(tmp_path, deterministic=True)
     rows = some_rows(2, 0, 1, -1, 2)
     run(mix.runner, rows, mix.loads)
