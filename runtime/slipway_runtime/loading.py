@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from slipway_runtime.cores import compute_threads
 from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.thread import EngineThread
@@ -84,7 +85,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         deterministic=settings.deterministic,
-        threads=settings.threads,
+        threads=settings.threads or compute_threads(),
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

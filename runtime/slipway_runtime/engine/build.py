@@ -34,7 +34,8 @@ from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.storage.fetch import weights_digest
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache, default_budget_bytes, size_cache
+from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache, default_budget_bytes, free_bytes, size_cache
+from slipway_runtime.worker.profile import check_remainder, widest_step_bytes
 from slipway_runtime.worker.runner import Runner
 
 _DEFAULTS = EngineOptions()
@@ -90,7 +91,8 @@ def build_engine(
     """
     options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
     if options.threads:
-        torch.set_num_threads(options.threads)
+        # Elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
+        torch.set_num_threads(1 if options.deterministic else options.threads)
     started = time.perf_counter()
     plan = _decide(model_path, options)
     kernels = kernels_for(plan.device, deterministic=options.deterministic)
@@ -101,7 +103,7 @@ def build_engine(
     # None where there is no tokenizer: an answer that a grammar binds can then only end.
     grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids)
     with shortage_refused("the KV cache", plan.device):
-        size = _size_cache(plan)
+        size = _size_cache(plan, decoder, kernels)
         length = _fit_pool(plan.max_model_len, size.num_blocks * options.block_size, asked=options.max_model_len)
         runner = Runner(
             decoder,
@@ -228,13 +230,25 @@ def _load(model_path: Path, plan: _Plan, kernels: Kernels, on_news: Callable[[Lo
         return decoder, decoder.nbytes
 
 
-def _size_cache(plan: _Plan) -> CacheSize:
+def _size_cache(plan: _Plan, decoder: Decoder, kernels: Kernels) -> CacheSize:
     asked = plan.options.kv_cache_bytes
+    activations = widest_step_bytes(
+        decoder,
+        plan.config,
+        kernels,
+        tokens=plan.max_num_batched_tokens,
+        rows=plan.max_num_seqs,
+        block_size=plan.options.block_size,
+        dtype=plan.dtype,
+        device=plan.device,
+    )
+    if asked:
+        check_remainder(asked, activations, free_bytes(plan.device))
     return size_cache(
         plan.config,
         dtype=plan.kv_dtype,
         block_size=plan.options.block_size,
-        budget_bytes=asked or default_budget_bytes(plan.device, plan.options.gpu_memory_utilization),
+        budget_bytes=asked or default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations),
         # Memory nobody asked for is taken only as far as all rows at full length could use it.
         useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
     )

@@ -57,12 +57,20 @@ def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, dev
     return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
 
 
-def default_budget_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Memory for the KV cache when nobody named a figure; the weights are loaded already."""
+def default_budget_bytes(device: torch.device, gpu_memory_utilization: float, activations: int = 0) -> int:
+    """Memory for the KV cache when nobody named a figure; weights and adapters are there already.
+
+    activations: bytes of the widest step, which is not there yet.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * gpu_memory_utilization) - (total - free))
-    return int(available_memory_bytes() * CPU_SHARE)
+        return max(0, int(total * gpu_memory_utilization) - (total - free) - activations)
+    return max(0, int((available_memory_bytes() - activations) * CPU_SHARE))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still take of the device's memory."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory_bytes()
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:

@@ -1,0 +1,45 @@
+"""A deterministic engine gives a request the same tokens in any company, over a preemption, and taken up elsewhere."""
+
+from pathlib import Path
+
+import pytest
+
+from slipway_runtime.engine.engine import Engine
+from slipway_runtime.messages import Request, SamplingParams
+from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.engine.test_engine import PROMPTS, an_engine, run
+
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    where = tmp_path_factory.mktemp("llama")
+    a_checkpoint(where)
+    return where
+
+
+def ask(engine: Engine, id: str, prompt: list[int], seed: int, known: tuple[int, ...] = ()) -> None:
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=seed)
+    engine.add(Request(id=id, prompt_token_ids=tuple(prompt), params=params, arrived=0.0, output_token_ids=known), 0.0)
+
+
+@pytest.mark.capability("API-19")
+def test_the_same_request_gives_the_same_tokens_alone_preempted_and_resumed(path):
+    roomy = an_engine(path, deterministic=True)
+    alone = []
+    for seed, prompt in enumerate(PROMPTS):
+        ask(roomy, "alone", prompt, seed)
+        alone.append(run(roomy)["alone"])
+    assert roomy.facts.deterministic
+
+    tight = an_engine(path, blocks=14, seqs=6, budget=32, deterministic=True)
+    for seed, prompt in enumerate(PROMPTS):
+        ask(tight, f"r{seed}", prompt, seed)
+    assert run(tight) == {f"r{seed}": text for seed, text in enumerate(alone)}
+    assert tight.stats(0.0).preemptions > 0
+
+    for at in range(1, LENGTH, 6):  # taken up by another replica, all at once
+        for seed, (prompt, text) in enumerate(zip(PROMPTS, alone, strict=True)):
+            ask(roomy, f"r{seed}", prompt, seed, tuple(text[:at]))
+        assert run(roomy) == {f"r{seed}": text[at:] for seed, text in enumerate(alone)}

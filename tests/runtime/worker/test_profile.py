@@ -1,0 +1,50 @@
+"""The widest step is paid for before the cache is: what is left is the cache, and too little is one sentence."""
+
+import pytest
+import torch
+
+from slipway_runtime.engine.build import build_engine
+from slipway_runtime.kernels import reference
+from slipway_runtime.models.config import DoesNotFitError, parse_config, read_config
+from slipway_runtime.worker import kv_cache
+from slipway_runtime.worker.profile import check_remainder, dummy_step, widest_step_bytes
+from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.machine import CPU, TINY, Machine
+from tests.runtime.models.test_config import LLAMA
+
+
+@pytest.mark.capability("KV-5")
+def test_the_budget_is_what_the_widest_step_leaves(monkeypatch):
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: 10_000)
+    assert kv_cache.default_budget_bytes(CPU, 0.85) == 2_500
+    assert kv_cache.default_budget_bytes(CPU, 0.85, activations=6_000) == 1_000
+    assert kv_cache.default_budget_bytes(CPU, 0.85, activations=60_000) == 0
+    machine, config = Machine(rows=1), parse_config(LLAMA)
+    few, many = (
+        widest_step_bytes(machine.decoder, config, reference, tokens=tokens, rows=1, block_size=16,
+                          dtype=torch.float32, device=CPU)
+        for tokens in (64, 512)
+    )  # fmt: skip
+    assert many == 8 * few > 0
+
+
+@pytest.mark.capability("KV-5", "PF-30")
+def test_a_cache_that_leaves_no_room_for_a_step_is_refused_before_it_is_ready(tmp_path):
+    check_remainder(600, 400, 1000)
+    with pytest.raises(DoesNotFitError, match="KV cache of 600 bytes and 401 for the widest step exceed the 1000"):
+        check_remainder(600, 401, 1000)
+    a_checkpoint(tmp_path)
+    with pytest.raises(DoesNotFitError, match="lower maxNumBatchedTokens or maxNumSeqs"):
+        build_engine(tmp_path, kv_cache_bytes=1 << 60)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40])
+def test_a_dummy_step_goes_through_the_whole_model(tokens):
+    machine, config = Machine(rows=1), read_config(TINY)
+    seen = []
+    scores = machine.decoder.logits
+    machine.decoder.logits = lambda hidden: seen.append(scores(hidden)) or seen[0]  # type: ignore[method-assign]
+    dummy_step(machine.decoder, config, reference, tokens=tokens, rows=8, block_size=16, dtype=torch.float32,
+               device=CPU)  # fmt: skip
+    assert seen[0].shape == (min(tokens, 8), config.vocab_size)
+    assert bool(seen[0].isfinite().all())
