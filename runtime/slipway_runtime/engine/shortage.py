@@ -5,14 +5,14 @@ from contextlib import contextmanager
 
 import torch
 
-from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.config import DoesNotFitError
 
 _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "cublas_status_alloc_failed")
 
 
 @contextmanager
 def shortage_refused(doing: str, device: torch.device) -> Iterator[None]:
-    """Raise ModelRefusedError where the memory of this device, or of the host, does not last for what is being done."""
+    """Raise DoesNotFitError where the memory of this device, or of the host, does not last for what is being done."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError, and so are those of graphs
@@ -21,6 +21,6 @@ def shortage_refused(doing: str, device: torch.device) -> Iterator[None]:
         advice = (
             "lower gpuMemoryUtilization or maxNumSeqs, or take a larger GPU"
             if device.type == "cuda"
-            else "give the container more memory, or set a smaller kvCacheBytes or maxNumSeqs"
+            else "give the container more memory, or set a smaller kvCache.bytes or maxNumSeqs"
         )
-        raise ModelRefusedError(f"there is not enough memory on {device} for {doing}: {advice}") from error
+        raise DoesNotFitError(f"there is not enough memory on {device} for {doing}: {advice}") from error
