@@ -27,7 +27,6 @@ What it costs: per row and step one small tuple, and nothing per token but the a
 
 from collections import deque
 from collections.abc import Mapping
-from enum import Enum, auto
 
 from slipway_runtime.messages import (
     AdapterStatus,
@@ -39,28 +38,19 @@ from slipway_runtime.messages import (
     StepResult,
     TokenLogprobs,
 )
-from slipway_runtime.scheduling.adapter import BASE_SLOT
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.books import Books
 from slipway_runtime.scheduling.ends import accept
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
 from slipway_runtime.scheduling.plans import Flight, PlanBuilder, Scheduled
-from slipway_runtime.scheduling.prefixes import fork_source, publish_computed
+from slipway_runtime.scheduling.prefixes import publish_computed
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.sequence import Sequence, State
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
+from slipway_runtime.scheduling.turns import MAX_PREEMPTIONS, Turn, admit
 
-MAX_PREEMPTIONS = 2
 MAX_IN_FLIGHT = 2
-
-
-class _Turn(Enum):
-    """How the try to admit a sequence went."""
-
-    ADMITTED = auto()
-    NO_BLOCKS = auto()  # nobody overtakes: what is short for the first may be short for the next one for ever
-    NO_SLOT = auto()  # others need not wait for an adapter
 
 
 class Scheduler:
@@ -274,58 +264,20 @@ class Scheduler:
         """Admit who is next while there is something to give; the budget that is left."""
         books = self._books
         without_slot: set[str] = set()
-        turn = _Turn.ADMITTED
-        while turn is _Turn.ADMITTED and budget > 0 and books.free_rows and len(books.waiting):
+        turn = Turn.ADMITTED
+        while turn is Turn.ADMITTED and budget > 0 and books.free_rows and len(books.waiting):
             for sequence in books.waiting.in_turn(now):
                 if sequence.adapter in without_slot:
                     continue
-                turn = self._admit(sequence, plan, now)
-                if turn is _Turn.ADMITTED:
+                turn = admit(sequence, books, plan, self._watermark_blocks, now)
+                if turn is Turn.ADMITTED:
                     budget -= _schedule_chunk(sequence, budget, plan)
-                if turn is not _Turn.NO_SLOT:
+                if turn is not Turn.NO_SLOT:
                     break
                 without_slot.add(sequence.adapter)
             else:
                 break
         return budget
-
-    def _admit(self, sequence: Sequence, plan: PlanBuilder, now: float) -> _Turn:
-        """Give a waiting sequence a row and its blocks, if they are there."""
-        pool, books, adapter = self.pool, self._books, sequence.adapter
-        slot = (
-            self.residency.slot_for(adapter, sequence.serial) if self.residency is not None and adapter else BASE_SLOT
-        )
-        if slot is None:
-            return _Turn.NO_SLOT
-        # At least one token stays to be computed: without it there would be nothing to draw the next one from.
-        most = sequence.num_tokens - 1
-        source = fork_source(sequence)
-        hits: list[int] = []
-        if source is None and sequence.reads_cache:
-            hits = pool.match(sequence.block_keys(most // pool.block_size, pool.block_size))
-        shared = len(hits) if source is None else most // pool.block_size
-        length = sequence.max_tokens if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_tokens
-        need = pool.blocks_for(length) - shared
-        reserve = self._watermark_blocks + len(books.running) if books.running else 0
-        if self.residency is not None:
-            self.residency.make_room(need, pool.reusable(hits) + reserve)
-        left = pool.available - pool.reusable(hits) - need
-        if left < reserve:
-            assert books.running or books.ending, "a sequence alone always fits: longer ones are refused"
-            return _Turn.NO_BLOCKS
-        if source is not None:
-            blocks, copy = pool.fork(source.blocks, most)
-            plan.copies += [copy] if copy is not None else []
-            blocks += pool.allocate(pool.blocks_for(length) - len(blocks))
-            num_computed = most
-        else:
-            pool.hold(hits, again=sequence.preemptions == 0)
-            blocks = hits + pool.allocate(need)
-            num_computed = len(hits) * pool.block_size
-        books.start(sequence, blocks, num_computed, num_published=shared, now=now)
-        plan.new_blocks[sequence] = blocks.copy()
-        plan.start_row(sequence, slot)
-        return _Turn.ADMITTED
 
     # --- results
 

@@ -93,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
 class TestPool(PoolMachine.TestCase):
     """Used + free = total after any operation; nothing is read under another key, nothing freed while held."""
 
-    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def a_pool_with(tokens: list[int], blocks: int = 4) -> tuple[BlockPool, list[int]]:

@@ -4,7 +4,8 @@ import pytest
 
 from slipway_runtime.messages import FinishReason
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.scheduler import MAX_PREEMPTIONS, Scheduler
+from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.scheduling.turns import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
 

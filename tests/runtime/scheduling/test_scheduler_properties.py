@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.messages import FinishReason
-from slipway_runtime.scheduling.scheduler import MAX_PREEMPTIONS
+from slipway_runtime.scheduling.turns import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
 LOADED = ("sha256:a", "sha256:b", "sha256:c")
@@ -107,7 +107,7 @@ disturbances = st.dictionaries(st.integers(0, 30), st.sampled_from([*LOADED, "fo
 @pytest.mark.capability(
     "KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "ML-5", "ML-6", "PF-5", "PF-10", "PF-25"
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(arrivals=arrivals, stage=stages, disturbances=disturbances)
 def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, disturbances):
     play = stage.play()
@@ -217,7 +217,7 @@ def _step(
 
 
 @pytest.mark.capability("BS-7", "PF-10")
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(arrivals=arrivals, stage=stages, eos=st.sampled_from([(), (3,), (1, 4, 9, 16, 25)]))
 def test_with_two_plans_in_flight_everybody_gets_the_same_answer(arrivals, stage, eos):
     def texts(overlap: bool, guesses: int) -> dict[tuple[str, int], tuple[object, ...]]:
