@@ -71,7 +71,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()  # the likeliest ones with theirs, best first
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one engine step brought for one request; the last one carries `finish_reason`."""
 
     request_id: str
