@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from slipway_runtime.engine.launch import EngineNotLoadedError
+from slipway_runtime.models.config_values import DoesNotFitError
 from slipway_runtime.serve import last_word
-from slipway_runtime.storage.fetch import FetchError, fetch
+from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, fetch
 
 
 def why_not(uri: str, cache: Path) -> str:
@@ -16,6 +18,23 @@ def why_not(uri: str, cache: Path) -> str:
 
 def test_a_model_that_is_not_there_is_told_in_a_word_that_the_operator_knows(tmp_path: Path):
     assert why_not("file:///nowhere", tmp_path) == "ModelNotFound: file:///nowhere: there is no directory /nowhere"
+
+
+@pytest.mark.capability("OP-6")
+def test_refused_credentials_are_told_in_a_word_that_the_operator_knows():
+    refused = AccessDeniedError("the hub refuses org/gated: 401")
+
+    assert last_word("hf://org/gated", refused) == "CredentialsInvalid: the hub refuses org/gated: 401"
+
+
+@pytest.mark.capability("OP-5")
+def test_what_does_not_fit_is_told_in_a_word_that_crosses_from_the_engines_process():
+    """Only the message crosses, so the message begins with the word."""
+    told = DoesNotFitError("weights 14 GiB exceed 8 GiB")
+    carried = EngineNotLoadedError(str(told))
+
+    for error in (told, carried):
+        assert last_word("hf://org/large", error) == "DoesNotFit: weights 14 GiB exceed 8 GiB"
 
 
 def test_any_other_refusal_is_told_as_what_it_is(tmp_path: Path):

@@ -34,11 +34,18 @@ async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers(
         assert early.headers["retry-after"] == "1"
         assert (await replica.http.get(f"{replica.url}/v1/models")).status_code == 503
 
-        replica.replica.warming_up()
-        assert await ready_of(replica) == (503, ReadyReason.WARMING_UP)
+        for step, reason in (
+            (replica.replica.downloading, ReadyReason.DOWNLOADING),
+            (replica.replica.loading, ReadyReason.LOADING),
+            (replica.replica.warming_up, ReadyReason.WARMING_UP),
+        ):
+            step()
+            assert await ready_of(replica) == (503, reason)
+            assert replica.replica.signals().starting == reason.value
 
         replica.replica.ready_with(replica.models[0], StartupTimes(load_seconds=1.0))
         assert await ready_of(replica) == (200, ReadyReason.READY)
+        assert replica.replica.signals().starting == ""
         assert (await replica.chat(max_tokens=1)).status_code == 200
 
 
