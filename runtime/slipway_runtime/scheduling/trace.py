@@ -5,9 +5,11 @@ the mean time to the first token and the share of KV that nobody can use compare
 requests, the same pool, the same bytes.
 """
 
-import random
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slipway_runtime.messages import Request, SamplingParams, StepPlan, StepResult
 from slipway_runtime.scheduling.benefit import Costs
@@ -58,19 +60,25 @@ class Machine:
 
 
 def skewed_trace(
-    *, adapters: int = 64, requests: int = 600, exponent: float = 1.1, prefix_tokens: int = 128, gap_ms: float = 60.0,
-    seed: int = 0,
-) -> list[TraceRequest]:  # fmt: skip
-    """Adapters by Zipf's law, each with a prefix that all of its requests share, and a few words of their own."""
-    rng = random.Random(seed)  # noqa: S311  the same trace each time
-    names = [f"adapter-{rank:02d}" for rank in range(adapters)]
-    weights = [1.0 / (rank + 1) ** exponent for rank in range(adapters)]
+    uniform: Callable[[], float],
+    *,
+    adapters: int = 64,
+    requests: int = 600,
+    exponent: float = 1.1,
+    prefix_tokens: int = 128,
+    gap_ms: float = 60.0,
+) -> list[TraceRequest]:
+    """Adapters by Zipf's law, each with a prefix that all of its requests share, and a few words of their own.
+
+    `uniform` draws from [0, 1): `random.Random(0).random` gives the same trace each time.
+    """
+    shares = list(accumulate(1.0 / (rank + 1) ** exponent for rank in range(adapters)))
     at, trace = 0.0, []
     for number in range(requests):
-        at += rng.expovariate(1.0 / gap_ms)
-        (name,) = rng.choices(names, weights)
+        at -= gap_ms * math.log(1.0 - uniform())
+        rank = bisect(shares, uniform() * shares[-1])
         own = tuple(10_000 + number * 16 + offset for offset in range(16))
-        trace.append(TraceRequest(at, name, (*range(1, prefix_tokens + 1), *own)))
+        trace.append(TraceRequest(at, f"adapter-{rank:02d}", (*range(1, prefix_tokens + 1), *own)))
     return trace
 
 
