@@ -22,13 +22,14 @@ SCHEMA = {
     "properties": {"size": {"enum": ["S", "M"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["size", "count"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": " ?"},  # the tiny model would fill the rest with spaces, up to the bound
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 TIME = {
     "type": "function",
     "function": {"name": "time", "parameters": {"type": "object", "additionalProperties": False}},
 }
-ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Please."}], "temperature": 0, "max_tokens": 500}
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Please."}], "temperature": 0, "max_tokens": 120}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -71,14 +72,14 @@ async def test_an_answer_validates_against_its_schema(replica: Running, field: d
 async def test_expressions_choices_and_grammars_bind_too(replica: Running):
     by_regex = await ask(replica, structured_outputs={"regex": r"[0-9]{4}-[0-9]{2}"})
     by_choice = await ask(replica, structured_outputs={"choice": ["yes", "no", "maybe"]})
-    by_grammar = await ask(replica, structured_outputs={"grammar": 'start: "a" "b"+ "c"'}, logit_bias={})
+    by_grammar = await ask(replica, structured_outputs={"grammar": 'start: "a" "b"{1,3} "c"'})
     in_a_completion = await replica.post(
         "/v1/completions", {"prompt": "It is", "max_tokens": 20, "guided_choice": ["cold", "warm"]}
     )
 
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}", by_regex["message"]["content"])
     assert by_choice["message"]["content"] in {"yes", "no", "maybe"}
-    assert re.fullmatch(r"ab+c?", by_grammar["message"]["content"])
+    assert re.fullmatch(r"ab{1,3}c", by_grammar["message"]["content"])
     assert in_a_completion.json()["choices"][0]["text"] in {"cold", "warm"}
 
 

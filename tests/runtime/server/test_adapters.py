@@ -1,0 +1,175 @@
+"""Adapters by name: selected by `model`, loaded and unloaded while others are served, refused with a sentence."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
+
+from tests.runtime.adapter_folders import an_adapter
+from tests.runtime.server.serving import TINY, Running, a_replica
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    for seed, name in enumerate(("one", "two")):
+        an_adapter(root / name, model, seed=seed)
+    an_adapter(root / "wide", model, rank=64)
+    shutil.copytree(root / "one", root / "broken")
+    (root / "broken" / "adapter_model.safetensors").write_bytes(b"not what it says")
+    return root
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replica(folders: Path) -> AsyncIterator[Running]:
+    async with a_replica(
+        adapter_endpoints=True, adapter_roots=(folders,), max_adapters=2, max_cpu_adapters=4, max_rank=8
+    ) as running:
+        yield running
+
+
+async def load(replica: Running, name: str, path: Path | str, **more: Any) -> Any:
+    return await replica.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)} | more)
+
+
+async def said(replica: Running, model: str) -> str:
+    response = await replica.chat("What is a pod?", model=model, **GREEDY)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.capability("ML-2", "API-9")
+async def test_an_adapter_is_loaded_used_named_and_unloaded(replica: Running, folders: Path):
+    base = await said(replica, "tiny")
+    loaded = await load(replica, "one", folders / "one")
+    again = await load(replica, "one", folders / "one")
+    answer = await replica.chat("What is a pod?", model="one", **GREEDY)
+    models = (await replica.http.get(f"{replica.url}/v1/models")).json()["data"]
+    one = (await replica.http.get(f"{replica.url}/v1/models/one")).json()
+    gone = await replica.post("/v1/unload_lora_adapter", {"lora_name": "one"})
+    after = await replica.chat(model="one")
+
+    assert loaded.status_code == again.status_code == 200
+    assert loaded.text == "Success: LoRA adapter 'one' added successfully."
+    assert answer.json()["model"] == answer.headers["x-slipway-adapter"] == "one"
+    assert answer.json()["system_fingerprint"].startswith("tiny/rev1/")
+    assert answer.json()["choices"][0]["message"]["content"] != base
+    assert await said(replica, "tiny") == base
+    assert [(m["id"], m["parent"]) for m in models] == [("tiny", None), ("one", "tiny")]
+    assert one == models[1]
+    assert str(folders) not in json.dumps(models)
+    assert gone.text == "Success: LoRA adapter 'one' removed successfully."
+    assert after.status_code == 404
+    assert after.json()["error"]["message"] == "The model `one` does not exist."
+
+
+REFUSED = [
+    ({"lora_path": "one"}, 400),
+    ({"lora_name": "x"}, 400),
+    ({"lora_name": "tiny", "lora_path": "{root}/one"}, 400),
+    ({"lora_name": "team-a/tiny", "lora_path": "{root}/one"}, 400),
+    ({"lora_name": "../x", "lora_path": "{root}/one"}, 400),
+    ({"lora_name": "x", "lora_path": "{root}/../../etc"}, 400),
+    ({"lora_name": "x", "lora_path": "/etc"}, 400),
+    ({"lora_name": "x", "lora_path": "relative/one"}, 400),
+    ({"lora_name": "x", "lora_path": "ftp://host/one"}, 400),
+    ({"lora_name": "x", "lora_path": "{root}/wide"}, 400),
+    ({"lora_name": "x", "lora_path": "{root}/broken"}, 400),
+]
+
+
+@pytest.mark.capability("ML-4", "SE-2")
+@pytest.mark.parametrize(("body", "status"), REFUSED, ids=[str(body) for body, _ in REFUSED])
+async def test_what_cannot_be_an_adapter_is_refused_and_the_rest_goes_on(
+    replica: Running, folders: Path, body: dict[str, str], status: int
+):
+    sent = {key: value.replace("{root}", str(folders)) for key, value in body.items()}
+    refused = await replica.post("/v1/load_lora_adapter", sent)
+
+    assert refused.status_code == status, refused.text
+    assert str(folders) not in refused.text, "where files lie is nobody's business"
+    assert (await replica.chat(max_tokens=1)).status_code == 200
+    if sent.get("lora_name") == "x":
+        failed = await replica.chat(model="x")
+        assert failed.status_code in {404, 503}
+        assert str(folders) not in failed.text
+        await replica.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+
+
+@pytest.mark.capability("ML-9")
+async def test_new_content_takes_the_name_over_and_what_runs_finishes_on_the_old(replica: Running, folders: Path):
+    await load(replica, "a", folders / "one")
+    on_one = await said(replica, "a")
+    taken = await load(replica, "a", folders / "two")
+    async with replica.streaming("What is a pod?", model="a", **GREEDY | {"max_tokens": 40}) as stream:
+        lines = stream.aiter_lines()
+        first = [await anext(lines) for _ in range(4)]
+        replaced = await load(replica, "a", folders / "two", load_inplace=True)
+        rest = [line async for line in lines]
+    events = [json.loads(line[6:]) for line in first + rest if line.startswith("data: {")]
+    streamed = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    on_two = await said(replica, "a")
+
+    assert taken.status_code == 400
+    assert replaced.status_code == 200
+    assert streamed.startswith(on_one[:20]), "one answer, one content"
+    assert on_two != on_one
+    await replica.post("/v1/unload_lora_adapter", {"lora_name": "a"})
+
+
+@pytest.mark.capability("ML-2")
+async def test_the_admin_port_tells_the_truth_and_is_idempotent(replica: Running, folders: Path):
+    body = {"name": "b", "uri": f"file://{folders}/one", "pinned": True}
+    loaded = [await replica.admin("/adapters", "POST", json=body) for _ in range(3)]
+    await replica.until(lambda _: replica.models[0].adapters.info("b").state != "loading")
+    await said(replica, "b")
+    listed = (await replica.admin("/adapters")).json()
+    gone = [await replica.admin("/adapters/b", "DELETE") for _ in range(2)]
+
+    assert {response.status_code for response in loaded} <= {200, 202}
+    [info] = [each for each in listed["adapters"] if each["name"] == "b"]
+    assert info["state"] in {"host", "slot"}
+    assert info["digest"].startswith("sha256:")
+    assert info["pinned"]
+    assert listed["bootId"] == replica.replica.boot_id
+    assert {response.status_code for response in gone} <= {200, 202}
+    wrong = await replica.admin("/adapters", "POST", json=body | {"digest": "sha256:00"})
+    assert wrong.status_code == 400
+
+
+@pytest.mark.capability("ML-9")
+async def test_gateways_see_the_adapters_in_the_metrics(replica: Running, folders: Path):
+    await load(replica, "m", folders / "two")
+    await said(replica, "m")
+    page = (await replica.http.get(f"{replica.url}/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+
+    [sample] = families["vllm:lora_requests_info"].samples
+    assert set(sample.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+    assert sample.labels["max_lora"] == "2"
+    paid = {s.labels["adapter"] for s in families["slipway:tokens"].samples}
+    assert "m" in paid
+
+
+async def test_adapters_are_off_unless_asked_for():
+    async with a_replica() as off:
+        hidden = await load(off, "x", "/x")
+        refused = await off.admin("/adapters", "POST", json={"name": "x", "uri": "/x"})
+        model = await off.admin("/model")
+        other = await off.admin("/model", "POST", json={"uri": "hf://somebody/else"})
+
+    assert hidden.status_code == 404
+    assert refused.status_code == 400
+    assert model.json()["servedName"] == "tiny"
+    assert other.status_code == 409
