@@ -163,3 +163,50 @@ async def test_each_request_leaves_one_log_line_with_its_stages_and_without_its_
 
 def test_token_buckets_follow_one_two_five():
     assert one_two_five(2048) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+
+@pytest.mark.capability("OB-8")
+async def test_failures_are_counted_by_their_class(replica: Running):
+    await replica.chat(temperature=9)
+    await replica.chat(headers={"x-slipway-deadline": "0"})
+    await replica.chat(headers={"x-slipway-deadline": "0.05"}, **FOREVER)
+    leaving = asyncio.create_task(replica.chat(**FOREVER))
+    await replica.until(lambda stats: stats.running == 1)
+    leaving.cancel()
+    await replica.until(lambda stats: stats.aborted >= 1 and stats.running == 0)
+    replica.replica.drain(60)
+    await replica.chat()
+
+    found = await samples(replica)
+    counted = {name: value for name, value in found.items() if name.startswith("slipway:errors_total")}
+    assert counted["slipway:errors_total{class=malformed}"] == 1
+    assert counted["slipway:errors_total{class=timeout}"] == 2
+    assert counted["slipway:errors_total{class=cancelled}"] == 1
+    assert counted["slipway:errors_total{class=unavailable}"] == 1
+
+
+@pytest.mark.capability("OB-9")
+async def test_goodput_can_be_read_for_any_bounds_of_the_grid(replica: Running):
+    for _ in range(3):
+        await replica.chat(max_tokens=4, ignore_eos=True)
+    found = await samples(replica)
+
+    cells = {name: value for name, value in found.items() if name.startswith("slipway:requests_by_latency_total")}
+    assert sum(cells.values()) == 3
+    assert all("ttft_le=" in name and "tpot_le=" in name for name in cells)
+
+
+@pytest.mark.capability("SE-2", "CO-2")
+async def test_labels_do_not_grow_with_what_callers_send(replica: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slipway_runtime.server.metrics.MOST_PAYERS", 2)
+    for tenant in ("a", "b", "c", "d"):
+        await replica.chat("SECRETWORD", headers={"x-slipway-tenant": tenant}, max_tokens=2, user="SECRETWORD")
+        await replica.chat(model=f"SECRETWORD{tenant}")
+    page = (await replica.http.get(f"{replica.url}/metrics")).text
+    found = await samples(replica)
+
+    tenants = {name.split("tenant=")[1].rstrip("}") for name in found if name.startswith("slipway:tokens_total")}
+    assert tenants == {"a", "b", "other"}
+    assert "SECRETWORD" not in page
+    state = await replica.admin("/state")
+    assert "SECRETWORD" not in state.text

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from slipway_runtime.server.chat_types import ChatMessage
+from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.tokenizer import TokenizerMismatch, load_tokenizer
@@ -141,3 +141,57 @@ def test_no_prompt_shorter_than_the_context_is_refused_by_its_bytes():
     dense = " Kubernetes" * 900
 
     assert 0 < len(asyncio.run(encoder().text(dense)).token_ids) < 2048
+
+
+HERMES = (
+    "{%- if tools %}<|system|># Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
+    "{%- for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The <weather> of a place & its days",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+]
+
+
+@pytest.mark.capability("API-11")
+def test_tools_and_calls_render_as_in_transformers():
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"place": "Zürich"}}}
+    theirs_messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "Sunny", "tool_call_id": "c1"},
+    ]
+    theirs = transformers_tokenizer().apply_chat_template(
+        theirs_messages, tools=TOOLS, chat_template=HERMES, add_generation_prompt=True, tokenize=False
+    )
+
+    as_text = call | {"function": {"name": "weather", "arguments": json.dumps({"place": "Zürich"})}}
+    messages = [ChatMessage.model_validate(m) for m in theirs_messages if m["role"] != "assistant"]
+    messages.insert(1, ChatMessage.model_validate({"role": "assistant", "tool_calls": [as_text]}))
+    ours = encoder(HERMES).template.render(messages, tools=[Tool.model_validate(tool) for tool in TOOLS])
+
+    assert ours == theirs
+
+
+@pytest.mark.capability("API-11")
+@pytest.mark.parametrize("template", [TEMPLATES[0], HERMES, "{% for m in messages %}{{ m.content }}|{% endfor %}"])
+@pytest.mark.parametrize("final", ["A pod is", "A pod is "])
+def test_a_message_is_continued_as_in_transformers(template: str, final: str):
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": final}]
+    theirs = transformers_tokenizer().apply_chat_template(
+        messages, chat_template=template, continue_final_message=True, tokenize=False
+    )
+
+    ours = encoder(template).template.render(
+        [ChatMessage.model_validate(m) for m in messages], add_generation_prompt=False, continue_final_message=True
+    )
+
+    assert ours == theirs
