@@ -99,6 +99,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         max_adapters=settings.max_adapters,
         max_cpu_adapters=settings.max_cpu_adapters,
         max_rank=settings.max_rank,
+        prefix_caching=not settings.no_prefix_caching,
         overlap=False if settings.no_overlap else None,
         tenant_weights=dict(settings.tenant_weights),
         kv_events_endpoint=settings.kv_events_endpoint,

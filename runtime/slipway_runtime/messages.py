@@ -60,6 +60,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grammar: Grammar | None = None
     n: int = 1  # answers wanted: they share the blocks of the prompt, and draw with seed, seed + 1, …
     output_token_ids: tuple[int, ...] = ()  # drawn elsewhere before a handover: output that is known already
+    public: bool = False  # the service's own prompt: whatever their salt, all may use its prefix. Set at boot only
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +96,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     running: int
     waiting: int
+    running_tokens: int = 0  # known tokens of running requests, shared prefixes counted for each
     waiting_tokens: int  # prompt tokens not yet computed of waiting requests
     blocks_total: int
     blocks_live: int  # referenced by a running request: the KV usage that autoscaling sees

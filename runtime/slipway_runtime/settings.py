@@ -96,6 +96,7 @@ class RuntimeSettings:
     adapters: tuple[BootAdapter, ...] = ()
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
+    no_prefix_caching: bool = False
     no_overlap: bool = False  # plan each step only when the one before is done
     in_process: bool = False  # the engine as a thread of the API's process
     drain_timeout: float = 120.0

@@ -140,9 +140,10 @@ class Play:
         memory: int | None = None,
         residency: dict[str, object] | None = None,
         adapter_bytes: int = 100,
+        shares_prefixes: bool = True,
         **options: object,
     ) -> None:
-        self.pool = BlockPool(blocks, block_size)
+        self.pool = BlockPool(blocks, block_size, shares_prefixes=shares_prefixes)
         self.residency = Residency(self.pool, **residency) if residency is not None else None
         self.scheduler = Scheduler(
             self.pool,

@@ -120,7 +120,7 @@ def build_engine(
     loaded = time.perf_counter()
 
     def new_scheduler(*, kv_events: bool) -> Scheduler:
-        pool = BlockPool(size.num_blocks, options.block_size)
+        pool = BlockPool(size.num_blocks, options.block_size, shares_prefixes=options.prefix_caching)
         return Scheduler(
             pool,
             max_num_seqs=plan.max_num_seqs,

@@ -30,4 +30,5 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int = 0
     overlap: bool | None = None  # plan a step while the one before it runs; None: the device decides
     tenant_weights: dict[str, float] = {}
+    prefix_caching: bool = True
     kv_events_endpoint: str = ""  # tcp://…: tell which prefixes come and go; empty: off

@@ -41,9 +41,12 @@ class Victim(NamedTuple):
     idle_since: float
 
 
-def root_key(*, model: str = "", adapter: str = "", salt: str = "") -> bytes:
-    """The parent of a first block. Whatever changes the KV of equal tokens, or who may share it, goes in here."""
-    parts = (part.encode() for part in (model, adapter, salt))
+def root_key(*, model: str = "", adapter: str = "", salt: str | None = "") -> bytes:
+    """The parent of a first block. Whatever changes the KV of equal tokens, or who may share it, goes in here.
+
+    salt: None is the public root, which no salt can name: prompts of the service itself, that all may share.
+    """
+    parts = (part.encode() for part in ((model, adapter) if salt is None else (model, adapter, salt)))
     return blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts), digest_size=16).digest()
 
 
@@ -58,11 +61,19 @@ class BlockPool:
     `now` is for whoever weighs one victim against another, and is set by the owner before each step.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, *, events: KvEventLog | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        shares_prefixes: bool = True,  # False: nothing is ever published or found, the baseline of the prefix cache
+        events: KvEventLog | None = None,
+    ) -> None:
         assert num_blocks >= 1
         assert block_size >= 1
         self.total = num_blocks
         self.block_size = block_size
+        self.shares_prefixes = shares_prefixes
         self.now = 0.0
         self.events = events
         self._ref_count = [0] * (num_blocks + 1)
@@ -116,6 +127,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def key_of(self, block: int) -> bytes | None:
+        """Under which key this block can be found, if it can."""
+        return self._key_of[block]
 
     def reusable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody uses: holding them takes so many from the available ones."""

@@ -10,6 +10,7 @@ before, the next one leads. An ended sequence keeps its row and its blocks while
 
 import heapq
 from bisect import insort
+from functools import partial
 
 import msgspec
 
@@ -96,6 +97,7 @@ class Books:
     def _new(self, request: Request, index: int, adapter: str, now: float) -> Sequence:
         self._serial += 1
         params = request.params
+        root = partial(root_key, model=self._model, adapter=request.adapter)
         if index:  # the prompt is scored once
             params = msgspec.structs.replace(params, seed=params.seed + index, prompt_logprobs=None)
         return Sequence(
@@ -105,7 +107,8 @@ class Books:
             adapter=adapter,
             serial=self._serial,
             max_tokens=min(len(request.prompt_token_ids) + params.max_tokens, self._max_model_len),
-            keys=[root_key(model=self._model, adapter=request.adapter, salt=request.cache_salt)],
+            keys=[root(salt=None if request.public else request.cache_salt)],
+            public_keys=[root(salt=None)],
             queued_at=now,
             share=self._shares.join(request.tenant, request.adapter),
         )
@@ -243,6 +246,7 @@ class Books:
             running=len(self.running),
             waiting=self.num_waiting,
             waiting_tokens=waiting.num_tokens,
+            running_tokens=sum([len(sequence.token_ids) for sequence in self.running]),
             blocks_total=pool.total - pool.lent,
             blocks_live=pool.live,
             blocks_cached=pool.cached,

@@ -5,7 +5,7 @@ from enum import Enum, auto
 from slipway_runtime.scheduling.adapter import BASE_SLOT
 from slipway_runtime.scheduling.books import Books
 from slipway_runtime.scheduling.plans import PlanBuilder
-from slipway_runtime.scheduling.prefixes import fork_source
+from slipway_runtime.scheduling.prefixes import find_prefix, fork_source
 from slipway_runtime.scheduling.sequence import Sequence
 
 MAX_PREEMPTIONS = 2
@@ -29,8 +29,8 @@ def admit(sequence: Sequence, books: Books, plan: PlanBuilder, watermark_blocks:
     most = sequence.num_tokens - 1
     source = fork_source(sequence)
     hits: list[int] = []
-    if source is None and sequence.reads_cache:
-        hits = pool.match(sequence.block_keys(most // pool.block_size, pool.block_size))
+    if source is None and sequence.reads_cache and pool.shares_prefixes:
+        hits = find_prefix(sequence, most // pool.block_size, pool)
     shared = len(hits) if source is None else most // pool.block_size
     length = sequence.max_tokens if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_tokens
     need = pool.blocks_for(length) - shared

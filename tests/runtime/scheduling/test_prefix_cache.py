@@ -110,3 +110,14 @@ def test_events_tell_a_router_which_prefixes_are_here():
     play.scheduler.forget_prefixes()
     assert listen() == [AllBlocksCleared()]
     assert Play().scheduler.take_kv_events() == (), "off unless asked for"
+
+
+@pytest.mark.capability("BM-2")
+def test_switched_off_nothing_is_found_and_nothing_stays():
+    play = Play(blocks=32, budget=64, shares_prefixes=False)
+    for name in ("first", "again"):
+        play.add(name, [*SYSTEM, 20], max_tokens=2)
+        play.run()
+
+    assert play.outputs["again"][0].cached_tokens == 0
+    assert (play.scheduler.pool.cached, play.scheduler.pool.free) == (0, 32)

@@ -1,0 +1,174 @@
+"""What each feature of the engine brings, and what it costs who does not use it: with and without, in the same run.
+
+    python -m bench features
+
+Everything runs at the engine's own door, greedy, on one thread. "Without" is always the same engine with the feature
+switched off, and the two take turns, so that a busy neighbour hits both.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from statistics import median
+from typing import Final
+
+import torch
+
+from bench.figures import Figure, Section
+from bench.servers import EMBEDDED_MODEL
+from bench.shapes import checkpoint
+from slipway_runtime.engine.build import build_engine
+from slipway_runtime.engine.engine import Engine
+from slipway_runtime.messages import EngineStats, FinishReason, LoadAdapter, Request, SamplingParams
+from slipway_runtime.models.adapter_files import adapter_digest
+
+ROUNDS: Final = 3
+ADAPTERS: Final = sorted(path for path in (EMBEDDED_MODEL.parent / "adapters").glob("*") if path.is_dir())
+_serials = count()
+
+
+def measure() -> Section:
+    """All features."""
+    torch.set_num_threads(1)
+    return Section(
+        "Features: with ÷ without, 1 thread",
+        (*prefix_cache(), *kv_memory(), *speculation(), *adapters()),
+    )
+
+
+def prefix_cache() -> Iterator[Figure]:
+    """The first token after 2,000 tokens that were seen before; and what looking costs when nothing was."""
+    engine = build_engine(checkpoint("135m"), dtype="fp32", max_model_len=2200, max_num_seqs=4, kv_cache_bytes=1 << 30)
+    prefix = _tokens(2000, seed=1)
+    cold = _ttft(engine, [*prefix, *_tokens(20, seed=2)])
+    warm = median(_ttft(engine, [*prefix, *_tokens(20, seed=3 + index)]) for index in range(ROUNDS))
+    yield Figure("prefix cache: TTFT, 2,000 shared tokens", cold / warm, "×", f"{cold * 1e3:.0f} → {warm * 1e3:.0f} ms")
+    with_it, without = (build_engine(EMBEDDED_MODEL, max_num_seqs=16, prefix_caching=on) for on in (True, False))
+    yield _cost("prefix cache: cost when nothing hits", with_it, without, _uniform)
+
+
+def kv_memory() -> Iterator[Figure]:
+    """How much of the blocks that running requests hold is filled, under lengths with a heavy tail."""
+    engine = build_engine(EMBEDDED_MODEL, max_num_seqs=32, kv_cache_bytes=16 << 20)
+    draw = random.Random(5)
+    longest = engine.facts.max_model_len - 2
+    shares: list[float] = []
+    requests = []
+    for index in range(96):
+        length = min(longest // 2, max(4, round(draw.lognormvariate(4.0, 1.0))))
+        output = min(longest // 2, max(4, round(draw.lognormvariate(4.0, 1.0))))
+        requests.append(_request(_tokens(length, seed=index), output))
+
+    def note(stats: EngineStats) -> None:
+        if stats.blocks_live:
+            shares.append(stats.running_tokens / (stats.blocks_live * engine.facts.block_size))
+
+    _run(engine, requests, note)
+    yield Figure("KV memory that holds live tokens", 100 * sum(shares) / len(shares), "%", "mean over steps; aim ≥ 96")
+
+
+def speculation() -> Iterator[Figure]:
+    """Prompt lookup where answers copy from prompts, and where there is nothing to copy."""
+    with_it = build_engine(EMBEDDED_MODEL, max_num_seqs=8, speculation="promptLookup", speculation_max_tokens=4)
+    without = build_engine(EMBEDDED_MODEL, max_num_seqs=8)
+    copying, fresh = _repeating, _random_sampling
+    plain, fast = _take_turns(without, with_it, copying)
+    stats = with_it.stats(time.monotonic())
+    forwards = stats.drafts or 1
+    yield Figure("prompt lookup, copy-heavy: speed", plain / fast, "×", "same greedy text")
+    yield Figure("prompt lookup, copy-heavy: tokens a verified forward", 1 + stats.accepted_tokens / forwards, "tokens")
+    plain, fast = _take_turns(without, with_it, fresh)
+    yield Figure("prompt lookup, random text: speed", plain / fast, "×", "aim: never below 0.95")
+
+
+def adapters() -> Iterator[Figure]:
+    """What it costs to be able to serve adapters, and to serve eight of them in one batch."""
+    without = build_engine(EMBEDDED_MODEL, max_num_seqs=16)
+    with_them = build_engine(EMBEDDED_MODEL, max_num_seqs=16, max_adapters=8, max_cpu_adapters=8, max_rank=16)
+    yield _cost("adapters enabled, none asked", with_them, without, _uniform)
+    digests = _load(with_them)
+    plain, mixed = [], []
+    for _ in range(ROUNDS):
+        plain.append(_seconds(without, _uniform()))
+        asked = [
+            _request(request.prompt_token_ids, 32, adapter=digests[index % len(digests)])
+            for index, request in enumerate(_uniform())
+        ]
+        mixed.append(_seconds(with_them, asked))
+    cost = 100 * (min(mixed) / min(plain) - 1)
+    yield Figure(f"{len(digests)} adapters active in a batch of 16: cost", cost, "%", "aim ≤ 15")
+
+
+def _load(engine: Engine) -> list[str]:
+    digests = []
+    for call, folder in enumerate(ADAPTERS):
+        digests.append(adapter_digest(folder))
+        engine.control(LoadAdapter(call=call, digest=digests[-1], path=str(folder)), time.monotonic())
+    waiting = len(digests)
+    deadline = time.monotonic() + 60
+    while waiting and time.monotonic() < deadline:
+        report = engine.step(time.monotonic()) if engine.has_work else None
+        for reply in report.replies if report else ():
+            assert not reply.error, reply.error
+            waiting -= 1
+        time.sleep(0.001)
+    assert not waiting, "the adapters did not load"
+    return digests
+
+
+def _uniform() -> list[Request]:
+    return [_request(_tokens(48, seed=next(_serials)), 32) for _ in range(16)]
+
+
+def _repeating() -> list[Request]:
+    phrase = _tokens(24, seed=9)
+    return [_request(phrase * 4, 48) for _ in range(4)]
+
+
+def _random_sampling() -> list[Request]:
+    return [_request(_tokens(48, seed=next(_serials)), 48, temperature=2.0) for _ in range(4)]
+
+
+def _tokens(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, 1000) for _ in range(length)]
+
+
+def _request(tokens: Sequence[int], max_tokens: int, *, adapter: str = "", temperature: float = 0.0) -> Request:
+    serial = next(_serials)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=serial, ignore_eos=True)
+    return Request(id=f"bench-{serial}", prompt_token_ids=tuple(tokens), params=params, arrived=0.0, adapter=adapter)
+
+
+def _cost(name: str, with_it: Engine, without: Engine, requests: Callable[[], list[Request]]) -> Figure:
+    plain, other = _take_turns(without, with_it, requests)
+    return Figure(name, 100 * (other / plain - 1), "%", "aim ≤ 2")
+
+
+def _take_turns(one: Engine, other: Engine, requests: Callable[[], list[Request]]) -> tuple[float, float]:
+    """The best time of each over the same amount of work."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for engine, seconds in zip((one, other), times, strict=True):
+            seconds.append(_seconds(engine, requests()))
+    return min(times[0]), min(times[1])
+
+
+def _seconds(engine: Engine, requests: Sequence[Request]) -> float:
+    began = time.perf_counter()
+    _run(engine, requests)
+    return time.perf_counter() - began
+
+
+def _ttft(engine: Engine, tokens: Sequence[int]) -> float:
+    return _seconds(engine, [_request(tokens, 1)])
+
+
+def _run(engine: Engine, requests: Sequence[Request], on_step: Callable[[EngineStats], None] = lambda _: None) -> None:
+    for request in requests:
+        engine.add(request, time.monotonic())
+    while engine.has_work:
+        report = engine.step(time.monotonic())
+        on_step(report.stats)
+        assert all(output.finish_reason is not FinishReason.ERROR for output in report.outputs), "a request failed"
