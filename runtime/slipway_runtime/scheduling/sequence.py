@@ -1,5 +1,6 @@
 """One answer inside the scheduler: its tokens, how far they are computed, the blocks it holds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -38,6 +39,7 @@ class Sequence:
     keys: list[bytes]  # of the parent, then of each full block
     queued_at: float
     share: Share  # who is charged
+    public_keys: list[bytes] = field(default_factory=list)  # as `keys`, of the service's own prompts: if asked for
     token_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
     row: int = NO_ROW
@@ -99,6 +101,15 @@ class Sequence:
             start = index * block_size
             self.keys.append(block_key(self.keys[index], self.token_ids[start : start + block_size]))
         return self.keys[1 : count + 1]
+
+    def public_block_keys(self, count: int, block_size: int) -> Iterator[bytes]:
+        """The same under the public root, each made when it is asked for: most prompts begin like none of them."""
+        for index in range(count):
+            if len(self.public_keys) == index + 1:
+                start = index * block_size
+                tokens = self.token_ids[start : start + block_size]
+                self.public_keys.append(block_key(self.public_keys[index], tokens))
+            yield self.public_keys[index + 1]
 
     def forget_computed(self) -> None:
         """Nothing of it is in the cache any more."""

@@ -49,6 +49,7 @@ async def _prefill(model: LoadedModel, prompt: WarmPrompt, request_id: str) -> N
         prompt_token_ids=written.token_ids,
         params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
         arrived=time.monotonic(),
+        public=True,
     )
     async with model.engine.generate(request) as outputs:
         async for output in outputs:
