@@ -1,4 +1,4 @@
-"""`python -m bench [gateway] [runtime] [engine] [cluster]`: measure, name the machine, print; without names, all."""
+"""`python -m bench [gateway] [runtime] [engine] …`: measure, name the machine, print; without names, all of it."""
 
 import argparse
 import importlib
@@ -12,7 +12,7 @@ from rich.console import Console
 from bench.figures import Section
 from bench.machine import this_machine
 
-BENCHMARKS = ("gateway", "runtime", "engine", "cluster")
+BENCHMARKS = ("gateway", "runtime", "engine", "features", "determinism", "cluster")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ They are made once, into the user's cache; the tokenizer is the embedded model's
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,6 +78,28 @@ def checkpoint(shape: str) -> Path:
     return folder
 
 
+def adapter(shape: str, number: int, *, rank: int, modules: Sequence[str]) -> Path:
+    """The folder of a random adapter for this shape, in PEFT's layout; written at the first call."""
+    folder = cache_directory() / f"{shape}-adapters" / f"{number}-r{rank}-{'-'.join(modules)}"
+    if (folder / "adapter_model.safetensors").exists():
+        return folder
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(number)
+    tensors = {}
+    for name, (out, size) in _matrices(_COMMON | SHAPES[shape]).items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in modules:
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, size) * 0.02
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(out, rank) * 0.02
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 def linear_sizes(shape: str) -> list[tuple[int, int]]:
     """(out, in) of each linear of one step, merged as the runtime merges them; the output layer comes last."""
     config = SHAPES[shape]
@@ -84,6 +107,10 @@ def linear_sizes(shape: str) -> list[tuple[int, int]]:
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
     return layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
+
+
+def _matrices(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {name: (size[0], size[1]) for name, size in _tensors(config).items() if len(size) == 2 and "layers" in name}
 
 
 def _tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
