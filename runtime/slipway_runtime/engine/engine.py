@@ -145,7 +145,7 @@ class Engine:
         if not error:
             return output
         if output.finish_reason is None:
-            self._scheduler.abort(output.request_id, FinishReason.ERROR, now, output.index)
+            self._scheduler.close(output.request_id, output.index, FinishReason.ERROR, now)
         return msgspec.structs.replace(
             output, token_ids=(), logprobs=(), finish_reason=FinishReason.ERROR, error=error, finished_at=now
         )

@@ -98,16 +98,6 @@ class Grammars:
             del self._answers[key]
         return answer.error
 
-    def forget(self, request_id: str) -> None:
-        """Drop what is left of a request that no Output will end."""
-        for key in [key for key in self._answers if key[0] == request_id]:
-            del self._answers[key]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._compiling.shutdown(wait=False, cancel_futures=True)
-        self._masking.shutdown(wait=False, cancel_futures=True)
-
     def _make(self, drawing: list[tuple[int, "_Answer", tuple[int, ...]]]) -> TokenMasks:
         began = time.perf_counter()
         draws: list[int] = []

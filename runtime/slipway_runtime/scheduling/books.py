@@ -161,11 +161,13 @@ class Books:
 
     # --- out
 
-    def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None) -> None:
-        """End a request, or one of its answers, wherever it is."""
+    def abort(
+        self, request_id: str, reason: FinishReason, now: float, index: int | None, *, told: bool = False
+    ) -> None:
+        """End a request, or one of its answers, wherever it is. `told`: somebody else says its last word."""
         for sequence in self._requests.get(request_id, []).copy():
             if index is None or index == sequence.index:
-                self.end(sequence, reason, now)
+                (self.close if told else self.end)(sequence, reason, now)
 
     def expire(self, now: float) -> None:
         """End whose deadline has passed."""

@@ -119,6 +119,10 @@ class Scheduler:
         """
         self._books.abort(request_id, reason, now, index)
 
+    def close(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
+        """End an answer without a word: its caller tells its last one."""
+        self._books.abort(request_id, reason, now, index, told=True)
+
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or tell anything."""
