@@ -21,7 +21,7 @@ from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.overlap import OverlappedEngine, Worker
 from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.engine.warmup import Masks, warm_up
-from slipway_runtime.kernels.dispatch import Kernels, kernels_for
+from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import EngineFacts, Loading, StepPlan, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter, slot_bytes
@@ -95,6 +95,7 @@ def build_engine(
         torch.set_num_threads(1 if options.deterministic else options.threads)
     started = time.perf_counter()
     plan = _decide(model_path, options)
+    _check_device(plan)
     kernels = kernels_for(plan.device, deterministic=options.deterministic)
     with shortage_refused("the weights", plan.device):
         decoder, weight_bytes = _load(model_path, plan, kernels, on_news)
@@ -203,6 +204,15 @@ def _decide(model_path: Path, options: EngineOptions) -> _Plan:
         max_rank=(options.max_rank or _RANK) if options.max_adapters else 0,
         draft_tokens=(options.speculation_max_tokens or _DRAFT_TOKENS) if options.speculation != "none" else 0,
     )
+
+
+def _check_device(plan: _Plan) -> None:
+    if plan.device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(plan.device)
+    types = {"dtype": plan.dtype, "kv_dtype": plan.kv_dtype}
+    if why_not := refusal(plan.device, capability, head_dim=plan.config.head_dim, **types):
+        raise ModelRefusedError(why_not)
 
 
 def _load(model_path: Path, plan: _Plan, kernels: Kernels, on_news: Callable[[Loading], object]) -> tuple[Decoder, int]:

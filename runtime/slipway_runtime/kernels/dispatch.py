@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import fixed_order, reference
+from slipway_runtime.kernels.reference_attention import HeadNorms
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
+LARGEST_HEAD = 256  # that a GPU's kernels have room for
 AttentionPlan = Any  # made by `plan_attention`, understood by `paged_attention` of the same implementation
 LoraPlan = Any  # made by `plan_lora`, understood by `add_lora` of the same implementation
 
@@ -24,11 +26,21 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x: (…, H)  weight: (H,)."""
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x, residual: (T, H)  weight: (H,) -> (T, H). The residual is added to in place, then normed."""
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """gate_up: (T, 2I) -> (T, I)."""
 
     def rope_and_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        num_q_heads: int,
+        norms: HeadNorms = None,
     ) -> Tensor:
         """qkv: (T, Hq + 2 Hkv, D) -> q (T, Hq, D), rotated; rotated keys and values go into the cache's slots."""
 
@@ -68,10 +80,28 @@ class Kernels(Protocol):
 
 def kernels_for(device: torch.device, *, deterministic: bool = False) -> Kernels:
     """The implementation for this device: Triton on CUDA, the reference everywhere else; or one order of sums."""
-    if deterministic:
-        return fixed_order
-    if device.type == "cuda":
-        from slipway_runtime.kernels import gpu  # here, so that a CPU never pays for importing Triton
+    if device.type == "cuda":  # imported here, so that a CPU never pays for importing Triton
+        if deterministic:
+            from slipway_runtime.kernels import gpu_fixed_order
+
+            return gpu_fixed_order
+        from slipway_runtime.kernels import gpu
 
         return gpu
-    return reference
+    return fixed_order if deterministic else reference
+
+
+def refusal(
+    device: torch.device, capability: tuple[int, int], *, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
+    """Why the kernels of this device cannot compute a model in these types, in a sentence; empty: they can."""
+    name = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    if device.type != "cuda":
+        return ""
+    if dtype == torch.bfloat16 and capability < (8, 0):
+        return f"{name} does not multiply bfloat16: set dtype to fp16"
+    if kv_dtype == torch.float8_e4m3fn and capability < (8, 9):
+        return f"{name} has no float8: set kvCache.dtype to int8 or auto"
+    if head_dim > LARGEST_HEAD:
+        return f"heads of size {head_dim} do not fit into a GPU's shared memory; at most {LARGEST_HEAD} do"
+    return ""

@@ -19,6 +19,7 @@ from torch import Tensor
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.reference import (
     add_lora,
+    add_rms_norm,
     draw,
     penalize,
     plan_lora,
@@ -29,6 +30,7 @@ from slipway_runtime.kernels.reference import (
 
 __all__ = [
     "add_lora",
+    "add_rms_norm",
     "draw",
     "paged_attention",
     "penalize",

@@ -25,6 +25,11 @@ def is_quantized(dtype: torch.dtype) -> bool:
     return dtype in _LARGEST
 
 
+def largest(dtype: torch.dtype) -> float:
+    """The largest code."""
+    return _LARGEST[dtype]
+
+
 def page_shape(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The shape of one head's page."""
     return (block_size * (head_dim + SCALE_BYTES),) if is_quantized(dtype) else (block_size, head_dim)

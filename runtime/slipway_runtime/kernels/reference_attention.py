@@ -18,14 +18,18 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages
+from slipway_runtime.kernels.reference_norms import rms_norm
 
 Ints = npt.NDArray[np.int64]
 
+HeadNorms = tuple[Tensor, Tensor, float] | None  # weights (D,) of queries and of keys, and eps
 TILE = 128  # rows of a chunk that share a mask
 
 
-def rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int) -> Tensor:
-    """Rotate queries and keys in place, write keys and values into their slots, return the queries.
+def rope_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int, norms: HeadNorms = None
+) -> Tensor:
+    """Norm and rotate queries and keys in place, write keys and values into their slots, return the queries.
 
     cos, sin: (T, 1, D); the first half of `sin` is negated, so that turning the halves around is a plain roll.
     A quantized cache gets rounded keys and values; those in `qkv` stay as they are.
@@ -33,6 +37,10 @@ def rope_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: 
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = (num_heads - num_q_heads) // 2
     qk = qkv[:, : num_q_heads + num_kv_heads]
+    if norms is not None:
+        of_queries, of_keys, eps = norms
+        qk[:, :num_q_heads] = rms_norm(qk[:, :num_q_heads], of_queries, eps)
+        qk[:, num_q_heads:] = rms_norm(qk[:, num_q_heads:], of_keys, eps)
     torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin, out=qk)
     kv_pages.store(qkv[:, num_q_heads:].view(num_tokens, 2, num_kv_heads, head_dim), cache, slots)
     return qkv[:, :num_q_heads]

@@ -15,11 +15,10 @@ class Attention:
 
     __slots__ = (
         "_head_dim",
-        "_k_norm",
         "_kernels",
+        "_norms",
         "_num_kv_heads",
         "_num_q_heads",
-        "_q_norm",
         "_window",
         "out",
         "qkv",
@@ -43,8 +42,7 @@ class Attention:
         self._num_q_heads = num_q_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._q_norm = q_norm
-        self._k_norm = k_norm
+        self._norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         self._window = window
         self._kernels = kernels
 
@@ -52,10 +50,7 @@ class Attention:
         """x: (T, H) -> (T, H)."""
         q_heads, kv_heads = self._num_q_heads, self._num_kv_heads
         qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self._head_dim)
-        if self._q_norm is not None and self._k_norm is not None:
-            qkv[:, :q_heads] = self._q_norm(qkv[:, :q_heads])
-            qkv[:, q_heads : q_heads + kv_heads] = self._k_norm(qkv[:, q_heads : q_heads + kv_heads])
-        q = self._kernels.rope_and_store(qkv, step.cos, step.sin, cache, step.slots, q_heads)
+        q = self._kernels.rope_and_store(qkv, step.cos, step.sin, cache, step.slots, q_heads, self._norms)
         kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self._head_dim)
         scale = self._head_dim**-0.5
         return self.out(self._kernels.paged_attention(q, kv, cache, step.plan, scale, self._window), step)

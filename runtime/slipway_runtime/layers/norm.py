@@ -18,3 +18,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: (…, H) -> (…, H)."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The norm of their sum, which `residual` becomes in place. x, residual: (T, H) -> (T, H)."""
+        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -35,10 +35,11 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._kernels = kernels
 
-    def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """x: (T, H) -> (T, H)."""
-        x = self.attention(self._attention_norm(x), cache, step).add_(x)
-        return self.down(self._kernels.swiglu(self.gate_up(self._mlp_norm(x), step)), step).add_(x)
+    def __call__(self, x: Tensor | None, stream: Tensor, cache: Tensor, step: StepContext) -> Tensor:
+        """stream: (T, H), which grows in place  x: (T, H) what the layer before adds to it -> what this layer adds."""
+        normed = self._attention_norm(stream) if x is None else self._attention_norm.after_adding(x, stream)
+        normed = self._mlp_norm.after_adding(self.attention(normed, cache, step), stream)
+        return self.down(self._kernels.swiglu(self.gate_up(normed, step)), step)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -60,10 +61,10 @@ class Decoder:
 
     def __call__(self, token_ids: Tensor, caches: list[Tensor], step: StepContext) -> Tensor:
         """(T,) -> (T, H)."""
-        x = self._embedding(token_ids)
+        stream, x = self._embedding(token_ids), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cache, step)
-        return x
+            x = layer(x, stream, cache, step)
+        return stream if x is None else stream.add_(x)
 
     @property
     def nbytes(self) -> int:

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from slipway_runtime.kernels import reference
-from slipway_runtime.kernels.dispatch import Kernels, kernels_for
+from slipway_runtime.kernels import fixed_order, gpu, paged_attention, reference
+from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
 
 NAMES = [name for name in vars(Kernels) if not name.startswith("_")]
 
@@ -22,6 +22,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
     chosen = kernels_for(torch.device("cuda"))
     assert {name: getattr(chosen, name).__module__.rsplit(".", 1)[1] for name in NAMES} == {
         "rms_norm": "norms",
+        "add_rms_norm": "norms",
         "swiglu": "norms",
         "rope_and_store": "store_kv",
         "plan_attention": "paged_attention",
@@ -31,6 +32,42 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "penalize": "reference_sampling",
         "draw": "reference_sampling",
     }
+
+
+@pytest.mark.capability("API-19")
+def test_one_order_of_sums_is_served_on_either_device():
+    assert kernels_for(torch.device("cpu"), deterministic=True) is fixed_order
+    chosen = kernels_for(torch.device("cuda"), deterministic=True)
+    differing = {name for name in NAMES if getattr(chosen, name) is not getattr(gpu, name)}
+    assert differing == {"plan_attention"}
+    assert chosen.plan_attention is paged_attention.plan_in_one_order
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.parametrize(
+    ("capability", "changed", "sentence"),
+    [
+        ((9, 0), {}, ""),
+        ((7, 5), {}, "a GPU of compute capability 7.5 does not multiply bfloat16: set dtype to fp16"),
+        ((7, 5), {"dtype": torch.float16}, ""),
+        ((8, 9), {"kv_dtype": torch.float8_e4m3fn}, ""),
+        (
+            (8, 6),
+            {"kv_dtype": torch.float8_e4m3fn},
+            "a GPU of compute capability 8.6 has no float8: set kvCache.dtype to int8 or auto",
+        ),
+        ((8, 6), {"kv_dtype": torch.int8}, ""),
+        (
+            (9, 0),
+            {"head_dim": 512},
+            "heads of size 512 do not fit into a GPU's shared memory; at most 256 do",
+        ),
+    ],
+)
+def test_what_a_gpu_cannot_compute_is_refused_in_a_sentence(capability, changed, sentence):
+    model = {"head_dim": 128, "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16} | changed
+    assert refusal(torch.device("cuda"), capability, **model) == sentence
+    assert not refusal(torch.device("cpu"), (0, 0), **model)
 
 
 def test_a_runtime_on_a_cpu_never_imports_triton():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels import kv_pages, reference
 from slipway_runtime.kernels import paged_attention as kernels
-from slipway_runtime.kernels import reference
 from tests.runtime.paging import paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # absolute, for values of N(0, 1)
@@ -45,8 +45,9 @@ class Step:
             self.num_computed[real], self.num_new[real], self.tables[real], self.block_size, torch.zeros(1)
         )
         out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2])
+        cache = self.cache if kv_pages.is_quantized(self.cache.dtype) else self.cache.float()
         out[tokens] = reference.paged_attention(
-            self.q[tokens].float(), self.kv[tokens].float(), self.cache.float(), plan, SCALE, window
+            self.q[tokens].float(), self.kv[tokens].float(), cache, plan, SCALE, window
         )
         return out
 
@@ -72,6 +73,7 @@ def a_step(
     head_dim: int = 16,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
 ) -> Step:
     torch.manual_seed(0)
     counts = [-(-(past + new) // block_size) for past, new in work]
@@ -94,12 +96,21 @@ def a_step(
     return Step(
         q=qkv[:, : groups * kv_heads],  # a slice, as the layers pass it
         kv=torch.cat(fresh),
-        cache=paged(cache, block_size),
+        cache=paged(cache, block_size) if kv_dtype is None else quantized(cache, block_size, kv_dtype),
         num_computed=np.array([past for past, _ in work]),
         num_new=np.array([new for _, new in work]),
         tables=tables,
         block_size=block_size,
     )
+
+
+def quantized(by_slot: Tensor, block_size: int, kv_dtype: torch.dtype) -> Tensor:
+    """(slots, 2, Hkv, D) -> pages of codes and scales."""
+    _, _, kv_heads, head_dim = by_slot.shape
+    page = kv_pages.page_shape(block_size, head_dim, kv_dtype)
+    cache = torch.zeros(len(by_slot) // block_size, 2, kv_heads, *page, dtype=kv_dtype)
+    kv_pages.store(by_slot.float(), cache, torch.arange(len(by_slot)))
+    return cache
 
 
 @pytest.mark.capability("KN-1")
@@ -123,9 +134,16 @@ def test_a_long_context_is_split_and_merged(groups, dtype, device, monkeypatch):
     monkeypatch.setattr(kernels, "SPLIT", 16)
     step = a_step([*EDGES, PADDING, (64, 1)], groups=groups, dtype=dtype)
     plan = kernels.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
-    assert plan.work.tolist() == [
-        [0, 0], [1, 0], [2, 0], [3, 0], [3, 1], [4, 0], [4, 1], [4, 2], [5, 0], *([6, split] for split in range(5))
-    ]  # fmt: skip
+    assert plan.most_splits == 5
+    step.agrees(device)
+
+
+@pytest.mark.capability("KN-2")
+def test_the_longest_contexts_have_longer_splits_not_more(device, monkeypatch):
+    monkeypatch.setattr(kernels, "SPLIT", 16)
+    monkeypatch.setattr(kernels, "MAX_SPLITS", 3)
+    step = a_step([(47, 1), (48, 1), (99, 1), (5, 1), PADDING])  # lengths 48, 49, 100: 16, 32 and 48 tokens a split
+    assert kernels.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q).most_splits == 3
     step.agrees(device)
 
 
@@ -163,6 +181,38 @@ def test_a_mixed_step_equals_the_reference(groups, kv_heads, head_dim, block_siz
 def test_a_window_hides_what_came_before_it(window, device, monkeypatch):
     monkeypatch.setattr(kernels, "SPLIT", 16)  # some splits, and some tiles, are hidden altogether
     a_step([*EDGES, (90, 1), (0, 7), (100, 33)]).agrees(device, window)
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.parametrize("kv_dtype", kv_pages.KV_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "head_dim", "dtype"), [(4, 2, 16, torch.float32), (2, 1, 80, torch.float16)]
+)
+def test_a_quantized_cache_is_read_as_the_reference_reads_it(
+    groups, kv_heads, head_dim, dtype, kv_dtype, window, device
+):
+    step = a_step(MIXED, groups=groups, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
+    step.agrees(device, window)
+
+
+@pytest.mark.capability("API-19")
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_in_one_order_a_token_is_attended_the_same_in_a_prompt_in_a_chunk_and_alone(kv_dtype, device):
+    prompt = a_step([(0, 70), (0, 33)], kv_heads=2, kv_dtype=kv_dtype)
+
+    def attended(computed: list[int], new: list[int], rows: list[int], tokens: list[int]) -> Tensor:
+        cache = prompt.cache.to(device)
+        plan = kernels.plan_in_one_order(np.array(computed), np.array(new), prompt.tables[rows], 16, cache)
+        q = prompt.q[tokens].to(device)
+        return kernels.paged_attention(q, prompt.kv[tokens].to(device), cache, plan, SCALE).cpu()
+
+    whole = attended([0, 0], [70, 33], [0, 1], list(range(103)))
+    assert torch.equal(attended([69], [1], [0], [69])[0], whole[69])
+    decoded = attended([32, 69], [1, 1], [1, 0], [102, 69])
+    assert torch.equal(decoded, whole[[102, 69]])
+    chunk = attended([5, 41], [20, 29], [1, 0], [*range(75, 95), *range(41, 70)])
+    assert torch.equal(chunk, whole[[*range(75, 95), *range(41, 70)]])
 
 
 @pytest.mark.capability("KN-2")

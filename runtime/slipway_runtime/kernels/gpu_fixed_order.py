@@ -1,0 +1,31 @@
+"""What serves a CUDA device where a token's result may depend on nothing but its own sequence.
+
+The kernels are those of `gpu`: they compute row by row, in tiles whose shape the model fixes. Only decode, which sums
+the splits of a sequence, has another order than a prompt; so here every row is attended as a chunk.
+"""
+
+from slipway_runtime.kernels.gpu import (
+    add_lora,
+    add_rms_norm,
+    draw,
+    paged_attention,
+    penalize,
+    plan_lora,
+    rms_norm,
+    rope_and_store,
+    swiglu,
+)
+from slipway_runtime.kernels.paged_attention import plan_in_one_order as plan_attention
+
+__all__ = [
+    "add_lora",
+    "add_rms_norm",
+    "draw",
+    "paged_attention",
+    "penalize",
+    "plan_attention",
+    "plan_lora",
+    "rms_norm",
+    "rope_and_store",
+    "swiglu",
+]

@@ -1,0 +1,49 @@
+"""How kernels are cut on a GPU that somebody has measured: read once, never searched for while serving.
+
+`tiles.json`: compute capability → kernel → shape → the launch's BLOCK_N, BLOCK_M, num_warps, num_stages. What it does
+not name, a kernel decides by itself. `python -m bench.gpu --tune` measures and writes it. A shape is what the model
+fixes, never the size of a batch: a token is computed the same way in any.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+
+TABLE = Path(__file__).with_name("tiles.json")
+KNOWN = frozenset({"BLOCK_M", "BLOCK_N", "num_warps", "num_stages"})
+
+Table = dict[str, dict[str, dict[str, dict[str, int]]]]
+
+
+def read_table(path: Path = TABLE) -> Table:
+    """Raises ValueError where an entry holds what no kernel takes."""
+    table: Table = json.loads(path.read_text())
+    for capability, kernels in table.items():
+        for kernel, shapes in kernels.items():
+            for shape, launch in shapes.items():
+                if unknown := launch.keys() - KNOWN:
+                    raise ValueError(f"{path.name}: {capability} {kernel} {shape} has {', '.join(sorted(unknown))}")
+    return table
+
+
+_TABLE = read_table()
+
+
+def tuned(kernel: str, *, head_dim: int, itemsize: int, device: torch.device) -> dict[str, int]:
+    """What was measured best for heads of this size and keys of so many bytes; empty: nobody measured."""
+    if device.type != "cuda":
+        return {}
+    return dict(_TABLE.get(_capability(device), {}).get(kernel, {}).get(shape_of(head_dim, itemsize), {}))
+
+
+def shape_of(head_dim: int, itemsize: int) -> str:
+    """The key of a shape."""
+    return f"d{head_dim}-{8 * itemsize}bit"
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
