@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from bench.stream import Timings
 from bench.workload import Workload
 
-MAX_DURATION_SECONDS = 600.0
+MAX_DURATION_SECONDS = 3600.0
 MAX_CONCURRENCY = 1024
 
 
