@@ -1,16 +1,26 @@
-"""`slipway-runtime serve` as a process of its own, and what a test holds it by."""
+"""`slipway-runtime serve` as a process of its own, and what a test holds it by.
+
+A process costs seconds of imports before it does anything. Where a promise is not one about processes, `serving_here`
+runs the same `serve` on the loop of the test, with its engine on a thread.
+"""
 
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from structlog.testing import capture_logs
+
+from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.serve import serve
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 RUNTIME = [sys.executable, "-m", "slipway_runtime.main"]
@@ -18,14 +28,22 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
-class Process:
+class Replica:
     """A running replica and what it has logged so far."""
 
-    process: asyncio.subprocess.Process
-    log: list[dict[str, Any]]
     run_directory: Path
-    port: int = 0
-    admin_port: int = 0
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        raise NotImplementedError
+
+    async def ended(self) -> int:
+        """The exit code."""
+        raise NotImplementedError
+
+    def terminate(self) -> None:
+        """What the kubelet does."""
+        raise NotImplementedError
 
     async def logged(self, message: str) -> dict[str, Any]:
         async with asyncio.timeout(90):
@@ -33,20 +51,34 @@ class Process:
                 for line in self.log:
                     if line["message"] == message:
                         return line
-                if self.process.returncode is not None:
-                    raise AssertionError(f"ended with {self.process.returncode} before {message!r}: {self.log}")
+                if self.is_over():
+                    raise AssertionError(f"it ended before {message!r}: {self.log}")
                 await asyncio.sleep(0.02)
+
+    async def listening(self) -> None:
+        line = await self.logged("listening")
+        self.url = f"http://127.0.0.1:{line['port']}"
+        self.admin_url = f"http://127.0.0.1:{line['admin_port']}"
 
     async def ready(self) -> None:
         await self.logged("ready")
+
+
+@dataclass
+class Process(Replica):
+    """In a process of its own, with its engine in another one."""
+
+    process: asyncio.subprocess.Process = field(kw_only=True)
+
+    def is_over(self) -> bool:
+        return self.process.returncode is not None
 
     async def ended(self) -> int:
         async with asyncio.timeout(60):
             return await self.process.wait()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
 
     @property
     def engine_pid(self) -> int:
@@ -55,23 +87,47 @@ class Process:
         return child
 
 
+@dataclass
+class Here(Replica):
+    """In this process."""
+
+    task: "asyncio.Task[int]" = field(kw_only=True)
+
+    def is_over(self) -> bool:
+        return self.task.done()
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(60):
+            return await self.task
+
+    def terminate(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def children(pid: int) -> list[int]:
     """The processes that this one has started, from any of its threads."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+def command_line(model: str, flags: tuple[str, ...]) -> list[str]:
+    return [
+        *("serve", model, "--host", "127.0.0.1", "--port", "0", "--admin-port", "0"),
+        *("--kv-cache-bytes", "16Mi", "--max-num-seqs", "4", *flags),
+    ]
+
+
 @asynccontextmanager
-async def serving(*flags: str, model: str = f"file://{TINY}", wait: bool = True) -> AsyncIterator[Process]:
+async def serving(*flags: str, model: str = f"file://{TINY}") -> AsyncIterator[Process]:
+    """A replica as it runs in a pod."""
     with tempfile.TemporaryDirectory(prefix="slw") as run:
         process = await asyncio.create_subprocess_exec(
             *RUNTIME,
-            *("serve", model, "--host", "127.0.0.1", "--port", "0", "--admin-port", "0"),
-            *("--kv-cache-bytes", "16Mi", "--max-num-seqs", "4", *flags),
+            *command_line(model, flags),
             stderr=subprocess.PIPE,
             env={**os.environ, **SETTINGS, "SLIPWAY_RUN_DIR": run},
         )
-        running = Process(process, [], Path(run))
+        running = Process(Path(run), process=process)
 
         async def read() -> None:
             assert process.stderr is not None
@@ -80,12 +136,32 @@ async def serving(*flags: str, model: str = f"file://{TINY}", wait: bool = True)
 
         reader = asyncio.create_task(read())
         try:
-            if wait:
-                listening = await running.logged("listening")
-                running.port, running.admin_port = listening["port"], listening["admin_port"]
+            await running.listening()
             yield running
         finally:
             if process.returncode is None:
                 process.kill()
             await process.wait()
             await reader
+
+
+@asynccontextmanager
+async def serving_here(*flags: str, model: str = f"file://{TINY}") -> AsyncIterator[Here]:
+    """The same on the loop of the test, with its engine on a thread. Signals for it come to this process."""
+    with tempfile.TemporaryDirectory(prefix="slw") as run, capture_logs([_renamed]) as log:
+        settings = serve_settings(
+            arguments_of([*command_line(model, flags), "--in-process"]), {**SETTINGS, "SLIPWAY_RUN_DIR": run}
+        )
+        running = Here(Path(run), log, task=asyncio.create_task(serve(settings)))  # type: ignore[arg-type]
+        try:
+            await running.listening()
+            yield running
+        finally:
+            if not running.is_over():
+                running.terminate()
+            await running.ended()
+
+
+def _renamed(_: object, __: str, event: Any) -> Any:
+    event["message"] = event.pop("event")
+    return event

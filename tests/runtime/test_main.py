@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +12,29 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from tests.runtime.processes import RUNTIME, TINY, serving
+from tests.runtime.processes import RUNTIME, TINY, serving, serving_here
 
 
-@pytest.mark.capability("RD-1", "RD-3", "ST-3", "OB-7", "PF-9")
-async def test_a_replica_starts_answers_and_on_sigterm_finishes_its_streams_before_it_leaves():
-    async with serving() as replica, httpx.AsyncClient(timeout=30) as http:
-        early = await http.get(f"http://127.0.0.1:{replica.admin_port}/ready")
+@pytest.mark.capability("RD-1", "RD-2", "RD-3", "ST-3", "OB-7", "PF-9")
+async def test_a_replica_starts_drains_when_asked_and_on_sigterm_finishes_its_streams_before_it_leaves():
+    async with serving("--drain-timeout", "60") as replica, httpx.AsyncClient(timeout=60) as http:
+        early = await http.get(f"{replica.admin_url}/ready")
         assert early.status_code == 503, "it answers before its model is there"
         assert early.json()["reason"] in {"Loading", "WarmingUp"}
         await replica.ready()
-        assert (await http.get(f"http://127.0.0.1:{replica.admin_port}/ready")).status_code == 200
+        assert (await http.get(f"{replica.admin_url}/ready")).status_code == 200
+
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "ignore_eos": True}
+        asking = asyncio.create_task(http.post(f"{replica.url}/v1/chat/completions", json=body))
+        while '"running":1' not in (await http.get(f"{replica.admin_url}/signals")).text:  # noqa: ASYNC110  its number
+            await asyncio.sleep(0.01)
+        drain = await asyncio.create_subprocess_exec(
+            *RUNTIME, "drain", "--timeout", "30", env={**os.environ, "SLIPWAY_RUN_DIR": str(replica.run_directory)}
+        )
+        assert await drain.wait() == 0, "the verb waits for the last stream"
+        assert (await asking).status_code == 200
+        await http.post(f"{replica.admin_url}/undrain")
+        replica.log = [line for line in replica.log if line["message"] != "draining"]
 
         async with AsyncOpenAI(base_url=f"{replica.url}/v1", api_key="none", max_retries=0) as client:
             ask = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a secret story."}]}
@@ -32,7 +43,7 @@ async def test_a_replica_starts_answers_and_on_sigterm_finishes_its_streams_befo
             )
             chunks = aiter(stream)
             await anext(chunks)
-            replica.process.send_signal(signal.SIGTERM)
+            replica.terminate()
             await replica.logged("draining")
             refused = await http.post(f"{replica.url}/v1/chat/completions", json=ask)
             rest = [chunk async for chunk in chunks]
@@ -40,40 +51,23 @@ async def test_a_replica_starts_answers_and_on_sigterm_finishes_its_streams_befo
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert rest[-1].choices[0].finish_reason == "length", "the stream came to its own end"
+        engine = replica.engine_pid
         assert await replica.ended() == 0
+        assert not Path(f"/proc/{engine}").exists()  # noqa: ASYNC240  the kernel's own
+        assert not list(replica.run_directory.glob("engine-*")), "its sockets are gone"
     assert {line["part"] for line in replica.log} == {"runtime"}
     assert "secret" not in json.dumps(replica.log)
 
 
 @pytest.mark.capability("RD-1", "RD-2")
-async def test_the_drain_verb_waits_for_the_last_stream_and_sigterm_then_ends_at_once():
-    async with serving("--drain-timeout", "60") as replica, httpx.AsyncClient(timeout=30) as http:
-        await replica.ready()
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "ignore_eos": True}
-        asking = asyncio.create_task(http.post(f"{replica.url}/v1/chat/completions", json=body))
-        signals = f"http://127.0.0.1:{replica.admin_port}/signals"
-        while '"running":1' not in (await http.get(signals)).text:  # noqa: ASYNC110  another process's number
-            await asyncio.sleep(0.01)
-
-        drain = await asyncio.create_subprocess_exec(
-            *RUNTIME, "drain", "--timeout", "30", env={**os.environ, "SLIPWAY_RUN_DIR": str(replica.run_directory)}
-        )
-        assert await drain.wait() == 0
-        assert (await asking).status_code == 200
-
-        replica.process.send_signal(signal.SIGTERM)
-        assert await replica.ended() == 0
-
-
-@pytest.mark.capability("RD-2")
-async def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event_and_the_process_with_0():
-    async with serving("--drain-timeout", "0.3") as replica, httpx.AsyncClient(timeout=30) as http:
+async def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event_and_the_replica_with_0():
+    async with serving_here("--drain-timeout", "0.3") as replica, httpx.AsyncClient(timeout=30) as http:
         await replica.ready()
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000, "ignore_eos": True, "stream": True}
         async with http.stream("POST", f"{replica.url}/v1/chat/completions", json=body) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
-            replica.process.send_signal(signal.SIGTERM)
+            replica.terminate()
             rest = [line async for line in lines if line]
 
         assert json.loads(rest[-2][6:])["error"]["code"] == 503
@@ -81,9 +75,18 @@ async def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event_and_th
         assert await replica.ended() == 0
 
 
+@pytest.mark.capability("RD-1")
+async def test_a_replica_that_was_drained_ends_at_once():
+    async with serving_here("--drain-timeout", "3600") as replica, httpx.AsyncClient(timeout=30) as http:
+        await replica.ready()
+        await http.post(f"{replica.admin_url}/drain")
+        replica.terminate()
+        assert await replica.ended() == 0
+
+
 async def test_sigterm_while_loading_ends_the_process_at_once():
     async with serving() as replica:
-        replica.process.send_signal(signal.SIGTERM)
+        replica.terminate()
 
         assert await replica.ended() == 0
 
@@ -98,7 +101,7 @@ async def test_sigterm_while_loading_ends_the_process_at_once():
     ],
 )
 async def test_what_cannot_be_honoured_refuses_to_start_with_a_sentence(flags: list[str], words: str):
-    async with serving(*flags) as replica:
+    async with serving_here(*flags) as replica:
         assert await replica.ended() == 1
 
     assert words in replica.log[-1]["reason"]
@@ -109,7 +112,7 @@ async def test_pickled_weights_refuse_to_start(tmp_path: Path):
     shutil.copytree(TINY, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
 
-    async with serving(model=f"file://{tmp_path}/pickled") as replica:
+    async with serving_here(model=f"file://{tmp_path}/pickled") as replica:
         assert await replica.ended() == 1
 
     assert "pickle" in replica.log[-1]["reason"]
