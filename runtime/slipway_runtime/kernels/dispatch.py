@@ -60,6 +60,9 @@ class Kernels(Protocol):
     def add_lora(self, x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
         """x: (T, in)  y: (T, out), to which each token's adapter adds in place."""
 
+    def forbid(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
+        """logits: (D, V), changed in place  places: (M,) rows  words: (M, W) int32, a bit for each token."""
+
     def penalize(
         self, logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
     ) -> Tensor:

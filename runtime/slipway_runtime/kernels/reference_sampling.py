@@ -5,6 +5,7 @@ a hash of (seed, position, token): no generator, no state. A request draws the s
 a preemption and on another replica, as long as its logits are the same.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,19 @@ def penalize(
     factor = repetition[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
     return logits - presence[:, None] * (output > 0) - frequency[:, None] * output
+
+
+def forbid(logits: Tensor, places: Tensor, words: Tensor) -> None:
+    """-inf for what the masks do not allow, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32.
+
+    Bit t % 32 of word t // 32 allows token t; what is behind the last word is not allowed.
+    """
+    vocabulary = logits.shape[1]
+    packed = words.numpy(force=True).view(np.uint8)
+    bits = np.unpackbits(packed, axis=1, count=min(vocabulary, 8 * packed.shape[1]), bitorder="little")
+    bits = np.pad(bits, ((0, 0), (0, vocabulary - bits.shape[1])))
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    logits[places] = logits[places].masked_fill_(forbidden, float("-inf"))
 
 
 def draw(
@@ -92,7 +106,14 @@ def _keep(
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """-log(-log(u)), u uniform in (0, 1), hashed from seed, position and token. seeds, positions: (R,)  ids: (R, N).
+    """-log(-log(u)), u uniform in (0, 1), hashed from seed, position and token. seeds, positions: (R,)  ids: (R, N)."""
+    x = hashed(seeds, positions, token_ids)
+    uniform = ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23  # 23 bits: neither 0 nor 1 can come out
+    return -torch.log(-torch.log(uniform))
+
+
+def hashed(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """32 bits for each token, which every implementation computes alike. (R, N), int64.
 
     64 bits of key from seed and position, then murmur3's finalizer over the token with half of the key put in before
     and half in the middle. Products wrap around, as they do in 64-bit integers.
@@ -103,5 +124,4 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     x = (token_ids * 0x9E3779B1 ^ key) & _MASK
     x = ((x ^ (x >> 16)) * 0x85EBCA6B ^ (key >> 32)) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    uniform = (((x ^ (x >> 16)) >> 9).to(torch.float32) + 0.5) * 2.0**-23  # 23 bits: neither 0 nor 1 can come out
-    return -torch.log(-torch.log(uniform))
+    return x ^ (x >> 16)

@@ -42,7 +42,7 @@ class Sampler:
         if rows.plain[row_ids].all():
             return Drawn(logits.argmax(dim=-1).cpu().numpy())
         if (bound := rows.bound[row_ids]).any():
-            forbid(logits, masks(), bound, row_ids, self._eos)
+            forbid(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy
         token_ids = self._draw(self._change(logits, row_ids, positions), row_ids, positions)

@@ -20,7 +20,6 @@ from slipway_runtime.messages import (
     StepPlan,
     TokenMasks,
 )
-from slipway_runtime.worker.masks import unpack
 
 TINY = Path(__file__).parents[3] / "models" / "tiny" / "tokenizer.json"
 V, EOS = 3072, 2
@@ -78,7 +77,9 @@ class Town:
 def allowed(masks: TokenMasks | None) -> dict[int, set[int]]:
     if masks is None:
         return {}
-    return {draw: set(np.flatnonzero(row).tolist()) for draw, row in zip(masks.draws, unpack(masks, V), strict=True)}
+    words = np.frombuffer(masks.words, dtype=np.uint8).reshape(len(masks.draws), -1)
+    bits = np.unpackbits(words, axis=1, count=V, bitorder="little")
+    return {draw: set(np.flatnonzero(row).tolist()) for draw, row in zip(masks.draws, bits, strict=True)}
 
 
 def starts(text: str, *texts: str) -> bool:

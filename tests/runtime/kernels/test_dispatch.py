@@ -29,8 +29,9 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "paged_attention": "paged_attention",
         "plan_lora": "lora",
         "add_lora": "lora",
+        "forbid": "sampling",
         "penalize": "reference_sampling",
-        "draw": "reference_sampling",
+        "draw": "sampling",
     }
 
 
