@@ -98,6 +98,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     running_tokens: int = 0  # known tokens of running requests, shared prefixes counted for each
     waiting_tokens: int  # prompt tokens not yet computed of waiting requests
+    paused: int = 0  # answers, running or waiting, whose reader does not read; known to the client alone
     blocks_total: int
     blocks_live: int  # referenced by a running request: the KV usage that autoscaling sees
     blocks_cached: int  # reusable prefixes, free on demand
@@ -184,6 +185,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None  # one of its `n` answers; None: all of them
 
 
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Plan nothing more for a request, whose reader does not read; with `on` false, go on. Its blocks stay."""
+
+    request_id: str
+    on: bool
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Read an adapter from a local folder into host memory, off the step loop. Idempotent."""
 
@@ -219,7 +227,7 @@ class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
-Message = Request | Abort | LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
+Message = Request | Abort | Pause | LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

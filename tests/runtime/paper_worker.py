@@ -195,6 +195,9 @@ class Play:
     def abort(self, id: str, index: int | None = None) -> None:
         self.scheduler.abort(id, FinishReason.CANCELLED, self.now, index)
 
+    def pause(self, id: str, on: bool = True) -> None:
+        self.scheduler.pause(id, on, self.now)
+
     def step(self) -> list[Output]:
         self.now += 1
         while len(self.plans) <= self.overlap and self.scheduler.can_overlap:

@@ -26,6 +26,7 @@ from slipway_runtime.messages import (
     EngineStats,
     FinishReason,
     LoadAdapter,
+    Pause,
     Reply,
     Request,
     ResetPrefixCache,
@@ -57,6 +58,7 @@ __all__ = [
     "Refused",
 ]
 
+PAUSED_SECONDS = 60.0  # that a request may wait for its reader, with its blocks; then it is cancelled
 DRAIN_RETRY_SECONDS = 1.0  # another replica can take the request at once
 Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
 
@@ -67,6 +69,7 @@ class EngineClient:
     - `generate` raises before anything is queued: Refused, Overloaded (with the time to come back), Draining,
       EngineDead. Afterwards the stream always ends with one Output that has a finish reason for each answer.
     - Closing a stream early aborts its request: the blocks are free when the next step begins.
+    - A stream that is not read is paused: nothing is computed for it, and after `paused_seconds` it is cancelled.
     - `call` asks the engine for something that is not a request, and waits for its end.
     - When the engine dies, every stream gets an ERROR output, every call raises, `alive` turns false and `error`
       says why.
@@ -77,6 +80,7 @@ class EngineClient:
         transport: Transport,
         *,
         limits: QueueLimits | None = None,
+        paused_seconds: float = PAUSED_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = transport.facts
@@ -87,10 +91,13 @@ class EngineClient:
         self._clock = clock
         self._admission = Admission(limits or QueueLimits(), transport.facts.max_num_seqs)
         self._streams: dict[str, OutputStream] = {}
+        self._paused_seconds = paused_seconds
+        self._paused: dict[str, asyncio.TimerHandle] = {}  # by request, until when its reader must be back
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._next_call = itertools.count(1)
         self._draining = False
+        self._asleep = False  # from the moment it is asked for: order is kept, so nothing comes after the Sleep
         self._drained = asyncio.Event()
         self._stats = transport.first_stats
         self._sent_count = self._stats.admitted
@@ -130,6 +137,8 @@ class EngineClient:
         self._raise_if_dead()
         if self._draining:
             raise Draining("this replica is draining", DRAIN_RETRY_SECONDS)
+        if self._asleep:
+            raise Draining("this replica sleeps", DRAIN_RETRY_SECONDS)
         if request.id in self._streams:
             raise Refused(f"a request with the id {request.id!r} is running")
         refuse_impossible(request, self.facts)
@@ -141,7 +150,10 @@ class EngineClient:
             now=self._clock(),
         )
         stream = OutputStream(
-            request.id, request.n, lambda reason, index: self._closed_by_reader(request.id, reason, index)
+            request.id,
+            request.n,
+            lambda reason, index: self._closed_by_reader(request.id, reason, index),
+            lambda on: self._pause(request, on),
         )
         self._streams[request.id] = stream
         # The engine counts a request once for each of its answers; its prompt is computed once.
@@ -152,7 +164,7 @@ class EngineClient:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a request; its stream gets its last outputs at once. Unknown and finished ids are ignored."""
-        stream = self._streams.pop(request_id, None)
+        stream = self._forget(request_id)
         if stream is None:
             return
         stream.put_end(reason, "", self._clock())
@@ -167,23 +179,30 @@ class EngineClient:
         self._raise_if_dead()
         number = next(self._next_call)
         self._calls[number] = asyncio.get_running_loop().create_future()
+        asleep, self._asleep = self._asleep, self._asleep or isinstance(message, Sleep)
         self._transport.send(msgspec.structs.replace(message, call=number))
         try:
-            return await self._calls[number]
+            reply = await self._calls[number]
         finally:
             del self._calls[number]
+        if isinstance(message, Sleep) and reply.error:
+            self._asleep = asleep
+        elif isinstance(message, WakeUp) and not reply.error:
+            self._asleep = False
+        return reply
 
     # --- numbers
 
     def stats(self) -> EngineStats:
         """The numbers after the last step, with the requests that are still on their way to the engine."""
         on_their_way = len(self._sent)
-        if not on_their_way:
+        if not on_their_way and not self._paused:
             return self._stats
         return msgspec.structs.replace(
             self._stats,
             admitted=self._stats.admitted + on_their_way,
             waiting=self._stats.waiting + on_their_way,
+            paused=sum(len(self._streams[request_id].open) for request_id in self._paused),
             waiting_tokens=self._stats.waiting_tokens + sum(self._sent),
         )
 
@@ -225,7 +244,7 @@ class EngineClient:
                 continue  # closed while the step ran
             stream.put(output)
             if not stream.open:
-                self._streams.pop(output.request_id, None)  # an overflow has removed it already
+                self._forget(output.request_id)
         for reply in report.replies:
             waiting = self._calls.get(reply.call)
             if waiting is not None and not waiting.done():
@@ -242,13 +261,33 @@ class EngineClient:
         if stream is None:
             return
         if not stream.open:
-            del self._streams[request_id]
+            self._forget(request_id)
         self._transport.send(Abort(request_id, reason, index))
         self._note_if_drained()
 
+    def _pause(self, request: Request, on: bool) -> None:
+        """The reader of a stream has fallen behind, or has caught up."""
+        if request.id not in self._streams:
+            return
+        self._transport.send(Pause(request.id, on))
+        if not on:
+            self._paused.pop(request.id).cancel()
+            return
+        # Nothing may be stepping meanwhile, so the deadline is watched from here.
+        left = request.deadline - self._clock() if request.deadline is not None else self._paused_seconds
+        seconds, reason = min((self._paused_seconds, FinishReason.CANCELLED), (max(left, 0.0), FinishReason.TIMEOUT))
+        stream = self._streams[request.id]
+        self._paused[request.id] = asyncio.get_running_loop().call_later(seconds, stream.give_up, reason)
+
+    def _forget(self, request_id: str) -> OutputStream | None:
+        timer = self._paused.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+        return self._streams.pop(request_id, None)
+
     def _end_all(self, reason: FinishReason, error: str) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
+        streams = [stream for request_id in list(self._streams) if (stream := self._forget(request_id)) is not None]
+        for stream in streams:
             stream.put_end(reason, error, self._clock())
         for waiting in self._calls.values():
             if not waiting.done():

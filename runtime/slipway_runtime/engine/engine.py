@@ -17,6 +17,7 @@ from slipway_runtime.messages import (
     LoadAdapter,
     Message,
     Output,
+    Pause,
     Reply,
     Request,
     ResetPrefixCache,
@@ -100,6 +101,8 @@ class Engine:
                 self._adapters.control(message, now)
             case LoadAdapter() | UnloadAdapter():
                 self._replies.append(Reply(call=message.call, error="adapters are off: --max-adapters is 0"))
+            case Pause():
+                self._scheduler.pause(message.request_id, message.on, now)
             case ResetPrefixCache():
                 self._scheduler.forget_prefixes()
                 self._replies.append(Reply(call=message.call))

@@ -1,13 +1,19 @@
-"""The outputs of one request, for whoever asked: ends by itself, and aborts the request when it is closed early."""
+"""The outputs of one request, for whoever asked: ends by itself, and aborts the request when it is closed early.
+
+Where they are not read, the request is paused; the few outputs that were on their way then still come in.
+"""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
+from typing import Final
 
 from slipway_runtime.messages import FinishReason, Output
 
-MAX_UNREAD = 1024  # outputs of each answer that may wait to be read; beyond, the request is cancelled
+PAUSE_UNREAD: Final = 256  # outputs of each answer that wait to be read; with so many, the request is paused
+RESUME_UNREAD: Final = 64  # and goes on when no more are left
+TOO_SLOW: Final = "the reader of this stream is too slow"
 
 
 class OutputStream(AsyncIterator[Output]):
@@ -17,9 +23,17 @@ class OutputStream(AsyncIterator[Output]):
     stream ends. Closing it early aborts what still runs.
     """
 
-    def __init__(self, request_id: str, n: int, abort: Callable[[FinishReason, int | None], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        n: int,
+        abort: Callable[[FinishReason, int | None], None],
+        pause: Callable[[bool], None],
+    ) -> None:
         self.request_id = request_id
-        self.max_unread = MAX_UNREAD * n
+        self.paused = False
+        self._n = n
+        self._pause = pause
         self.open = set(range(n))  # answers that the engine still works on
         self._unread_ends = n  # answers whose last Output was not read yet
         self._abort = abort
@@ -35,28 +49,31 @@ class OutputStream(AsyncIterator[Output]):
         """Hand in the next output; called by the client. What comes for an answer that has ended is dropped."""
         if output.index not in self.open:
             return
-        if len(self._outputs) >= self.max_unread and output.finish_reason is None:
-            self._overflow(output)
-            return
         if output.finish_reason is not None:
             self.open.discard(output.index)
         self._outputs.append(output)
         self._wake.set()
+        if self.open and not self.paused and len(self._outputs) >= PAUSE_UNREAD * self._n:
+            self.paused = True
+            self._pause(True)
 
-    def _overflow(self, last: Output) -> None:
-        """Nobody reads: give the memory and the request up. Who comes back late hears why."""
+    def give_up(self, reason: FinishReason) -> None:
+        """Nobody has read for too long: drop what waits. Who comes back late hears why."""
+        if not self.open:
+            return
+        index = min(self.open)
         self._outputs.clear()
-        ended = Output(
-            request_id=self.request_id,
-            index=last.index,
-            finish_reason=FinishReason.CANCELLED,
-            error="the reader of this stream is too slow",
-        )
-        self._outputs.append(ended)
+        self._outputs.append(Output(request_id=self.request_id, index=index, finish_reason=reason, error=TOO_SLOW))
         self._unread_ends = 1
         self.open.clear()
         self._wake.set()
-        self._abort(FinishReason.CANCELLED, None)
+        self._abort(reason, None)
+
+    def _go_on_if_read(self) -> None:
+        if self.paused and len(self._outputs) <= RESUME_UNREAD * self._n:
+            self.paused = False
+            if self.open:
+                self._pause(False)
 
     def put_end(self, reason: FinishReason, error: str, now: float, index: int | None = None) -> None:
         """End one answer, or all that are open, from this side."""
@@ -72,6 +89,7 @@ class OutputStream(AsyncIterator[Output]):
         output = self._outputs.popleft()
         if output.finish_reason is not None:
             self._unread_ends -= 1
+        self._go_on_if_read()
         return output
 
     def finish(self, index: int | None = None) -> None:
@@ -90,6 +108,7 @@ class OutputStream(AsyncIterator[Output]):
         if index in self.open:
             self.open.discard(index)
             self._abort(FinishReason.STOP, index)
+        self._go_on_if_read()
 
     async def aclose(self) -> None:
         """End the request if it still runs: its reader went away."""

@@ -6,6 +6,8 @@
 
 The other answers of a request with `n` > 1 wait for the first one, their leader, to compute the prompt. If it ends
 before, the next one leads. An ended sequence keeps its row and its blocks while a plan in flight still writes them.
+
+Who is paused keeps its row until others need it or its blocks; without a row it is parked, in nobody's way.
 """
 
 import heapq
@@ -47,6 +49,7 @@ class Books:
         self.running: list[Sequence] = []  # by rank; the first victim is last
         self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
         self.last_words: list[Output] = []  # of who ended outside of a step, to be told with the next update
+        self.parked: set[Sequence] = set()  # paused, without a row
         self.num_bound = 0  # rows whose draws wait for a grammar
         self.ending: set[Sequence] = set()  # ended, and in a plan in flight
         self._eos = eos_token_ids
@@ -60,7 +63,8 @@ class Books:
         self._serial = 0
 
     def __bool__(self) -> bool:
-        return bool(self._requests or self.last_words)
+        """Whether there is somebody to plan for, or something to tell. Who is paused, or follows one, is nobody."""
+        return bool(self.last_words or len(self.waiting) or not all(s.paused for s in self.running))
 
     # --- in
 
@@ -144,14 +148,37 @@ class Books:
         sequence.state = State.WAITING
         sequence.preemptions += 1
         self.ledger.preemptions += 1
-        self.waiting.push(sequence, now)
+        self._line_up(sequence, now)
 
     def release_followers(self, leader: Sequence, now: float) -> None:
         """The prompt is computed: the other answers line up."""
         followers, leader.siblings = leader.siblings, []
         self._num_following -= len(followers)
         for follower in followers:
-            self.waiting.push(follower, now)
+            self._line_up(follower, now)
+
+    def pause(self, request_id: str, on: bool, now: float) -> None:
+        """Plan nothing for a request, or go on; unknown ids are ignored."""
+        for sequence in self._requests.get(request_id, []):
+            sequence.paused = on
+            if on and sequence in self.waiting:
+                self.waiting.remove(sequence)
+                self.parked.add(sequence)
+            elif not on and sequence in self.parked:
+                self.parked.remove(sequence)
+                self.waiting.push(sequence, now)
+
+    def park_one(self, now: float) -> None:
+        """Somebody cannot start: the last of those who are paused gives up its row, its blocks and its slot."""
+        idle = next((s for s in reversed(self.running) if s.paused and not s.in_flight), None)
+        if idle is not None:
+            self.put_back(idle, now)
+
+    def _line_up(self, sequence: Sequence, now: float) -> None:
+        if sequence.paused:
+            self.parked.add(sequence)
+        else:
+            self.waiting.push(sequence, now)
 
     def _follow(self, leader: Sequence, followers: list[Sequence]) -> None:
         leader.siblings = followers
@@ -195,6 +222,8 @@ class Books:
         elif sequence.leader is not None and sequence in sequence.leader.siblings:
             sequence.leader.siblings.remove(sequence)
             self._num_following -= 1
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.state = State.ENDED
@@ -208,7 +237,7 @@ class Books:
             leader, *followers = sequence.siblings
             self._num_following -= len(sequence.siblings)
             sequence.siblings, leader.leader = [], None
-            self.waiting.push(leader, now)
+            self._line_up(leader, now)
             self._follow(leader, followers)
         if sequence.in_flight:
             self.ending.add(sequence)
@@ -238,7 +267,7 @@ class Books:
     @property
     def num_waiting(self) -> int:
         """Answers without a row."""
-        return len(self.waiting) + self._num_following
+        return len(self.waiting) + len(self.parked) + self._num_following
 
     def stats(self, speculation: Speculation | None, steps: int, now: float) -> EngineStats:
         """The snapshot."""
@@ -282,7 +311,9 @@ class Books:
         holders = [*self.running, *self.ending]
         held = {block for sequence in holders for block in sequence.blocks}
         assert len(held) == self.pool.live, "every live block belongs to a running sequence"
-        assert not any(sequence.blocks for sequence in self.waiting)
+        assert not any(sequence.blocks for sequence in (*self.waiting, *self.parked))
+        assert all(sequence.paused for sequence in self.parked)
+        assert not any(sequence.paused for sequence in self.waiting)
         assert len(self.free_rows) + sum(s.row != NO_ROW for s in holders) == self._max_num_seqs
         answers = [sequence for answers in self._requests.values() for sequence in answers]
         assert len(answers) == len(self.running) + self.num_waiting

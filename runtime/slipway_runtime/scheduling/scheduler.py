@@ -15,6 +15,7 @@ One rule: `num_computed` chases `num_tokens`. Prefill in chunks, prefix hits, pr
   waits again, before newer ones. After `MAX_PREEMPTIONS` times it comes back only with room for its full length, and
   then cannot be a victim: nobody is preempted without end.
 - What is left of the budget verifies guesses (speculation.py); nobody loses a block for a guess.
+- Nothing is planned for who is paused. It keeps its row and its blocks until somebody else needs them.
 
 Overlap: while one plan is executed, the next may be made (`can_overlap`). The worker executes plans in their order and
 knows a token as soon as it is drawn, so a row can be planned before its last token is known here. Whatever is
@@ -123,18 +124,24 @@ class Scheduler:
         """End an answer without a word: its caller tells its last one."""
         self._books.abort(request_id, reason, now, index, told=True)
 
+    def pause(self, request_id: str, on: bool, now: float) -> None:
+        """Plan nothing for a request, or go on with it; unknown ids are ignored."""
+        self._books.pause(request_id, on, now)
+
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute or tell anything."""
+        """Whether a step would compute or tell anything. Where all are paused, none would."""
         return bool(self._books or self._in_flight)
 
     @property
     def is_stalled(self) -> bool:
         """Whether all there is waits for adapters that are being read: a step would do nothing."""
         books = self._books
-        if self._in_flight or books.running or books.last_words or self.residency is None:
+        if self._in_flight or books.last_words or self.residency is None:
             return False
-        return bool(books) and not books.waiting.by_adapter[""] and self.residency.is_reading
+        if not len(books.waiting) or not all(sequence.paused for sequence in books.running):
+            return False
+        return not books.waiting.by_adapter[""] and self.residency.is_reading
 
     # --- one step
 
@@ -167,7 +174,10 @@ class Scheduler:
             if sequence.num_ahead > 1 and budget > 0:
                 budget -= _schedule_chunk(sequence, budget, plan)
         if self._books.ledger.preemptions == preemptions:  # room that was just made is for those who run
-            budget = self._admit_waiting(budget, plan, now)
+            left = self._admit_waiting(budget, plan, now)
+            if left == budget > 0 and len(self._books.waiting):
+                self._books.park_one(now)
+            budget = left
         if self.speculation is not None and self.speculation.active:
             self._schedule_drafts(budget, plan)
         loads = self.residency.take_loads() if self.residency is not None else ()
@@ -235,7 +245,8 @@ class Scheduler:
             self.residency.make_room(1)
         running = self._books.running
         while self.pool.available == 0:
-            victim = next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
+            victim = next((s for s in reversed(running) if s.paused), None)
+            victim = victim or next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
             # Victims are taken from the end of the order in which rows are planned, so this plan has none of them yet.
             assert all(victim is not row.sequence for row in plan.rows)
             self._books.put_back(victim, now)

@@ -50,6 +50,7 @@ class Sequence:
     in_flight: int = 0  # plans in flight that it is in
     num_published: int = 0  # full blocks that others can find
     preemptions: int = 0
+    paused: bool = False  # nobody reads what it says: nothing is planned for it
     cached_tokens: int = 0
     scheduled_at: float | None = None
     first_token_at: float | None = None
@@ -76,7 +77,9 @@ class Sequence:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens that are there, known or drawn in flight, and not planned yet. The last draw is never computed."""
+        """Tokens to plan: there, known or drawn in flight, and not planned yet. The last draw is never computed."""
+        if self.paused:
+            return 0
         length = len(self.token_ids) + self.num_pending
         return 0 if self.num_pending and length >= self.max_tokens else length - self.num_planned
 

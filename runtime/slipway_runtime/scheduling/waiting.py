@@ -36,6 +36,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._tokens
+
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._tokens)
 

@@ -117,7 +117,7 @@ class Replica:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message="the engine has stopped")
         stats = self.loaded.engine.stats()
         silent = self.clock() - max(stats.last_step_at, self._busy_since)
-        if stats.running + stats.waiting and silent > self._stall_seconds:
+        if stats.running + stats.waiting > stats.paused and silent > self._stall_seconds:
             return Ready(
                 ready=False,
                 reason=ReadyReason.STEP_LOOP_STALLED,

@@ -276,3 +276,67 @@ async def test_a_leaked_block_is_found_when_the_engine_is_idle(stage):
 def test_the_api_side_never_imports_torch():
     code = "import sys, slipway_runtime.engine.client as c; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.capability("API-10")
+async def test_who_does_not_read_is_paused_and_goes_on_where_it_was(stage, monkeypatch):
+    monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 10)
+    monkeypatch.setattr("slipway_runtime.engine.stream.RESUME_UNREAD", 2)
+    slow = stage.generate("slow", (1, 2, 3), 60)
+    await until(lambda: slow.paused)
+    assert stage.client.stats().paused == 1
+    assert await text(stage.generate("quick", (7,), 30)) == (continuation((7,), 30), FinishReason.LENGTH)
+    waited = slow.unread
+    computed = stage.client.stats().computed_tokens
+    assert await text(stage.generate("other", (8,), 30)) == (continuation((8,), 30), FinishReason.LENGTH)
+    assert slow.unread == waited < 60, "nothing more is computed for it"
+    assert stage.client.stats().computed_tokens - computed == 30
+    assert stage.scheduler.pool.live > 0, "its blocks stay"
+
+    assert await text(slow) == (continuation((1, 2, 3), 60), FinishReason.LENGTH)
+    await until(lambda: stage.client.stats().finished == 3)
+    assert stage.client.stats().paused == stage.client.stats().blocks_live == 0
+
+
+@pytest.mark.capability("API-10")
+@pytest.mark.parametrize(
+    ("deadline", "limit", "reason"), [(None, 0.0, FinishReason.CANCELLED), (0.0, 60.0, FinishReason.TIMEOUT)]
+)
+async def test_who_never_comes_back_is_ended_though_no_step_runs(monkeypatch, deadline, limit, reason):
+    monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 5)
+    stage = Stage()
+    client = stage.client = EngineClient(
+        EngineThread(Engine(stage.scheduler, stage.execute, FACTS), clock=lambda: -1.0),
+        paused_seconds=limit,
+        clock=lambda: 0.0,
+    )
+    await client.start()
+    try:
+        slow = stage.generate("slow", (1, 2, 3), 190, deadline=deadline)
+        await until(lambda: not slow.open)
+        await until(lambda: client.stats().aborted == 1)
+        [last] = [output async for output in slow]
+        assert last.finish_reason is reason
+        assert "too slow" in last.error
+        assert client.stats().blocks_live == client.stats().paused == 0
+        assert client.stats().generated_tokens < 190
+        assert await text(stage.generate("next")) == (continuation((1, 2, 3), 5), FinishReason.LENGTH)
+    finally:
+        await client.stop()
+
+
+@pytest.mark.capability("API-10")
+async def test_a_paused_stream_that_is_closed_or_whose_engine_dies_leaves_no_timer(stage, monkeypatch):
+    monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 5)
+    closed = stage.generate("closed", (1, 2, 3), 190)
+    await until(lambda: closed.paused)
+    await closed.aclose()
+    await until(lambda: stage.client.stats().aborted == 1)
+    assert stage.client.stats().paused == 0
+    left = stage.generate("left", (1, 2, 3), 190)
+    await until(lambda: left.paused)
+    stage.broken = "no luck"
+    stage.generate("breaks it")
+    await stage.client.wait_dead()
+    assert stage.client.stats().paused == 0
+    assert [output async for output in left][-1].finish_reason is FinishReason.ERROR

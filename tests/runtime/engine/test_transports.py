@@ -196,3 +196,19 @@ async def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(tmp_path):
         await EngineProcess.launch(tmp_path, OPTIONS, run_directory=tmp_path)
     assert refused.value.trace == ""
     assert list(tmp_path.iterdir()) == [], "its sockets are gone"
+
+
+@pytest.mark.capability("API-10")
+async def test_a_stream_that_nobody_reads_is_paused_over_there_too(client, monkeypatch):
+    whole = await text(ask(client, "read", max_tokens=90))
+    monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 10)
+    slow = ask(client, "slow", max_tokens=90)
+    await until(client, lambda stats: stats.paused == 1)
+    await text(ask(client, "quick"))
+    unread = slow.unread
+    await text(ask(client, "another"))
+
+    assert slow.unread == unread < 90
+    assert client.stats().running == 1
+    assert await text(slow) == whole
+    await idle(client)

@@ -23,6 +23,8 @@ class Arrival:
     abort_after: int | None
     abort_index: int | None
     deadline_after: int | None
+    pause_after: int | None
+    pause_for: int
     salt: str
     tenant: str
     adapter: str
@@ -78,6 +80,8 @@ arrivals = st.lists(
         abort_after=st.none() | st.integers(0, 12),
         abort_index=st.none() | st.integers(0, 2),
         deadline_after=st.none() | st.integers(1, 25),
+        pause_after=st.none() | st.integers(0, 8),
+        pause_for=st.integers(1, 20),
         salt=st.sampled_from(["", "", "s"]),
         tenant=st.sampled_from(["", "big", "small"]),
         adapter=st.sampled_from(ADAPTERS),
@@ -105,7 +109,7 @@ disturbances = st.dictionaries(st.integers(0, 30), st.sampled_from([*LOADED, "fo
 
 
 @pytest.mark.capability(
-    "KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "ML-5", "ML-6", "PF-5", "PF-10", "PF-25"
+    "KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "API-10", "ML-5", "ML-6", "PF-5", "PF-10", "PF-25"
 )
 @settings(max_examples=150, deadline=None)
 @given(arrivals=arrivals, stage=stages, disturbances=disturbances)
@@ -116,27 +120,32 @@ def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, dist
     longest = play.scheduler.max_model_len
     requests: dict[str, Arrival] = {}
     aborts: dict[int, list[tuple[str, int | None]]] = {}
+    pauses: dict[int, list[tuple[str, bool]]] = {}
     steps, due = 0, 0
     for index, arrival in enumerate(arrivals):
         if len(arrival.prompt) >= longest:
             continue  # refused at the door
         due += arrival.after
         while steps < due:
-            _step(play, stage, aborts, disturbances, steps)
+            _step(play, stage, aborts, pauses, disturbances, steps)
             steps += 1
         name = f"r{index}"
         requests[name] = arrival
         add(play, name, arrival)
         if arrival.abort_after is not None:
             aborts.setdefault(steps + arrival.abort_after, []).append((name, arrival.abort_index))
+        if arrival.pause_after is not None:
+            pauses.setdefault(steps + arrival.pause_after, []).append((name, True))
+            pauses.setdefault(steps + arrival.pause_after + arrival.pause_for, []).append((name, False))
 
     # Alone and without a cache, everything would take this many steps; recomputation may add as much each time.
     work = sum((len(a.prompt) + a.max_tokens) * a.n for a in requests.values())
     count = sum(a.n for a in requests.values())
-    for _ in range((work + 40 * count) * (1 + MAX_PREEMPTIONS) + 60):
-        if not play.scheduler.has_work:
+    paused = sum(a.n for a in requests.values() if a.pause_after is not None)
+    for _ in range((work + 40 * count) * (1 + MAX_PREEMPTIONS + bool(paused)) + 60):
+        if not play.scheduler.has_work and not pauses:
             break
-        _step(play, stage, aborts, disturbances, steps)
+        _step(play, stage, aborts, pauses, disturbances, steps)
         steps += 1
     assert not play.scheduler.has_work, "somebody starves"
 
@@ -146,7 +155,7 @@ def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, dist
     stats = play.scheduler.stats(0.0)
     assert play.pool.live == 0, "a block leaked"
     assert stats.admitted == stats.finished + stats.aborted == count
-    assert stats.preemptions <= MAX_PREEMPTIONS * count
+    assert stats.preemptions <= MAX_PREEMPTIONS * count + paused
     assert stats.generated_tokens == sum(len(o.token_ids) for outputs in play.outputs.values() for o in outputs)
     assert stats.prompt_tokens == sum(len(a.prompt) for a in requests.values()), "n answers share one prompt"
     assert stats.accepted_tokens <= stats.draft_tokens
@@ -196,9 +205,12 @@ def _step(
     play: Play,
     stage: Stage,
     aborts: dict[int, list[tuple[str, int | None]]],
+    pauses: dict[int, list[tuple[str, bool]]],
     disturbances: dict[int, str],
     steps: int,
 ) -> None:
+    for name, on in pauses.pop(steps, []):
+        play.pause(name, on)
     for name, index in aborts.pop(steps, []):
         play.abort(name, index)
     what = disturbances.get(steps)

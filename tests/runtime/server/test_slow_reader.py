@@ -1,4 +1,4 @@
-"""A reader that takes nothing costs a bounded buffer, then its own request; everybody else's steps go on."""
+"""A reader that takes nothing costs a bounded buffer and no step, and in the end its own request."""
 
 import asyncio
 import json
@@ -6,43 +6,65 @@ import socket
 
 import pytest
 
-from slipway_runtime.engine.stream import OutputStream
-from slipway_runtime.messages import FinishReason, Output
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 
 
-async def test_a_stream_that_nobody_reads_holds_a_bounded_number_of_outputs_and_ends():
-    aborted: list[tuple[FinishReason, int | None]] = []
-    stream = OutputStream("r", 1, lambda reason, index: aborted.append((reason, index)))
-    for token in range(stream.max_unread + 10):
-        stream.put(Output(request_id="r", token_ids=(token,)))
-        assert stream.unread <= stream.max_unread
-
-    assert aborted == [(FinishReason.CANCELLED, None)]
-    [last] = [output async for output in stream]
-    assert last.finish_reason is FinishReason.CANCELLED
-    assert "too slow" in last.error
-
-
 @pytest.mark.capability("API-10")
-async def test_a_reader_that_takes_nothing_is_cancelled_and_the_others_stream_on(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slipway_runtime.engine.stream.MAX_UNREAD", 50)
+async def test_a_reader_that_takes_nothing_pauses_and_the_others_stream_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 50)
     async with a_replica() as replica:
         stuck = await asyncio.to_thread(_asks_and_never_reads, replica)
         try:
             # Its events are large, so its socket is full soon; from there on its outputs are counted.
-            stats = await replica.until(lambda stats: stats.aborted == 1)
-            before = stats.steps
+            paused = await replica.until(lambda stats: stats.paused == 1)
             async with replica.streaming(temperature=0, max_tokens=20, ignore_eos=True) as stream:
                 events = [line async for line in stream.aiter_lines() if line.startswith("data: {")]
-            after = await replica.until(lambda stats: stats.running == 0)
+            after = await replica.until(lambda stats: stats.finished == 1)
+            replica.clock.ahead = 1000.0  # no step for a long time, and nothing that waits for one
+            ready = await replica.admin("/ready")
+            replica.clock.ahead = 0.0
+        finally:
+            stuck.close()
+        gone = await replica.until(lambda stats: stats.aborted == 1)
+
+        assert paused.generated_tokens < 700, "it did not run to its end"
+        assert len(events) >= 20
+        assert after.steps - paused.steps <= 20 + 3, "no step was lost to the one who does not read"
+        assert after.running == 1, "it keeps its place"
+        assert ready.status_code == 200
+        assert gone.blocks_live == gone.running == gone.waiting == 0
+
+
+@pytest.mark.capability("API-10")
+async def test_a_reader_that_comes_back_gets_everything_and_one_that_does_not_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 50)
+    async with a_replica() as replica:
+        late = await asyncio.to_thread(_asks_and_never_reads, replica)
+        try:
+            await replica.until(lambda stats: stats.paused == 1)
+            raw = await asyncio.to_thread(_read_to_the_end, late)
+        finally:
+            late.close()
+        done = await replica.until(lambda stats: stats.finished == 1)
+        monkeypatch.setattr(replica.client, "_paused_seconds", 0.0)
+        stuck = await asyncio.to_thread(_asks_and_never_reads, replica)
+        try:
+            cancelled = await replica.until(lambda stats: stats.aborted == 1)
         finally:
             stuck.close()
 
-        assert stats.generated_tokens < 1900, "it did not run to its end"
-        assert len(events) >= 20
-        assert after.steps - before <= 20 + 3, "no step was lost to the one who does not read"
-        assert after.blocks_live == 0
+        assert raw.count(b'"logprobs":{"content":[{') == 700, "every token came"
+        assert b"data: [DONE]" in raw
+        assert done.blocks_live == cancelled.blocks_live == 0
+
+
+def _read_to_the_end(reader: socket.socket) -> bytes:
+    raw = b""
+    while b"data: [DONE]" not in raw[-200:]:
+        raw += reader.recv(1 << 20)
+    return raw
 
 
 def _asks_and_never_reads(replica: Running) -> socket.socket:
@@ -52,7 +74,7 @@ def _asks_and_never_reads(replica: Running) -> socket.socket:
         "logprobs": True,
         "top_logprobs": 20,
         **FOREVER,
-        "max_tokens": 1900,
+        "max_tokens": 700,
     }
     raw = json.dumps(body).encode()
     host, port = replica.url.removeprefix("http://").split(":")
