@@ -1,5 +1,6 @@
 """One adapter inside the scheduler: where it is, who needs it, what it pays."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipway_runtime.messages import AdapterState, AdapterStatus
@@ -41,6 +42,16 @@ class Adapter:
             error=self.error,
         )
 
+    @property
+    def failure(self) -> str:
+        """Why nobody can use it any more; empty: there is hope."""
+        return f"the adapter could not be loaded: {self.error}" if self.state is AdapterState.FAILED else ""
+
+    @property
+    def refusal(self) -> str:
+        """Why a new request cannot use it; empty: it can."""
+        return "the adapter is being unloaded" if self.draining else self.failure
+
     def popularity_at(self, now: float, half_life_seconds: float) -> float:
         """Its uses, each fading with the half-life."""
         return self.popularity * decay(now - self.last_used, half_life_seconds)
@@ -64,3 +75,10 @@ def is_idle(adapter: Adapter) -> bool:
 def may_go(adapter: Adapter) -> bool:
     """Nobody needs it, or it was told to let somebody else in."""
     return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in(adapter))
+
+
+def least_in_the_way(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | None:
+    """Who has the place that it needs next, a slot or memory, and the fewest requests that would miss it."""
+    wants_slot = adapter.state is AdapterState.HOST
+    there = (a for a in others if a is not adapter and (a.slot != BASE_SLOT if wants_slot else is_in(a)))
+    return min(there, key=lambda a: (a.pinned, a.rows, a.requests, a.digest), default=None)

@@ -9,10 +9,8 @@ A block holds the keys and values of `block_size` consecutive tokens, and is in 
 
     free + cached + live + lent = total
 
-Cached blocks stand in one of two queues (a segmented LRU). Those nobody came back for are evicted first, the least
-recently used before the others; those that a second sequence used are evicted when the first queue is empty. So a
-prompt of any length that is seen once does not push out a prefix that is used again and again. The second queue holds
-at most `HOT_SHARE` of the pool; what it cannot hold goes back to the first one.
+Which cached block is evicted first is the business of an order (eviction.py). In both of them a prompt of any length
+that is seen once does not push out a prefix that is used again and again.
 
 Blocks are indexed by group, the adapter they were computed with: when it goes, they go.
 
@@ -22,23 +20,13 @@ Block 0 belongs to nobody: padding points there.
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
+from slipway_runtime.scheduling.eviction import EvictionOrder, SegmentedLru
 from slipway_runtime.scheduling.kv_events import KvEventLog
 
 NULL_BLOCK = 0
-HOT_SHARE = 0.8  # of the pool, that prefixes in repeated use may keep from those used once
-
-
-class Victim(NamedTuple):
-    """The cached block that would be evicted next."""
-
-    group: str
-    hot: bool  # whether a second sequence used it
-    idle_since: float
 
 
 def root_key(*, model: str = "", adapter: str = "", salt: str | None = "") -> bytes:
@@ -81,11 +69,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._group_of = [""] * (num_blocks + 1)
         self._members: dict[str, dict[int, None]] = {}  # group -> its published blocks
-        self._used_again = bytearray(num_blocks + 1)
-        self._idle_since = [0.0] * (num_blocks + 1)
-        self._once: OrderedDict[int, None] = OrderedDict()  # the next to be evicted comes first
-        self._hot: OrderedDict[int, None] = OrderedDict()  # the same, for blocks used again
-        self._most_hot = int(num_blocks * HOT_SHARE)
+        self.order: EvictionOrder = SegmentedLru(num_blocks)
         self._free = list(range(num_blocks, 0, -1))  # a stack: the lowest on top, so that early blocks lie side by side
         self._lent: list[int] = []
 
@@ -97,7 +81,7 @@ class BlockPool:
     @property
     def cached(self) -> int:
         """Blocks that hold a reusable prefix and nobody uses."""
-        return len(self._once) + len(self._hot)
+        return len(self.order)
 
     @property
     def lent(self) -> int:
@@ -136,15 +120,18 @@ class BlockPool:
         """How many of these blocks nobody uses: holding them takes so many from the available ones."""
         return sum(self._ref_count[block] == 0 for block in blocks)
 
-    def hold(self, blocks: Iterable[int], *, again: bool = True) -> None:
-        """Reference blocks that `match` found. `again`: for somebody else than who computed them."""
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Reference blocks that `match` found."""
         for block in blocks:
             if self._ref_count[block] == 0:
                 assert self._key_of[block] is not None, "only a published block can be found"
-                self._uncache(block)
-            if again:
-                self._used_again[block] = True
+                self.order.remove(block)
             self._ref_count[block] += 1
+
+    def count_use(self, blocks: Iterable[int]) -> None:
+        """These are used by somebody else than who computed them: they are worth keeping."""
+        for block in blocks:
+            self.order.used(block, self.now)
 
     def allocate(self, count: int) -> list[int]:
         """Take blocks to be written, evicting prefixes when nothing is free."""
@@ -164,12 +151,7 @@ class BlockPool:
             if self._key_of[block] is None:
                 self._free.append(block)
             else:
-                self._idle_since[block] = self.now
-                (self._hot if self._used_again[block] else self._once)[block] = None
-        while len(self._hot) > self._most_hot:
-            block, _none = self._hot.popitem(last=False)
-            self._used_again[block] = False
-            self._once[block] = None
+                self.order.add(block)
 
     def publish(self, block: int, key: bytes, group: str = "") -> bool:
         """Let others find this full, computed block; False if an equal one is published: this one stays private."""
@@ -180,6 +162,7 @@ class BlockPool:
         self._block_of[key] = block
         self._group_of[block] = group
         self._members.setdefault(group, {})[block] = None
+        self.order.published(block, key, group, self.now)
         return True
 
     def fork(self, blocks: Sequence[int], num_tokens: int) -> tuple[list[int], tuple[int, int] | None]:
@@ -214,12 +197,14 @@ class BlockPool:
             if self._ref_count[block] == 0:
                 self._free.append(block)
 
-    def next_victim(self) -> Victim | None:
-        """What `allocate` would evict with nothing free."""
-        for queue in (self._once, self._hot):
-            for block in queue:
-                return Victim(self._group_of[block], hot=queue is self._hot, idle_since=self._idle_since[block])
-        return None
+    def evict_by(self, order: EvictionOrder) -> None:
+        """Use another order, before anything is published."""
+        assert not self._block_of
+        self.order = order
+
+    def evict_next(self) -> None:
+        """Make a cached block free."""
+        self._free.append(self._next_cached())
 
     def lend(self, count: int) -> None:
         """Give the memory of so many available blocks away."""
@@ -243,7 +228,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance."""
-        states = (self._free, self._once, self._hot, self._lent)
+        states = (self._free, self.order.blocks(), self._lent)
         idle = [block for state in states for block in state]
         assert len(set(idle)) == len(idle), "a block is in two states"
         assert self._ref_count[NULL_BLOCK] == 0
@@ -252,22 +237,22 @@ class BlockPool:
         assert live + len(idle) == self.total, "free + cached + live + lent = total"
         assert all(self._ref_count[block] == 0 for block in idle)
         assert all(self._key_of[block] is None for block in (*self._free, *self._lent)), "an empty block can be found"
-        assert all(self._key_of[block] is not None for block in (*self._once, *self._hot))
+        assert all(self._key_of[block] is not None for block in self.order.blocks())
         assert {key: block for block, key in enumerate(self._key_of) if key is not None} == self._block_of
         members = {block: group for group, blocks in self._members.items() for block in blocks}
         assert members == {block: self._group_of[block] for block in self._block_of.values()}
-        assert len(self._hot) <= self._most_hot
 
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        block = next(iter(self._once or self._hot))
-        self._forget(block)
-        assert self._ref_count[block] == 0
-        return block
+        return self._next_cached()
 
-    def _uncache(self, block: int) -> None:
-        del (self._hot if block in self._hot else self._once)[block]
+    def _next_cached(self) -> int:
+        block = self.order.next()
+        assert block is not None, "the caller knows that there is one"
+        assert self._ref_count[block] == 0
+        self._forget(block)
+        return block
 
     def _forget(self, block: int) -> None:
         """Take a published block out of every index."""
@@ -275,12 +260,12 @@ class BlockPool:
         assert key is not None
         del self._block_of[key]
         self._key_of[block] = None
-        self._used_again[block] = False
+        self.order.forgotten(block, key, self.now)
         members = self._members[self._group_of[block]]
         del members[block]
         if not members:
             del self._members[self._group_of[block]]
         if self._ref_count[block] == 0:
-            self._uncache(block)
+            self.order.remove(block)
         if self.events is not None:
             self.events.removed(key)

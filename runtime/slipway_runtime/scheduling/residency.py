@@ -17,15 +17,22 @@
 The shell reads files and holds the host copies; this says which (`take_wanted`, `take_dropped`). Pure.
 """
 
-from collections.abc import Iterable
-
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
-from slipway_runtime.scheduling.adapter import BASE_SLOT, Adapter, holds_memory, is_idle, is_in, may_go
-from slipway_runtime.scheduling.benefit import Costs, decay, worth_of_adapter, worth_of_block
+from slipway_runtime.scheduling.adapter import (
+    BASE_SLOT,
+    Adapter,
+    holds_memory,
+    is_idle,
+    is_in,
+    least_in_the_way,
+    may_go,
+)
+from slipway_runtime.scheduling.benefit import Costs
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.scales import Scales
 
 CLAIM_AFTER = 16
-HYSTERESIS = 0.9  # an adapter goes for KV only if it is worth clearly less, or the two would swap for ever
+STAGED = 2  # adapters in memory that wait for their turn: one to be next, one on its way behind it
 
 
 class Residency:
@@ -50,7 +57,7 @@ class Residency:
         self.version = 0  # grows with every change of a state
         self._pool = pool
         self._block_bytes = block_bytes
-        self._costs = costs or Costs()
+        self._scales = Scales(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
         self._adapters: dict[str, Adapter] = {}
         self._slots: list[str | None] = [None] * max_adapters
         self._paid_blocks = 0
@@ -118,23 +125,19 @@ class Residency:
     def refusal(self, digest: str) -> str:
         """Why a new request cannot use it; empty: it can."""
         adapter = self._adapters.get(digest)
-        if adapter is None:
-            return "the adapter is not loaded"
-        if adapter.draining:
-            return "the adapter is being unloaded"
-        return self.failure(digest)
+        return "the adapter is not loaded" if adapter is None else adapter.refusal
 
     def failure(self, digest: str) -> str:
         """Why nobody can use it any more; empty: there is hope."""
         adapter = self._adapters.get(digest)
-        failed = adapter is not None and adapter.state is AdapterState.FAILED
-        return f"the adapter could not be loaded: {adapter.error}" if adapter is not None and failed else ""
+        return "" if adapter is None else adapter.failure
 
     def join(self, digest: str, now: float) -> None:
         """A request for it is here."""
         adapter = self._adapters[digest]
+        self._scales.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
-        adapter.popularity = self._popularity(adapter, now) + 1.0
+        adapter.popularity = adapter.popularity_at(now, self._scales.costs.half_life_seconds) + 1.0
         adapter.last_used = now
 
     def leave(self, digest: str) -> None:
@@ -175,7 +178,7 @@ class Residency:
         self._adapters[digest].rows -= 1
 
     def make_room(self, count: int, reserve: int = 0) -> None:
-        """See that so many blocks are free where an idle adapter is worth less than the prefix that would go.
+        """See that so many blocks are free, of whatever is worth least: idle adapters or prefixes.
 
         With the reserve they must be available at least: somebody waits for them now, for an idle adapter nobody does.
         """
@@ -185,9 +188,12 @@ class Residency:
             if pool.free >= count and not is_short:
                 return
             adapter = self._worst_payer()
-            if adapter is None or not (is_short or self._beats_next_prefix(adapter)):
+            if adapter is not None and (is_short or self._scales.beats_next_prefix(adapter)):
+                self._evict(adapter)
+            elif pool.free < count and pool.cached:
+                pool.evict_next()
+            else:
                 return
-            self._evict(adapter)
 
     # --- what it tells
 
@@ -257,7 +263,7 @@ class Residency:
         cost = self._cost(adapter)
         in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
         while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
-            victim = self._worst(a for a in self._adapters.values() if a is not adapter and may_go(a))
+            victim = self._scales.worst(a for a in self._adapters.values() if a is not adapter and may_go(a))
             if victim is None:
                 return False
             self._evict(victim)
@@ -265,11 +271,12 @@ class Residency:
         if self.dependency_aware:
             while self._pool.free < cost:
                 victim = self._worst_payer(besides=adapter)
-                if victim is None or not self._beats_next_prefix(victim):
-                    break
-                self._evict(victim)
-            if self._pool.available < cost:
-                return False
+                if victim is not None and self._scales.beats_next_prefix(victim):
+                    self._evict(victim)
+                elif self._pool.cached:
+                    self._pool.evict_next()
+                else:
+                    return False
             self._pool.lend(cost)
         adapter.paid_blocks = cost
         self._paid_blocks += cost
@@ -303,10 +310,11 @@ class Residency:
             self.version += 1
 
     def _is_soon(self, adapter: Adapter) -> bool:
-        """Whether it would run soon: no more wait in memory than there are slots, or they take the KV of who runs."""
+        """Whether it would run soon: whoever waits in memory takes it from the KV of those who run."""
         others = self._adapters.values()
         staged = sum(a.requests > 0 and a.rows == 0 and holds_memory(a) for a in others)
-        return staged < self.max_adapters or self._claimant == adapter.digest
+        most = min(STAGED, self.max_adapters) if self.dependency_aware else self.max_adapters
+        return staged < most or self._claimant == adapter.digest
 
     def _cost(self, adapter: Adapter) -> int:
         return -(-adapter.num_bytes // self._block_bytes) if self._block_bytes else 0
@@ -322,14 +330,10 @@ class Residency:
     def _claim(self, adapter: Adapter, serial: int) -> None:
         if self._claimant is not None:
             return
-        in_the_way = [
-            a
-            for a in self._adapters.values()
-            if a is not adapter and (a.slot != BASE_SLOT if adapter.state is AdapterState.HOST else is_in(a))
-        ]
-        if in_the_way:
+        in_the_way = least_in_the_way(adapter, self._adapters.values())
+        if in_the_way is not None:
             self._claimant = adapter.digest
-            min(in_the_way, key=lambda a: (a.pinned, a.rows, a.requests, a.digest)).closed_for = serial
+            in_the_way.closed_for = serial
 
     def _open_again(self) -> None:
         self._claimant = None
@@ -341,52 +345,13 @@ class Residency:
     def _idle_slot(self) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
-        adapter = self._worst(a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0)
+        adapter = self._scales.worst(a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0)
         return None if adapter is None else adapter.slot
 
-    def _worst(self, adapters: Iterable[Adapter]) -> Adapter | None:
-        """The one that will be missed least."""
-        if self.dependency_aware:
-            return min(adapters, key=lambda a: (a.requests > 0, self._worth(a), a.digest), default=None)
-        return min(adapters, key=lambda a: (a.last_used, a.digest), default=None)
-
     def _worst_payer(self, besides: Adapter | None = None) -> Adapter | None:
-        payers = (a for a in self._adapters.values() if a is not besides and a.paid_blocks and is_idle(a))
-        return self._worst(payers)
-
-    def _worth(self, adapter: Adapter) -> float:
-        return worth_of_adapter(
-            self._popularity(adapter, self._pool.now),
-            adapter.num_bytes,
-            self._pool.members(adapter.digest),
-            block_size=self._pool.block_size,
-            block_bytes=self._block_bytes,
-            costs=self._costs,
+        return self._scales.worst(
+            a for a in self._adapters.values() if a is not besides and a.paid_blocks and is_idle(a)
         )
-
-    def _beats_next_prefix(self, adapter: Adapter) -> bool:
-        """Whether an adapter should go before the prefix that is next."""
-        prefix = self._pool.next_victim()
-        if prefix is None:
-            return True
-        owner = self._adapters.get(prefix.group)
-        now = self._pool.now
-        used = (
-            decay(now - prefix.idle_since, self._costs.half_life_seconds)
-            if owner is None
-            else self._popularity(owner, now)
-        )
-        worth = worth_of_block(
-            prefix,
-            used,
-            block_size=self._pool.block_size,
-            block_bytes=self._block_bytes,
-            costs=self._costs,
-        )
-        return self._worth(adapter) < HYSTERESIS * worth
-
-    def _popularity(self, adapter: Adapter, now: float) -> float:
-        return adapter.popularity_at(now, self._costs.half_life_seconds)
 
     def _is_in_memory(self, digest: str) -> bool:
         adapter = self._adapters.get(digest)

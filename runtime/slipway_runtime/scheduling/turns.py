@@ -35,10 +35,11 @@ def admit(sequence: Sequence, books: Books, plan: PlanBuilder, watermark_blocks:
     length = sequence.max_tokens if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_tokens
     need = pool.blocks_for(length) - shared
     reserve = watermark_blocks + len(books.running) if books.running else 0
+    pool.hold(hits)  # before room is made: it must not be made of them
     if residency is not None:
-        residency.make_room(need, pool.reusable(hits) + reserve)
-    left = pool.available - pool.reusable(hits) - need
-    if left < reserve:
+        residency.make_room(need, reserve)
+    if pool.available - need < reserve:
+        pool.release(hits)
         assert books.running or books.ending, "a sequence alone always fits: longer ones are refused"
         return Turn.NO_BLOCKS
     if source is not None:
@@ -47,7 +48,8 @@ def admit(sequence: Sequence, books: Books, plan: PlanBuilder, watermark_blocks:
         blocks += pool.allocate(pool.blocks_for(length) - len(blocks))
         num_computed = most
     else:
-        pool.hold(hits, again=sequence.preemptions == 0)
+        if sequence.preemptions == 0:
+            pool.count_use(hits)
         blocks = hits + pool.allocate(need)
         num_computed = len(hits) * pool.block_size
     books.start(sequence, blocks, num_computed, num_published=shared, now=now)

@@ -44,8 +44,8 @@ def test_coming_back_after_a_preemption_makes_nothing_hot():
     play.add("b", [4, 5, 6], max_tokens=8)
     play.run()
     assert play.scheduler.stats(0.0).preemptions > 0
-    assert play.pool.next_victim() is not None
-    assert not any(play.pool._used_again)
+    assert play.pool.cached > 0
+    assert not any(play.pool.order.used_again)
 
 
 @pytest.mark.capability("PF-25", "KV-8")

@@ -6,7 +6,8 @@ import pytest
 
 from slipway_runtime.messages import AdapterState, FinishReason
 from slipway_runtime.scheduling.benefit import Costs, worth_of_adapter, worth_of_block
-from slipway_runtime.scheduling.block_pool import Victim
+from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.eviction import LeastWorth
 from slipway_runtime.scheduling.residency import CLAIM_AFTER
 from slipway_runtime.scheduling.trace import Machine, play, skewed_trace
 from tests.runtime.paper_worker import Play, continuation
@@ -218,22 +219,77 @@ def test_idle_adapters_give_their_memory_to_who_waits_for_blocks():
 def test_worth_is_the_chance_of_reuse_times_what_it_saves_for_each_byte():
     costs = Costs(prefill_ms_per_token=1.0, load_ms=20.0, load_ms_per_mib=10.0)
     sizes = {"block_size": 16, "block_bytes": 65_536, "costs": costs}
-    hot, once = (worth_of_block(Victim("", is_hot, 0.0), 1.0, **sizes) for is_hot in (True, False))
-    assert hot * 1024 == 0.25
-    assert once == hot / 4
-    adapter = worth_of_adapter(1.0, 4 * 2**20, 0, **sizes)
+    assert worth_of_block(1.0, 0.0, **sizes) * 1024 == 0.25
+    assert worth_of_block(1.0, 3.0, **sizes) == 4 * worth_of_block(1.0, 0.0, **sizes), "three wait behind it"
+    adapter = worth_of_adapter(1.0, 4 * 2**20, **sizes)
     assert round(adapter * 1024, 4) == 0.0146
-    assert worth_of_adapter(1.0, 4 * 2**20, 40, **sizes) > adapter, "with KV that depends on it, it is worth more"
+    with_prefixes = worth_of_adapter(1.0, 4 * 2**20, prefix_blocks=40, prefix_popularity=40.0, **sizes)
+    assert with_prefixes > adapter, "with KV that depends on it, it is worth more"
+
+
+def a_pool_by_worth(num_blocks: int) -> BlockPool:
+    pool = BlockPool(num_blocks)
+    pool.evict_by(LeastWorth(num_blocks, half_life_seconds=10.0))
+    return pool
+
+
+def publish(pool: BlockPool, key: bytes, now: float) -> None:
+    pool.now = now
+    (block,) = pool.allocate(1)
+    assert pool.publish(block, key, "a")
+    pool.release([block])
+
+
+@pytest.mark.capability("ML-7")
+def test_the_least_popular_prefix_goes_first_and_popularity_fades():
+    pool = a_pool_by_worth(2)
+    publish(pool, b"often", 0.0)
+    for _ in range(3):
+        hits = pool.match([b"often"])
+        pool.hold(hits)
+        pool.count_use(hits)
+        pool.release(hits)
+    publish(pool, b"lately", 1.0)
+    publish(pool, b"next", 2.0)
+    assert pool.match([b"often"]), "used more often, though longer ago"
+    publish(pool, b"much later", 60.0)
+    publish(pool, b"after it", 60.0)
+    assert not pool.match([b"often"]), "six half-lives later that is forgotten"
+    pool.check()
+
+
+@pytest.mark.capability("ML-7")
+def test_an_evicted_prefix_that_is_computed_again_is_known_to_come_back():
+    pool = a_pool_by_worth(1)
+    publish(pool, b"comes back", 0.0)
+    publish(pool, b"once", 1.0)
+    assert not pool.match([b"comes back"])
+    publish(pool, b"comes back", 2.0)
+    (block,) = pool.match([b"comes back"])
+    assert pool.order.popularity_of(block, 2.0) > 1.0
+    assert pool.order.popularity_of_group("a", 2.0) == pool.order.popularity_of(block, 2.0)
+
+
+def test_the_order_of_prefixes_does_not_grow_with_their_uses():
+    pool = a_pool_by_worth(4)
+    publish(pool, b"often", 0.0)
+    for _ in range(1000):
+        hits = pool.match([b"often"])
+        pool.hold(hits)
+        pool.release(hits)
+    assert len(pool.order._heap) < 100
 
 
 @pytest.mark.capability("ML-6", "ML-7")
-@pytest.mark.parametrize("seed", range(3))
-def test_one_budget_beats_two_lrus_with_the_same_limit_on_a_skewed_trace(seed):
-    trace = skewed_trace(random.Random(seed).random, adapters=64, requests=400)
-    aware, apart = play(trace, dependency_aware=True), play(trace, dependency_aware=False)
-    assert aware.mean_ttft_ms < 0.95 * apart.mean_ttft_ms
+@pytest.mark.parametrize("seed", range(5))  # the policy was tuned on other seeds: ADR 11
+def test_one_budget_beats_every_fixed_split_between_two_lrus_on_a_skewed_trace(seed):
+    trace = skewed_trace(random.Random(seed).random, requests=300)
+    aware = play(trace, dependency_aware=True)
     assert (aware.mean_invalid_share, aware.max_invalid_blocks) == (0.0, 0)
-    assert apart.max_invalid_blocks > 0
+    for share in (0.125, 0.25, 0.375, 0.5):
+        apart = play(trace, Machine(adapter_share=share), dependency_aware=False)
+        assert aware.mean_ttft_ms < apart.mean_ttft_ms
+        assert apart.max_invalid_blocks > 0
 
 
 @pytest.mark.capability("ML-6")

@@ -1,0 +1,167 @@
+"""Which cached block is evicted next. Two orders with one interface; the pool tells them what happens to its blocks.
+
+`SegmentedLru` needs no numbers: blocks that nobody came back for go first, each queue the least recently used first.
+
+`LeastWorth` is LRFU (Lee et al. 2001): each use counts one and fades with a half-life, and the least popular goes
+first. All popularities fade at the same rate, so their order changes only with a use: log2(popularity) + time of use /
+half-life is a key for a heap that never has to be touched again. What was evicted is remembered for a while (ghosts,
+as in ARC): a prefix that is computed again is known to be one that comes back, unlike the words of a single request.
+"""
+
+import heapq
+import math
+from collections import OrderedDict
+from typing import Protocol
+
+from slipway_runtime.scheduling.benefit import ONCE, decay
+
+HOT_SHARE = 0.8  # of the pool, that prefixes in repeated use may keep from those used once
+GHOSTS = 4  # evicted prefixes remembered, for each block of the pool
+
+
+class EvictionOrder(Protocol):
+    """What the pool tells, in its own words; `now` in seconds."""
+
+    def published(self, block: int, key: bytes, group: str, now: float) -> None:
+        """It can be found from now on."""
+
+    def used(self, block: int, now: float) -> None:
+        """A second sequence uses it."""
+
+    def add(self, block: int) -> None:
+        """Nobody holds it any more: it may be evicted."""
+
+    def remove(self, block: int) -> None:
+        """Somebody holds it again, or it is gone."""
+
+    def forgotten(self, block: int, key: bytes, now: float) -> None:
+        """It cannot be found any more."""
+
+    def next(self) -> int | None:
+        """The block to evict; None: there is none."""
+
+    def blocks(self) -> list[int]:
+        """All that may be evicted."""
+
+    def __len__(self) -> int: ...
+
+
+class SegmentedLru:
+    """Blocks used once, then blocks used again; those may hold `HOT_SHARE` of the pool, the rest of them goes back."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.used_again = bytearray(num_blocks + 1)
+        self._once: OrderedDict[int, None] = OrderedDict()  # the next to be evicted comes first
+        self._hot: OrderedDict[int, None] = OrderedDict()
+        self._most_hot = int(num_blocks * HOT_SHARE)
+
+    def published(self, block: int, key: bytes, group: str, now: float) -> None:  # noqa: D102  see the protocol
+        pass
+
+    def used(self, block: int, now: float) -> None:  # noqa: D102  see the protocol
+        self.used_again[block] = True
+
+    def add(self, block: int) -> None:  # noqa: D102  see the protocol
+        (self._hot if self.used_again[block] else self._once)[block] = None
+        while len(self._hot) > self._most_hot:
+            oldest, _none = self._hot.popitem(last=False)
+            self.used_again[oldest] = False
+            self._once[oldest] = None
+
+    def remove(self, block: int) -> None:  # noqa: D102  see the protocol
+        del (self._hot if block in self._hot else self._once)[block]
+
+    def forgotten(self, block: int, key: bytes, now: float) -> None:  # noqa: D102  see the protocol
+        self.used_again[block] = False
+
+    def next(self) -> int | None:  # noqa: D102  see the protocol
+        return next(iter(self._once or self._hot), None)
+
+    def blocks(self) -> list[int]:  # noqa: D102  see the protocol
+        return [*self._once, *self._hot]
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._hot)
+
+
+class LeastWorth:
+    """Blocks by their fading popularity. It also knows what the prefixes of an adapter are worth together."""
+
+    def __init__(self, num_blocks: int, half_life_seconds: float) -> None:
+        self._half_life = half_life_seconds
+        self._popularity = [0.0] * (num_blocks + 1)  # at the last use
+        self._used_at = [0.0] * (num_blocks + 1)
+        self._group_of = [""] * (num_blocks + 1)
+        self._groups: dict[str, tuple[int, float, float]] = {}  # blocks, their popularity together, as of when
+        self._ghosts: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._most_ghosts = num_blocks * GHOSTS
+        self._heap: list[tuple[float, int, int]] = []  # (key, serial, block); stale when the serial is another now
+        self._serial_of: dict[int, int] = {}  # of the blocks that may be evicted
+        self._serial = 0
+
+    def published(self, block: int, key: bytes, group: str, now: float) -> None:  # noqa: D102  see the protocol
+        ghost = self._ghosts.pop(key, None)
+        popularity = ONCE if ghost is None else 1.0 + self._faded(*ghost, now)
+        self._popularity[block], self._used_at[block], self._group_of[block] = popularity, now, group
+        self._count(group, 1, popularity, now)
+
+    def used(self, block: int, now: float) -> None:  # noqa: D102  see the protocol
+        self._popularity[block] = 1.0 + self.popularity_of(block, now)
+        self._used_at[block] = now
+        self._count(self._group_of[block], 0, 1.0, now)
+
+    def add(self, block: int) -> None:  # noqa: D102  see the protocol
+        self._serial += 1
+        self._serial_of[block] = self._serial
+        heapq.heappush(self._heap, self._entry(block))
+        if len(self._heap) > 64 + 2 * len(self._serial_of):  # mostly stale
+            self._heap = [self._entry(idle) for idle in self._serial_of]
+            heapq.heapify(self._heap)
+
+    def remove(self, block: int) -> None:  # noqa: D102  see the protocol
+        del self._serial_of[block]
+
+    def forgotten(self, block: int, key: bytes, now: float) -> None:  # noqa: D102  see the protocol
+        self._ghosts[key] = (self._popularity[block], self._used_at[block])
+        while len(self._ghosts) > self._most_ghosts:
+            self._ghosts.popitem(last=False)
+        self._count(self._group_of[block], -1, -self.popularity_of(block, now), now)
+
+    def next(self) -> int | None:  # noqa: D102  see the protocol
+        while self._heap:
+            _key, serial, block = self._heap[0]
+            if self._serial_of.get(block) == serial:
+                return block
+            heapq.heappop(self._heap)
+        return None
+
+    def blocks(self) -> list[int]:  # noqa: D102  see the protocol
+        return list(self._serial_of)
+
+    def __len__(self) -> int:
+        return len(self._serial_of)
+
+    def popularity_of(self, block: int, now: float) -> float:
+        """Its uses, each fading with the half-life."""
+        return self._faded(self._popularity[block], self._used_at[block], now)
+
+    def popularity_of_group(self, group: str, now: float) -> float:
+        """The same for all published blocks of a group together."""
+        _blocks, popularity, at = self._groups.get(group, (0, 0.0, now))
+        return self._faded(popularity, at, now)
+
+    def _faded(self, popularity: float, at: float, now: float) -> float:
+        return popularity * decay(now - at, self._half_life)
+
+    def _entry(self, block: int) -> tuple[float, int, int]:
+        # Among equals the oldest goes first; an end of a chain is added before its root, and goes before it.
+        key = math.log2(self._popularity[block]) + self._used_at[block] / self._half_life
+        return key, self._serial_of[block], block
+
+    def _count(self, group: str, blocks: int, popularity: float, now: float) -> None:
+        before, _, _ = self._groups.get(group, (0, 0.0, now))
+        if before + blocks == 0:
+            del self._groups[group]
+            return
+        together = max(self.popularity_of_group(group, now) + popularity, 0.0)  # rounding must not make it negative
+        self._groups[group] = (before + blocks, together, now)
