@@ -82,6 +82,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--kv-events-endpoint", default="", metavar="ADDRESS", help="publish KV events here: tcp://*:5557"
     )
+    serve.add_argument(
+        "--legacy-metric-names", action="store_true", help="export metrics under the names of older vLLMs too"
+    )
     serve.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
     serve.add_argument("--no-overlap", action="store_true", help="plan each step only when the one before is done")
     serve.add_argument("--in-process", action="store_true", help="run the engine in a thread of this process")

@@ -217,6 +217,7 @@ def _model(
         client.stats,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         adapter_names=adapters.names_of,
+        legacy_names=settings.legacy_metric_names,
     )
     client.on_step = metrics.stepped
     return LoadedModel(

@@ -103,6 +103,7 @@ class RuntimeSettings:
     max_body_bytes: int = 8 * 2**20
     stall_seconds: float = 30.0  # a step loop that owes work and has not stepped for so long is not ready
     threads: int = 0  # 0: torch decides; comes from OMP_NUM_THREADS
+    legacy_metric_names: bool = False  # export metrics under the names of older vLLMs too
     log_level: str = "INFO"
     run_directory: Path = Path(names.RUN_DIRECTORY)
     cache_directory: Path = Path(names.CACHE_DIRECTORY)

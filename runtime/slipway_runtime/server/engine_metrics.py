@@ -70,6 +70,7 @@ class EngineNumbers(Collector):
             "reason",
             {"capacity": stats.waiting - deferred, "deferred": deferred},
         )
+        yield self._gauge("slipway:num_requests_paused", "Answers that wait for their reader.", stats.paused)
         yield self._gauge("slipway:waiting_tokens", "Prompt tokens of waiting requests.", stats.waiting_tokens)
         longest = sorted(stats.waiting_by_tenant, key=lambda entry: -entry[1])[:MOST_TENANTS]
         if longest:
@@ -137,8 +138,10 @@ class EngineNumbers(Collector):
         """What dashboards made for older versions of vLLM still ask for."""
         usage = stats.blocks_live / max(stats.blocks_total, 1)
         yield self._gauge("vllm:gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", usage)
-        yield self._counter("vllm:gpu_prefix_cache_queries", "The older name.", stats.prefix_queries)
-        yield self._counter("vllm:gpu_prefix_cache_hits", "The older name.", stats.prefix_hits)
+        yield self._counter(
+            "vllm:gpu_prefix_cache_queries", "The older name of prefix_cache_queries.", stats.prefix_queries
+        )
+        yield self._counter("vllm:gpu_prefix_cache_hits", "The older name of prefix_cache_hits.", stats.prefix_hits)
 
     def _cache_config(self) -> Family:
         facts = self._facts
