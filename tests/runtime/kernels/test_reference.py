@@ -84,6 +84,18 @@ def test_padding_of_a_batch_stays_below_a_factor_of_two():
     assert padded <= 2 * lengths.sum() + 16 * len(lengths)
 
 
+@pytest.mark.capability("API-19")
+@pytest.mark.parametrize("size", [32, 128, 576, 1000])
+def test_the_norm_of_a_row_or_of_a_head_depends_on_no_other(size):
+    generator = torch.Generator().manual_seed(0)
+    weight, heads = torch.randn(size, generator=generator), torch.randn(41, 7, size, generator=generator) * 3
+    rows, some = heads[:, 0].contiguous(), heads[:, 2:5]  # heads lie inside wider rows
+    of_all, of_heads = reference.rms_norm(rows, weight, 1e-5), reference.rms_norm(some, weight, 1e-5)
+    for count in (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 40):
+        assert torch.equal(reference.rms_norm(rows[1 : 1 + count], weight, 1e-5), of_all[1 : 1 + count])
+        assert torch.equal(reference.rms_norm(some[1 : 1 + count], weight, 1e-5), of_heads[1 : 1 + count])
+
+
 def test_norms_and_activation_are_what_they_say():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 12), torch.randn(12)
