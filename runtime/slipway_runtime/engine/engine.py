@@ -28,6 +28,7 @@ from slipway_runtime.messages import (
     UnloadAdapter,
     WakeUp,
 )
+from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.scheduling.kv_events import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
 
@@ -43,6 +44,15 @@ class Grammars(Protocol):
     def accept(self, output: Output) -> str: ...  # noqa: D102
 
 
+class Sleeper(Protocol):
+    """What the engine needs of its sleep; sleep.py has it."""
+
+    level: int
+
+    def sleep(self, level: int) -> None: ...  # noqa: D102
+    def wake(self) -> None: ...  # noqa: D102
+
+
 class Engine:
     """A scheduler and something that executes its plans, stepped by whoever owns it."""
 
@@ -54,6 +64,7 @@ class Engine:
         *,
         grammars: Grammars | None = None,
         adapters: Adapters[Any] | None = None,
+        sleeper: Sleeper | None = None,
         publish: Callable[[Sequence[KvEvent]], None] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -63,6 +74,8 @@ class Engine:
         self._facts = facts
         self._grammars = grammars
         self._adapters = adapters
+        self._sleeper = sleeper
+        self._bedtime: Sleep | None = None  # asked, with only last words left to tell
         self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
@@ -75,7 +88,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do or tell anything. Waiting for an adapter's file is no work."""
-        if self._replies or (self._adapters is not None and self._adapters.has_news):
+        if self._replies or self._bedtime or (self._adapters is not None and self._adapters.has_news):
             return True
         return self._scheduler.has_work and not self._scheduler.is_stalled
 
@@ -85,7 +98,9 @@ class Engine:
             self._adapters.wake = wake
 
     def add(self, request: Request, now: float) -> None:
-        """Put a request into the queue."""
+        """Put a request into the queue. Whoever sends them sends none while the engine sleeps."""
+        assert self._bedtime is None
+        assert self._sleeper is None or not self._sleeper.level
         if request.grammar is not None and self._grammars is not None:
             self._grammars.start(request)
         self._scheduler.add(request, now)
@@ -106,8 +121,10 @@ class Engine:
             case ResetPrefixCache():
                 self._scheduler.forget_prefixes()
                 self._replies.append(Reply(call=message.call))
-            case Sleep() | WakeUp():
-                self._replies.append(Reply(call=message.call, error="this engine does not sleep"))
+            case Sleep():
+                self._lie_down(message, now)
+            case WakeUp():
+                self._replies.append(Reply(call=message.call, error=self._wake()))
             case _:
                 raise AssertionError(f"{type(message).__name__} is not a control message")
 
@@ -129,6 +146,43 @@ class Engine:
         """The numbers as they are."""
         return self._scheduler.stats(now)
 
+    # --- sleep
+
+    def _lie_down(self, message: Sleep, now: float) -> None:
+        stats, level = self._scheduler.stats(now), self._sleeper.level if self._sleeper is not None else 0
+        error = ""
+        if self._sleeper is None:
+            error = "this engine does not sleep"
+        elif message.level not in {1, 2}:
+            error = f"there is no sleep of level {message.level}"
+        elif level and level != message.level:
+            error = f"it sleeps at level {level}: wake it up first"
+        elif self._bedtime is not None:
+            error = "it is about to sleep"
+        elif stats.running + stats.waiting:
+            error = f"{stats.running + stats.waiting} requests are running or waiting"
+        if error or level:
+            self._replies.append(Reply(call=message.call, error=error))
+        else:
+            self._bedtime = message
+
+    def _fall_asleep(self, message: Sleep) -> None:
+        assert self._sleeper is not None
+        self._bedtime = None
+        self._scheduler.forget_prefixes()
+        self._sleeper.sleep(message.level)
+        self._replies.append(Reply(call=message.call))
+
+    def _wake(self) -> str:
+        """Be as before, with nothing in the cache; why that failed, if it did: then it sleeps on."""
+        if self._sleeper is None or not self._sleeper.level:
+            return ""
+        try:
+            self._sleeper.wake()
+        except (ModelRefusedError, OSError) as error:
+            return str(error)
+        return ""
+
     # --- the second half of a step
 
     def _take_in(self, result: StepResult, now: float, *, in_flight: bool = False) -> list[Output]:
@@ -138,6 +192,8 @@ class Engine:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
         if self._adapters is not None:
             self._adapters.after_step(now, in_flight=in_flight)
+        if self._bedtime is not None and not self._scheduler.has_work:  # nothing is in flight any more
+            self._fall_asleep(self._bedtime)
         if self._publish is not None and (events := self._scheduler.take_kv_events()):
             self._publish(events)
         return outputs

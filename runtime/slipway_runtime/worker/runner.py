@@ -33,8 +33,8 @@ class Runner:
         adapters: AdapterSlots | None = None,
     ) -> None:
         """num_tokens: of the tokenizer. A padded vocabulary has more scores, and what they mean nobody knows."""
-        self._decoder = decoder
-        self._caches = caches
+        self.decoder = decoder  # this and the caches are taken away while the engine sleeps
+        self.caches = caches
         self._kernels = kernels
         self._block_size = block_size
         self._device = device
@@ -62,15 +62,15 @@ class Runner:
 
     def hidden(self, inputs: StepInputs, lora: LoraPlan | None = None) -> Tensor:
         """The last layer's output for each new token. (T, H)."""
-        cos, sin = self._decoder.rotary(inputs.positions)
+        cos, sin = self.decoder.rotary(inputs.positions)
         plan = self._kernels.plan_attention(
             inputs.num_computed, inputs.num_new, inputs.block_tables, self._block_size, like=cos
         )
-        return self._decoder(inputs.token_ids, self._caches, StepContext(cos, sin, inputs.slots, plan, lora))
+        return self.decoder(inputs.token_ids, self.caches, StepContext(cos, sin, inputs.slots, plan, lora))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the tokens that may come next. (R, H) -> (R, V), float32."""
-        return self._decoder.logits(hidden)[:, : self._num_tokens]
+        return self.decoder.logits(hidden)[:, : self._num_tokens]
 
     def _draw(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, masks: Masks) -> StepResult:
         row_ids, positions = inputs.drawing_rows, inputs.drawing_positions
@@ -94,5 +94,5 @@ class Runner:
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for source, target in plan.copies:
-            for cache in self._caches:
+            for cache in self.caches:
                 cache[target] = cache[source]

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from slipway_runtime.engine.build import build_engine
-from slipway_runtime.engine.client import EngineClient, EngineDead, OutputStream, Refused
+from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, OutputStream, Refused
 from slipway_runtime.engine.launch import EngineNotLoadedError, EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.thread import EngineThread
@@ -21,7 +21,9 @@ from slipway_runtime.messages import (
     Request,
     ResetPrefixCache,
     SamplingParams,
+    Sleep,
     UnloadAdapter,
+    WakeUp,
     WarmingUp,
 )
 from slipway_runtime.models.adapter_files import adapter_digest
@@ -167,6 +169,32 @@ async def test_adapters_load_answer_and_leave(client, tmp_path):
     assert (await client.call(UnloadAdapter(call=0, digest=digest))).error
     stats = await idle(client)
     assert stats.invalid_kv_blocks == 0
+
+
+@pytest.mark.capability("ST-7", "PF-25")
+@pytest.mark.parametrize("level", [1, 2])
+async def test_after_a_sleep_it_says_the_same_and_finds_no_prefix(client, level):
+    digest, prompt = adapter_digest(SAILOR), tuple(range(100, 164))
+    assert (await client.call(LoadAdapter(call=0, digest=digest, path=str(SAILOR)))).error == ""
+    before = [await text(ask(client, f"before-{adapter}", 8, prompt, adapter=adapter)) for adapter in ("", digest)]
+    stream = ask(client, "runs", 1000)
+    await anext(stream)
+    assert "running" in (await client.call(Sleep(call=0))).error
+    counted = client.stats()
+    await stream.aclose()
+    assert (await client.call(Sleep(call=0, level=level))).error == "", "who has just left is no reason to stay up"
+
+    with pytest.raises(Draining, match="sleeps"):
+        ask(client, "too early")
+    assert (await client.call(WakeUp(call=0))).error == ""
+    (anew,) = [o async for o in ask(client, "anew", 1, prompt)]
+    assert anew.cached_tokens == 0
+    after = [await text(ask(client, f"after-{adapter}", 8, prompt, adapter=adapter)) for adapter in ("", digest)]
+    assert after == before
+    stats = await idle(client)
+    assert stats.finished == counted.finished + 3
+    assert stats.admitted == stats.finished + stats.aborted
+    assert (await client.call(UnloadAdapter(call=0, digest=digest))).error == ""
 
 
 async def test_nothing_is_left_of_many_requests(client):

@@ -60,9 +60,9 @@ def test_a_fork_continues_from_a_copy_and_leaves_the_original_alone(tmp_path):
     first = start(0, table, 0, prompt)
     copy_table, copy = pool.fork(table, len(prompt))
     assert copy is not None
-    before = [cache[table].clone() for cache in runner._caches]
+    before = [cache[table].clone() for cache in runner.caches]
     other = start(1, copy_table, len(prompt), [*prompt, 44], (copy,))
-    after = [cache[table] for cache in runner._caches]
+    after = [cache[table] for cache in runner.caches]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "the fork wrote into a shared block"
     assert other == start(2, pool.allocate(2), 0, [*prompt, 44])
     assert go_on(0, len(prompt)) == start(3, pool.allocate(2), 0, [*prompt, first])

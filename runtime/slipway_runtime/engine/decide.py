@@ -1,0 +1,128 @@
+"""What is decided about an engine before anything is loaded: from a checkpoint's config and the options to limits."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipway_runtime.engine.options import EngineOptions
+from slipway_runtime.kernels.dispatch import refusal
+from slipway_runtime.models.adapters import slot_bytes
+from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
+from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype
+from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.residency import Residency
+from slipway_runtime.worker.kv_cache import default_budget_bytes
+
+_DRAFT_TOKENS = 4  # that a row may guess in a step, when speculation is on and nobody says how many
+_RANK = 16  # of adapters, when they are on and nobody says
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """An engine on paper."""
+
+    model_path: Path
+    config: ModelConfig
+    options: EngineOptions
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    max_model_len: int  # before the size of the KV cache is known
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    max_adapters: int
+    max_cpu_adapters: int
+    max_rank: int
+    draft_tokens: int
+    overlap: bool
+
+    def residency(self, pool: BlockPool, block_bytes: int) -> Residency | None:
+        """Adapters share one budget with KV where both live in the same memory: on a CPU."""
+        if not self.max_adapters:
+            return None
+        shared = block_bytes if self.device.type == "cpu" else 0
+        largest = slot_bytes(self.config, self.max_rank, self.dtype.itemsize)
+        most = min(pool.total // 2, -(-self.max_cpu_adapters * largest // block_bytes))
+        return Residency(
+            pool,
+            max_adapters=self.max_adapters,
+            max_cpu_adapters=self.max_cpu_adapters,
+            block_bytes=shared,
+            most_blocks=most if shared else None,
+        )
+
+    def content_key(self) -> str:
+        """What decides the KV of equal tokens, beside adapter and salt: the same on all replicas of the same model."""
+        config = hashlib.sha256((self.model_path / "config.json").read_bytes()).hexdigest()
+        options = self.options
+        return f"{config}/{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
+
+    def fit_pool(self, length: int, pool_tokens: int) -> int:
+        """The context that a pool of so many tokens can hold: a sequence must fit alone, or it could never finish."""
+        if (asked := self.options.max_model_len) > pool_tokens:
+            raise DoesNotFitError(
+                f"max_model_len is {asked}, and the KV cache holds {pool_tokens} tokens: give it more memory or a "
+                "shorter context"
+            )
+        return min(length, pool_tokens)
+
+
+def decide(model_path: Path, options: EngineOptions) -> EnginePlan:
+    """Every figure that nobody named gets one. Raises ModelRefusedError for what cannot be honoured."""
+    config = read_config(model_path)
+    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
+    num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
+    if num_batched_tokens < num_seqs:
+        raise ModelRefusedError(
+            f"max_num_batched_tokens ({num_batched_tokens}) is smaller than max_num_seqs ({num_seqs}): "
+            "a step must hold a token of each running sequence"
+        )
+    dtype = choose_dtype(options.dtype, config, on)
+    plan = EnginePlan(
+        model_path=model_path,
+        config=config,
+        options=options,
+        device=on,
+        dtype=dtype,
+        kv_dtype=choose_kv_dtype(options.kv_cache_dtype, dtype),
+        max_model_len=_longest(config, options.max_model_len, _affordable_tokens(config, options, on)),
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_batched_tokens,
+        eos_token_ids=tuple(sorted({*config.eos_token_ids, *options.extra_eos_token_ids})),
+        max_adapters=options.max_adapters,
+        max_cpu_adapters=max(options.max_cpu_adapters, options.max_adapters),
+        max_rank=(options.max_rank or _RANK) if options.max_adapters else 0,
+        draft_tokens=(options.speculation_max_tokens or _DRAFT_TOKENS) if options.speculation != "none" else 0,
+        overlap=options.overlap if options.overlap is not None else on.type == "cuda",
+    )
+    _check_device(plan)
+    return plan
+
+
+def _check_device(plan: EnginePlan) -> None:
+    if plan.device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(plan.device)
+    types = {"dtype": plan.dtype, "kv_dtype": plan.kv_dtype}
+    if why_not := refusal(plan.device, capability, head_dim=plan.config.head_dim, **types):
+        raise ModelRefusedError(why_not)
+
+
+def _longest(config: ModelConfig, asked: int, affordable: int) -> int:
+    """The context that the model can take and any pool could hold, or the part of it that was asked for."""
+    if asked > config.max_position:
+        raise ModelRefusedError(
+            f"max_model_len is {asked}; this model takes at most {config.max_position}: its max_position_embeddings"
+        )
+    # Tables of positions are built for the whole length, and a config may claim sixteen million.
+    return asked or max(1, min(config.max_position, affordable))
+
+
+def _affordable_tokens(config: ModelConfig, options: EngineOptions, device: torch.device) -> int:
+    """More than the KV cache will ever hold: all memory there is, at a byte a value."""
+    memory = options.kv_cache_bytes or default_budget_bytes(device, 1.0)
+    return memory // config.kv_bytes_per_token(1)

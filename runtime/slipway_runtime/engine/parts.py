@@ -1,0 +1,103 @@
+"""The parts of an engine, each built as the plan says: weights, slots for adapters, the size of the KV cache."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from slipway_runtime.engine.adapters import Adapters
+from slipway_runtime.engine.decide import EnginePlan
+from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.layers.lora import LoraBank
+from slipway_runtime.messages import Loading
+from slipway_runtime.models.adapters import HostAdapter, read_adapter
+from slipway_runtime.models.decoder import Decoder, load_decoder
+from slipway_runtime.models.quantize import head_maker, matmul_maker
+from slipway_runtime.models.weights import Checkpoint
+from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.storage.fetch import weights_digest
+from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.kv_cache import CacheSize, default_budget_bytes, free_bytes, size_cache
+from slipway_runtime.worker.profile import check_remainder, widest_step_bytes
+
+
+def load_weights(plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None) -> Decoder:
+    """The decoder, read from disk; `on_news` hears how far that is."""
+    told = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if done - told >= total // 100 or done == total:  # a hundred messages, however large the model is
+            told = done
+            on_news(Loading(bytes_done=done, bytes_total=total))
+
+    options = plan.options
+    with Checkpoint(plan.model_path, plan.dtype, plan.device, on_progress=tell) as checkpoint:
+        return load_decoder(
+            plan.config,
+            checkpoint,
+            kernels,
+            plan.max_model_len,
+            plan.dtype,
+            plan.device,
+            matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
+            head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
+        )
+
+
+def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize:
+    """How many blocks of KV there are: as asked for, or what the weights and the widest step leave."""
+    asked = plan.options.kv_cache_bytes
+    activations = widest_step_bytes(
+        decoder,
+        plan.config,
+        kernels,
+        tokens=plan.max_num_batched_tokens,
+        rows=plan.max_num_seqs,
+        block_size=plan.options.block_size,
+        dtype=plan.dtype,
+        device=plan.device,
+    )
+    if asked:
+        check_remainder(asked, activations, free_bytes(plan.device))
+    return size_cache(
+        plan.config,
+        dtype=plan.kv_dtype,
+        block_size=plan.options.block_size,
+        budget_bytes=asked or default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations),
+        # Memory nobody asked for is taken only as far as all rows at full length could use it.
+        useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
+    )
+
+
+def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterSlots | None:
+    """Empty slots in every linear layer; None: adapters are off."""
+    if not plan.max_adapters:
+        return None
+    bank = LoraBank(
+        [linear for layer in decoder.layers for linear in layer.linears],
+        kernels,
+        num_slots=plan.max_adapters,
+        max_rank=plan.max_rank,
+        dtype=plan.dtype,
+        device=plan.device,
+        deterministic=plan.options.deterministic,
+    )
+    return AdapterSlots(bank, plan.max_num_seqs)
+
+
+def adapter_loading(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> Adapters[HostAdapter]:
+    """Who reads adapters beside the steps."""
+    base_digest = cache(lambda: weights_digest(plan.model_path))  # reads all weights: only if an adapter names a base
+
+    def read(path: Path, digest: str) -> HostAdapter:
+        return read_adapter(
+            path,
+            plan.config,
+            max_rank=plan.max_rank,
+            dtype=plan.dtype,
+            digest=digest,
+            base_digest=base_digest,
+            pin_memory=plan.device.type == "cuda",
+        )
+
+    return Adapters(scheduler, read, keep=slots.keep, forget=slots.forget)

@@ -1,0 +1,69 @@
+"""Sleep: an engine that nobody asks gives its memory back, and takes it again when it is woken.
+
+| level | KV cache | weights                                                     |
+|-------|----------|-------------------------------------------------------------|
+| 1     | freed    | moved to host memory; on a CPU that is where they are       |
+| 2     | freed    | dropped, and read from disk again; adapters as at level 1   |
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.engine.shortage import shortage_refused
+from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.worker.offload import HostCopy, tensors_of
+from slipway_runtime.worker.runner import Runner
+
+
+class Sleeper:
+    """Empties a runner and fills it again; in between it must compute nothing."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        device: torch.device,
+        *,
+        load_weights: Callable[[], Decoder],
+        allocate_cache: Callable[[], list[Tensor]],
+    ) -> None:
+        self.level = 0  # 0: awake
+        self._runner = runner
+        self._device = device
+        self._load_weights = load_weights
+        self._allocate_cache = allocate_cache
+        self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
+        self._host: HostCopy | None = None
+        self._dropped = False
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back. Nothing that was computed is there afterwards."""
+        assert not self.level
+        self._runner.caches = []
+        self._dropped = level == 2
+        if self._dropped:
+            del self._runner.decoder
+        if self._device.type != "cpu":
+            self._host = HostCopy(tensors_of(self._hooks if self._dropped else self._runner.decoder))
+            torch.cuda.empty_cache()
+        self.level = level
+
+    def wake(self) -> None:
+        """Take it again. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
+        runner = self._runner
+        if self._host is not None:
+            with shortage_refused("the weights", self._device):
+                self._host.restore()
+            self._host = None
+        if self._dropped:
+            with shortage_refused("the weights", self._device):
+                decoder = self._load_weights()
+            linears = (linear for layer in decoder.layers for linear in layer.linears)
+            for linear, hook in zip(linears, self._hooks, strict=True):
+                linear.lora = hook
+            runner.decoder, self._dropped = decoder, False
+        if not runner.caches:
+            with shortage_refused("the KV cache", self._device):
+                runner.caches = self._allocate_cache()
+        self.level = 0
