@@ -52,6 +52,10 @@ class Adapter:
         """Why a new request cannot use it; empty: it can."""
         return "the adapter is being unloaded" if self.draining else self.failure
 
+    def cost(self, block_bytes: int) -> int:
+        """The blocks that it pays for its memory; 0: it pays in another way."""
+        return -(-self.num_bytes // block_bytes) if block_bytes else 0
+
     def popularity_at(self, now: float, half_life_seconds: float) -> float:
         """Its uses, each fading with the half-life."""
         return self.popularity * decay(now - self.last_used, half_life_seconds)
@@ -82,3 +86,8 @@ def least_in_the_way(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | N
     wants_slot = adapter.state is AdapterState.HOST
     there = (a for a in others if a is not adapter and (a.slot != BASE_SLOT if wants_slot else is_in(a)))
     return min(there, key=lambda a: (a.pinned, a.rows, a.requests, a.digest), default=None)
+
+
+def payers(adapters: Iterable[Adapter], besides: Adapter | None = None) -> Iterable[Adapter]:
+    """Idle ones whose memory could hold KV."""
+    return (a for a in adapters if a is not besides and a.paid_blocks and is_idle(a))

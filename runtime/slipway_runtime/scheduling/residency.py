@@ -18,15 +18,7 @@ The shell reads files and holds the host copies; this says which (`take_wanted`,
 """
 
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
-from slipway_runtime.scheduling.adapter import (
-    BASE_SLOT,
-    Adapter,
-    holds_memory,
-    is_idle,
-    is_in,
-    least_in_the_way,
-    may_go,
-)
+from slipway_runtime.scheduling.adapter import BASE_SLOT, Adapter, holds_memory, is_in, least_in_the_way, may_go, payers
 from slipway_runtime.scheduling.benefit import Costs
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scales import Scales
@@ -91,7 +83,7 @@ class Residency:
             return
         reserved = adapter.num_bytes > 0  # a request wanted it: room was made before it was read again
         adapter.num_bytes, adapter.rank = num_bytes, rank
-        if self._cost(adapter) > self.most_blocks:
+        if adapter.cost(self._block_bytes) > self.most_blocks:
             most = self.most_blocks * self._block_bytes
             self.failed(digest, f"it takes {num_bytes} bytes; all adapters together may take {most}")
             self._dropped.append(digest)
@@ -187,7 +179,7 @@ class Residency:
             is_short = pool.available < count + reserve
             if pool.free >= count and not is_short:
                 return
-            adapter = self._worst_payer()
+            adapter = self._scales.worst(payers(self._adapters.values()))
             if adapter is not None and (is_short or self._scales.beats_next_prefix(adapter)):
                 self._evict(adapter)
             elif pool.free < count and pool.cached:
@@ -260,7 +252,7 @@ class Residency:
 
     def _make_room_for(self, adapter: Adapter) -> bool:
         """Pay for an adapter's memory, evicting what is worth less; False: what is there is in use."""
-        cost = self._cost(adapter)
+        cost = adapter.cost(self._block_bytes)
         in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
         while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
             victim = self._scales.worst(a for a in self._adapters.values() if a is not adapter and may_go(a))
@@ -270,7 +262,7 @@ class Residency:
             in_memory -= 1
         if self.dependency_aware:
             while self._pool.free < cost:
-                victim = self._worst_payer(besides=adapter)
+                victim = self._scales.worst(payers(self._adapters.values(), besides=adapter))
                 if victim is not None and self._scales.beats_next_prefix(victim):
                     self._evict(victim)
                 elif self._pool.cached:
@@ -316,9 +308,6 @@ class Residency:
         most = min(STAGED, self.max_adapters) if self.dependency_aware else self.max_adapters
         return staged < most or self._claimant == adapter.digest
 
-    def _cost(self, adapter: Adapter) -> int:
-        return -(-adapter.num_bytes // self._block_bytes) if self._block_bytes else 0
-
     def _move(self, adapter: Adapter, state: AdapterState) -> None:
         adapter.state = state
         self.version += 1
@@ -347,11 +336,6 @@ class Residency:
             return self._slots.index(None)
         adapter = self._scales.worst(a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0)
         return None if adapter is None else adapter.slot
-
-    def _worst_payer(self, besides: Adapter | None = None) -> Adapter | None:
-        return self._scales.worst(
-            a for a in self._adapters.values() if a is not besides and a.paid_blocks and is_idle(a)
-        )
 
     def _is_in_memory(self, digest: str) -> bool:
         adapter = self._adapters.get(digest)
