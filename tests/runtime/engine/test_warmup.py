@@ -1,21 +1,25 @@
 """After the warm-up no request reaches a path for the first time, and a shortage of memory is one sentence."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 
+import msgspec
 import pytest
 import torch
 
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.shortage import shortage_refused
-from slipway_runtime.messages import Grammar, Request, SamplingParams
+from slipway_runtime.messages import Grammar, LoadAdapter, Request, SamplingParams
+from slipway_runtime.models.adapter_files import adapter_digest
 from slipway_runtime.models.config import ModelRefusedError
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
+ADAPTERS = TINY.parent / "adapters"
 COMPUTING = ("/slipway_runtime/worker/", "/slipway_runtime/layers/", "/slipway_runtime/kernels/", "/models/decoder.py")
 
 
@@ -36,17 +40,32 @@ def functions_called() -> Iterator[set[CodeType]]:
         sys.setprofile(before)
 
 
-def run(engine: Engine, *requests: tuple[int, SamplingParams, Grammar | None]) -> None:
+def run(engine: Engine, *requests: tuple[int, SamplingParams, Grammar | None], adapters: tuple[str, ...] = ()) -> None:
+    """adapters: of the first requests."""
     for index, (length, params, grammar) in enumerate(requests):
         prompt = tuple(3 + n % 50 for n in range(length))
-        engine.add(Request(id=f"r{index}", prompt_token_ids=prompt, params=params, arrived=0.0, grammar=grammar), 0.0)
+        request = Request(id=f"r{index}", prompt_token_ids=prompt, params=params, arrived=0.0, grammar=grammar)
+        engine.add(msgspec.structs.replace(request, adapter=adapters[index] if index < len(adapters) else ""), 0.0)
     while engine.has_work:
         engine.step(0.0)
 
 
+def loaded(engine: Engine, path: Path) -> str:
+    """The digest of an adapter that is in host memory now."""
+    heard = threading.Event()
+    engine.attach(heard.set)
+    engine.control(LoadAdapter(call=1, digest=adapter_digest(path), path=str(path)), 0.0)
+    assert heard.wait(60)
+    (reply,) = engine.step(0.0).replies
+    assert not reply.error
+    return adapter_digest(path)
+
+
 @pytest.mark.capability("KN-4", "PF-8")
 @pytest.mark.parametrize(
-    "settings", [{}, {"speculation": "promptLookup"}, {"deterministic": True}, {"kv_cache_dtype": "int8"}], ids=str
+    "settings",
+    [{}, {"speculation": "promptLookup"}, {"deterministic": True}, {"kv_cache_dtype": "int8"}, {"max_adapters": 2}],
+    ids=str,
 )
 def test_no_request_reaches_a_function_that_the_warm_up_did_not(settings: dict[str, object]):
     with functions_called() as warm:
@@ -72,6 +91,10 @@ def test_no_request_reaches_a_function_that_the_warm_up_did_not(settings: dict[s
         )
         run(engine, (40, SamplingParams(max_tokens=2, prompt_logprobs=3), None))
         run(engine, (4, sampled, Grammar(kind="choice", text='["yes", "no"]')), (4, greedy, None))
+        if "max_adapters" in settings:
+            adapters = [loaded(engine, path) for path in sorted(ADAPTERS.iterdir())]
+            run(engine, (9, greedy, None), adapters=(adapters[0],))
+            run(engine, (70, greedy, None), (40, sampled, None), (5, greedy, None), adapters=tuple(adapters))
     new = {f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}" for code in served - warm}
     assert not new, "these were reached for the first time by a user"
 
