@@ -151,6 +151,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_adapters: int = 0  # that wait in host memory
     max_rank: int = 0
     speculation: str = "none"
+    graphs_failed: str = ""  # why decode steps are not recorded on a device that could; a sentence
 
 
 class AdapterState(StrEnum):

@@ -3,9 +3,9 @@
 Importing this imports Triton; `dispatch` does it only when a CUDA device asks.
 """
 
-from slipway_runtime.kernels.lora import add_lora, plan_lora
+from slipway_runtime.kernels.lora import add_lora, plan_lora, plan_lora_to_repeat, refill_lora
 from slipway_runtime.kernels.norms import add_rms_norm, rms_norm, swiglu
-from slipway_runtime.kernels.paged_attention import paged_attention, plan_attention
+from slipway_runtime.kernels.paged_attention import paged_attention, plan_attention, plan_to_repeat, refill
 from slipway_runtime.kernels.reference_sampling import penalize
 from slipway_runtime.kernels.sampling import draw, forbid
 from slipway_runtime.kernels.store_kv import rope_and_store
@@ -19,6 +19,10 @@ __all__ = [
     "penalize",
     "plan_attention",
     "plan_lora",
+    "plan_lora_to_repeat",
+    "plan_to_repeat",
+    "refill",
+    "refill_lora",
     "rms_norm",
     "rope_and_store",
     "swiglu",

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
-__all__ = ["add_lora", "plan_lora"]
+__all__ = ["add_lora", "plan_lora", "plan_lora_to_repeat", "refill_lora"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -43,9 +43,10 @@ BLOCK_OUT = 128
 class Plan:
     """The tokens of one step that have adapters, sorted by slot."""
 
-    slots: int  # bit s: any token has slot s
+    slots: int  # bit s: any token has slot s, or may have when the plan is repeated
     order: Tensor  # (N,) places among the step's tokens
     work: Tensor  # (chunks, 3): slot, first of its tokens in `order`, how many
+    repeats: bool = False  # launch everything: what is written into the plan and the slots later may need it
 
 
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
@@ -64,9 +65,30 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
     )
 
 
+def plan_lora_to_repeat(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
+    """For any adapters of so many tokens, in buffers that `refill_lora` fills. Chunks without tokens are skipped."""
+    most_chunks = num_tokens // CHUNK + min(num_slots, num_tokens)  # each slot may end in a chunk that is not full
+    return Plan(
+        slots=(1 << num_slots) - 1,
+        order=torch.zeros(num_tokens, dtype=torch.int32, device=like.device),
+        work=torch.zeros(most_chunks, 3, dtype=torch.int32, device=like.device),
+        repeats=True,
+    )
+
+
+def refill_lora(plan: Plan, token_slots: Ints) -> None:
+    """Put the slots of a step's tokens into a plan to repeat."""
+    step = plan_lora(token_slots, 0, torch.empty(0))
+    order, work = np.zeros(plan.order.shape, dtype=np.int32), np.zeros(plan.work.shape, dtype=np.int32)
+    order[: len(step.order)] = step.order.numpy()
+    work[: len(step.work)] = step.work.numpy().reshape(-1, 3)
+    plan.order.copy_(torch.from_numpy(order))
+    plan.work.copy_(torch.from_numpy(work))
+
+
 def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
     """y += what the adapters of these tokens add, in place. x: (T, in)  y: (T, out)."""
-    if not weights.slots & plan.slots:
+    if not plan.repeats and not weights.slots & plan.slots:
         return  # none of them changes this layer
     assert x.stride(1) == y.stride(1) == 1, "the elements of a row lie side by side"
     num_parts, max_rank, num_slots, in_size = weights.a.shape
@@ -100,7 +122,7 @@ def _shrink(
     first = tl.load(work + 3 * chunk + 1)
     count = tl.load(work + 3 * chunk + 2)
     rank = tl.load(ranks + part * NUM_SLOTS + slot)
-    if rank == 0:
+    if (rank == 0) | (count == 0):
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -134,7 +156,7 @@ def _expand(
     rank = tl.load(ranks + part * NUM_SLOTS + slot)
     start = tl.load(columns + part) + tl.program_id(2) * BLOCK_N
     end = tl.load(columns + part + 1)
-    if (rank == 0) | (start >= end):
+    if (rank == 0) | (count == 0) | (start >= end):
         return
 
     m = tl.arange(0, BLOCK_M)

@@ -71,12 +71,21 @@ class AdapterSlots:
             self._row_slots[new.row] = new.adapter_slot
             self._row_epochs[new.row] = self._epochs[new.adapter_slot]
 
-    def plan(self, rows: Sequence[int], num_new: Sequence[int]) -> LoraPlan | None:
-        """What the linears of a step need, `num_new` tokens of each of these rows. None: no token has an adapter."""
+    @property
+    def num_slots(self) -> int:
+        """How many adapters compute at the same time."""
+        return self._bank.num_slots
+
+    def slots_of(self, rows: Sequence[int], num_new: Sequence[int]) -> Ints | None:
+        """The slot of each token, `num_new` of each of these rows, -1 without an adapter. None: no token has one."""
         row_ids = np.array(rows, dtype=np.int64)
         slots = self._row_slots[row_ids]
         if slots.max(initial=-1) < 0:
             return None
         stale = self._epochs[slots] != self._row_epochs[row_ids]
         assert not stale.any(), f"slot {slots[stale][0]} was given away under row {row_ids[stale][0]}"
-        return self._bank.plan(slots.repeat(num_new))
+        return slots.repeat(num_new)
+
+    def plan(self, token_slots: Ints) -> LoraPlan:
+        """What the linears of a step need. token_slots: (T,)."""
+        return self._bank.plan(token_slots)

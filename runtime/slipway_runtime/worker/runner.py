@@ -1,13 +1,15 @@
 """Executes plans: packs, computes, draws, remembers."""
 
+import msgspec
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import Kernels, LoraPlan
+from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels, LoraPlan, repeatable
 from slipway_runtime.layers.attention import StepContext
-from slipway_runtime.messages import StepPlan, StepResult, TokenLogprobs
+from slipway_runtime.messages import StepPlan, StepResult
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.graphs import DecodeGraphs, Record
 from slipway_runtime.worker.inputs import StepInputs, pack
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.rows import Rows
@@ -40,6 +42,9 @@ class Runner:
         self._device = device
         self._num_tokens = num_tokens
         self.adapters = adapters  # None: adapters are off
+        self.graphs: DecodeGraphs | None = None  # None: every step is computed as it is planned
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self._rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
         self._sampler = Sampler(self._rows, eos_token_ids, kernels)
 
@@ -56,9 +61,41 @@ class Runner:
             if not plan.rows:
                 return StepResult(step=plan.step, token_ids=())
             inputs = pack(plan, self._rows, self._block_size, self._device)
-            lora = None if self.adapters is None else self.adapters.plan(plan.rows, plan.num_new)
+            token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
+            scores = None if self.graphs is None else self.graphs.scores(inputs, token_slots)
+            if scores is not None:
+                return self._draw(plan, inputs, scores, masks)
+            lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
             hidden = self.hidden(inputs, lora)
-            return self._draw(plan, inputs, hidden, masks or (lambda: plan.masks))
+            last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
+            result = self._draw(plan, inputs, self.logits(last) if len(inputs.drawing_rows) else None, masks)
+            # A step that draws after each of its tokens is past all prompts.
+            if inputs.drawing_tokens is None:
+                return result
+            scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
+            return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
+
+    def record_graphs(self, record: Record) -> None:
+        """Record the decode steps, if these kernels can be; `graphs` has them afterwards. Raises RuntimeError."""
+        if (kernels := repeatable(self._kernels)) is None:
+            return
+
+        def scores(token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan, lora: LoraPlan) -> Tensor:
+            cos, sin = self.decoder.rotary(positions)
+            hidden = self.decoder(token_ids, self.caches, StepContext(cos, sin, slots, plan, lora))
+            return self.logits(hidden)
+
+        with torch.inference_mode():
+            self.graphs = DecodeGraphs(
+                scores,
+                kernels,
+                record,
+                max_num_seqs=self._max_num_seqs,
+                max_model_len=self._max_model_len,
+                block_size=self._block_size,
+                num_slots=0 if self.adapters is None else self.adapters.num_slots,
+                device=self._device,
+            )
 
     def hidden(self, inputs: StepInputs, lora: LoraPlan | None = None) -> Tensor:
         """The last layer's output for each new token. (T, H)."""
@@ -72,25 +109,15 @@ class Runner:
         """Scores of the tokens that may come next. (R, H) -> (R, V), float32."""
         return self.decoder.logits(hidden)[:, : self._num_tokens]
 
-    def _draw(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, masks: Masks) -> StepResult:
+    def _draw(self, plan: StepPlan, inputs: StepInputs, scores: Tensor | None, masks: Masks | None) -> StepResult:
+        """scores: (D, V), written over; None: nothing is drawn."""
         row_ids, positions = inputs.drawing_rows, inputs.drawing_positions
-        token_ids: tuple[tuple[int, ...], ...] = ((),) * len(plan.rows)
-        logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-        if len(row_ids):
-            last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
-            drawn = self._sampler(self.logits(last), row_ids, positions, masks)
-            self._rows.tokens[row_ids, positions] = drawn.token_ids
-            token_ids = kept_tokens(plan, drawn.token_ids.tolist())
-            logprobs = kept_logprobs(plan, drawn.logprobs, token_ids)
-        return StepResult(
-            step=plan.step,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            # A step that draws after each of its tokens is past all prompts.
-            prompt_logprobs=()
-            if inputs.drawing_tokens is None
-            else score_prompts(plan, inputs, self._rows, hidden, self.logits),
-        )
+        if scores is None:
+            return StepResult(step=plan.step, token_ids=((),) * len(plan.rows))
+        drawn = self._sampler(scores, row_ids, positions, masks or (lambda: plan.masks))
+        self._rows.tokens[row_ids, positions] = drawn.token_ids
+        token_ids = kept_tokens(plan, drawn.token_ids.tolist())
+        return StepResult(step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, drawn.logprobs, token_ids))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for source, target in plan.copies:

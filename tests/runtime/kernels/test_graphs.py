@@ -1,0 +1,212 @@
+"""Recorded decode steps: what is recorded, what is put into a recording, and when a step is computed as planned.
+
+Without a GPU a recording computes again, into the scores that it had: what differs from a CUDA graph is that launches
+could change, so that is watched.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from slipway_runtime.engine.recording import record_or_say_why_not
+from slipway_runtime.kernels import gpu, lora, paged_attention, reference, reference_lora
+from slipway_runtime.kernels.dispatch import Kernels, repeatable
+from slipway_runtime.layers.lora import LoraBank
+from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, StepPlan
+from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.config import DoesNotFitError, read_config
+from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.models.weights import Checkpoint
+from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.graphs import CudaRecord, DecodeGraphs, Record, Recording, batch_sizes
+from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
+from slipway_runtime.worker.runner import Runner
+from tests.runtime.checkpoints import a_checkpoint
+
+BLOCK, CPU = 4, torch.device("cpu")
+PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
+
+
+def compute_again(compute: Callable[[], Tensor]) -> Recording:
+    scores = compute()
+    return Recording(lambda: scores.copy_(compute()), scores)
+
+
+def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: Record | None = None) -> Runner:
+    config = read_config(path)
+    with Checkpoint(path, torch.float32, device) as checkpoint:
+        decoder = load_decoder(config, checkpoint, kernels, 32, torch.float32, device)
+    bank = LoraBank(
+        [linear for layer in decoder.layers for linear in layer.linears], kernels,
+        num_slots=2, max_rank=2, dtype=torch.float32, device=device,
+    )  # fmt: skip
+    adapters = AdapterSlots(bank, 4)
+    generator = torch.Generator().manual_seed(0)
+    matrices = {
+        name: (
+            torch.randn(2, weights.a.shape[3], generator=generator),
+            torch.randn(2, weights.columns[part + 1] - weights.columns[part], generator=generator),
+        )
+        for name, (weights, part) in bank._places.items()
+    }
+    adapters.keep(HostAdapter(digest="a", rank=2, matrices=matrices, bytes=0))
+    runner = Runner(
+        decoder, allocate_cache(config, CacheSize(20, BLOCK, 0), torch.float32, device), kernels,
+        block_size=BLOCK, max_num_seqs=4, max_model_len=32, eos_token_ids=(), device=device, adapters=adapters,
+    )  # fmt: skip
+    if record is not None:
+        runner.record_graphs(record)
+    return runner
+
+
+def new_row(row: int, tokens: tuple[int, ...], slot: int = -1) -> NewRow:
+    return NewRow(row=row, token_ids=tokens, num_prompt_tokens=len(tokens), params=PARAMS, adapter_slot=slot)
+
+
+def a_step(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> StepPlan:
+    blocks = more.pop("new_blocks", ((),) * len(rows))
+    return StepPlan(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks,
+                    samples=(True,) * len(rows), **more)  # fmt: skip
+
+
+# Prompts, then three rows (padded to four) of which one has an adapter, one row alone, and two without adapters.
+STEPS = [
+    a_step(
+        (0, 1, 2), (0, 0, 0), (5, 7, 2), new_blocks=((3, 7), (5, 1), (2,)),
+        new_rows=(new_row(0, (5, 6, 7, 8, 9)), new_row(1, (9, 30, 8, 7, 6, 5, 4)), new_row(2, (11, 12), slot=1)),
+        adapter_loads=(AdapterLoad(1, "a"),),
+    ),
+    a_step((0, 1, 2), (5, 7, 2), (1, 1, 1)),
+    a_step((1,), (8,), (1,), new_blocks=((9,),)),
+    a_step((0, 1), (6, 9), (1, 1)),
+]  # fmt: skip
+
+
+def tokens_of(runner: Runner) -> list[tuple[tuple[int, ...], ...]]:
+    return [runner.execute(plan).token_ids for plan in STEPS]
+
+
+@pytest.mark.capability("KN-5")
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, (1,)), (3, (1, 2)), (8, (1, 2, 4, 8)), (30, (1, 2, 4, 8, 16, 24)), (256, None)]
+)
+def test_the_sizes_that_are_recorded(most, sizes):
+    assert batch_sizes(most) == (sizes or (1, 2, 4, *range(8, 257, 8)))
+
+
+@pytest.mark.capability("KN-5")
+def test_a_padded_step_draws_what_the_planned_step_draws(tmp_path, device):
+    """With and without adapters, in a batch between two sizes; on a GPU as real graphs."""
+    a_checkpoint(tmp_path)
+    record = compute_again if device.type == "cpu" else CudaRecord()
+    recorded = a_runner(tmp_path, gpu, device, record)
+    assert recorded.graphs is not None
+    seen = watched(recorded.graphs)
+    assert tokens_of(recorded) == tokens_of(a_runner(tmp_path, reference))
+    assert seen == [None, 3, 1, 2], "prompts are computed as planned, and every decode step from a recording"
+
+
+def watched(graphs: DecodeGraphs) -> list[int | None]:
+    """For each step of a runner how many rows came from a recording."""
+    seen: list[int | None] = []
+    inner = graphs.scores
+
+    def scores(*args: object) -> Tensor | None:
+        result = inner(*args)
+        seen.append(None if result is None else len(result))
+        return result
+
+    graphs.scores = scores
+    return seen
+
+
+@pytest.mark.capability("KN-5")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, device, monkeypatch):
+    a_checkpoint(tmp_path)
+    runner = a_runner(tmp_path, gpu, device, compute_again)
+    graphs, launches = runner.graphs, []
+    inner = interpreter.GridExecutor.__call__
+
+    def launch(self, *args, **kwargs):
+        fixed = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+        launches.append((self.fn.__name__, self.grid, fixed))
+        return inner(self, *args, **kwargs)
+
+    buffers = [graphs._token_ids, graphs._positions, graphs._slots]
+    for plan in (graphs._plans[4], graphs._lora[4]):
+        buffers += [plan.lengths, plan.tables] if plan is graphs._plans[4] else [plan.order, plan.work]
+    before = [buffer.data_ptr() for buffer in buffers]
+    runner.execute(STEPS[0])
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    seen = []
+    for rows, computed in (((0, 1, 2), (5, 7, 2)), ((0, 1, 2), (6, 8, 3)), ((2, 0, 1), (4, 7, 9))):
+        launches.clear()
+        plan = a_step(rows, computed, (1, 1, 1), new_blocks=tuple((10 + 3 * row,) for row in rows))
+        runner.execute(plan)
+        seen.append(list(launches))
+    assert seen[0] == seen[1] == seen[2]
+    assert {name for name, *_ in seen[0]} >= {"_decode", "_rope_and_store", "_rms_norm", "_shrink", "_expand"}
+    assert [buffer.data_ptr() for buffer in buffers] == before
+
+
+@pytest.mark.capability("KN-5")
+def test_rows_behind_the_batch_are_padding():
+    plan = paged_attention.plan_to_repeat(4, 32, BLOCK, torch.empty(0))
+    paged_attention.refill(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
+    paged_attention.refill(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
+    assert plan.lengths.tolist() == [5, 8, 0, 0]
+    assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [0, 0], [0, 0]]
+
+
+@pytest.mark.capability("KN-5")
+def test_adapters_in_a_plan_to_repeat_are_those_of_the_step_and_no_others(device):
+    weights = reference_lora.LoraWeights(8, (6,), num_slots=3, max_rank=2, dtype=torch.float32, device=device)
+    plan = lora.plan_lora_to_repeat(20, 3, torch.empty(0, device=device))
+    for slot in range(3):  # written after the plan was made, as in serving
+        weights.write(0, slot, torch.full((2, 8), slot + 1.0), torch.ones(2, 6))
+    for slots in ([0] * 17 + [2, 1, 2], [-1] * 20, [1] + [-1] * 19):
+        x, y = torch.ones(20, 8, device=device), torch.zeros(20, 6, device=device)
+        lora.refill_lora(plan, np.array(slots))
+        lora.add_lora(x, y, weights, plan)
+        assert y[:, 0].tolist() == [16.0 * (slot + 1) for slot in slots]
+
+
+@pytest.mark.capability("KN-5")
+def test_an_engine_whose_recording_fails_serves_on_and_says_why(tmp_path):
+    a_checkpoint(tmp_path)
+
+    def refuses(_: Callable[[], Tensor]) -> Recording:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    runner = a_runner(tmp_path, gpu)
+    assert record_or_say_why_not(runner, refuses, CPU) == (
+        "decode steps could not be recorded, and are computed one by one: "
+        "operation not permitted when stream is capturing"
+    )
+    assert runner.graphs is None
+
+
+@pytest.mark.capability("PF-30")
+def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
+    a_checkpoint(tmp_path)
+
+    def too_large(_: Callable[[], Tensor]) -> Recording:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the recordings of decode steps"):
+        record_or_say_why_not(a_runner(tmp_path, gpu), too_large, CPU)
+
+
+@pytest.mark.capability("KN-5")
+def test_only_kernels_that_say_so_are_recorded(tmp_path):
+    a_checkpoint(tmp_path)
+    runner = a_runner(tmp_path, reference, record=compute_again)
+    assert runner.graphs is None
+    assert repeatable(reference) is None
+    assert repeatable(gpu) is gpu
