@@ -42,10 +42,11 @@ from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch
+from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch, shown
 
 log = structlog.get_logger()
 
+ADAPTER_MOST_BYTES: Final = 4 << 30  # of files that a stranger's address may bring: rank 64 on 70B needs 2
 LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for the streams to hear of it
 TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default; its mount is there in a pod only
 
@@ -152,6 +153,8 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
                 load_seconds=round(client.facts.load_seconds, 3),
                 warmup_seconds=round(client.facts.warmup_seconds, 3),
             )
+            if client.facts.graphs_failed:
+                log.warning("slower than it could be", reason=client.facts.graphs_failed)
             replica.ready_with(model, times)
             log.info(
                 "ready",
@@ -173,7 +176,7 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
 def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> int:
     """Say why this model cannot be served, to the log and to the kubelet."""
     more = {"exception": trace} if trace else {}
-    log.error("cannot serve this model", model=settings.model_uri, reason=str(error), **more)
+    log.error("cannot serve this model", model=shown(settings.model_uri), reason=str(error), **more)
     _leave_word(last_word(settings.model_uri, error))
     return 1
 
@@ -186,7 +189,7 @@ def last_word(model_uri: str, error: Exception) -> str:
         return f"{names.WORD_CREDENTIALS_INVALID}{error}"
     if str(error).startswith(names.WORD_DOES_NOT_FIT):
         return str(error)
-    return f"cannot serve {model_uri}: {error}"
+    return f"cannot serve {shown(model_uri)}: {error}"
 
 
 def _leave_word(sentence: str) -> None:
@@ -207,7 +210,7 @@ def _model(
     adapters = AdapterRegistry(
         client,
         identity,
-        fetch=lambda uri: fetch(uri, cache=settings.cache_directory),
+        fetch=lambda uri: fetch(uri, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES),
         roots=adapter_roots(settings.cache_directory, fetched.directory),
         clock=time.monotonic,
     )

@@ -40,3 +40,10 @@ def test_what_does_not_fit_is_told_in_a_word_that_crosses_from_the_engines_proce
 def test_any_other_refusal_is_told_as_what_it_is(tmp_path: Path):
     assert why_not("s3://bucket/x", tmp_path).startswith("cannot serve s3://bucket/x: ")
     assert last_word("file:///x", FileNotFoundError("no config.json")) == "cannot serve file:///x: no config.json"
+
+
+@pytest.mark.capability("SE-2")
+def test_what_may_be_a_password_or_a_signature_is_not_told():
+    said = last_word("https://me:SECRET@host/model?X-Amz-Signature=SECRET", FetchError("no answer"))
+
+    assert said == "cannot serve https://host/model: no answer"

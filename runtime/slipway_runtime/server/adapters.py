@@ -25,7 +25,8 @@ from slipway_runtime.engine.client import Call, EngineDead
 from slipway_runtime.messages import AdapterState, AdapterStatus, EngineFacts, LoadAdapter, Reply, UnloadAdapter
 from slipway_runtime.models.adapter_files import AdapterRefusedError, adapter_digest, check_adapter_name
 from slipway_runtime.server.errors import ApiError, unavailable
-from slipway_runtime.storage.fetch import FetchError
+from slipway_runtime.storage.address import shown
+from slipway_runtime.storage.errors import FetchError
 
 log = structlog.get_logger()
 
@@ -117,7 +118,7 @@ class AdapterRegistry:
         return AdapterInfo(
             name=adapter.name,
             digest=adapter.digest,
-            uri=adapter.uri,
+            uri=shown(adapter.uri),
             state=str(state),
             bytes=status.bytes if status else 0,
             rank=status.rank if status else 0,

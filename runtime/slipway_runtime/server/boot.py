@@ -15,6 +15,7 @@ from slipway_runtime.server.chat_types import ChatMessage
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.settings import BootAdapter, WarmPrompt
+from slipway_runtime.storage.address import shown
 
 log = structlog.get_logger()
 
@@ -25,7 +26,7 @@ async def load_adapters(model: LoadedModel, adapters: Sequence[BootAdapter]) -> 
         try:
             await model.adapters.load(adapter.name, adapter.uri)
         except (ApiError, EngineError) as error:
-            log.error("adapter not loaded", adapter=adapter.name, uri=adapter.uri, reason=str(error))
+            log.error("adapter not loaded", adapter=adapter.name, uri=shown(adapter.uri), reason=str(error))
 
 
 async def prefill(model: LoadedModel, prompts: Sequence[WarmPrompt]) -> None:

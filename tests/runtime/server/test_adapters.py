@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
+from slipway_runtime.storage.fetch import fetch
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.server.serving import TINY, Running, a_replica
+from tests.runtime.storage.origin import an_origin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -173,3 +176,34 @@ async def test_adapters_are_off_unless_asked_for():
     assert refused.status_code == 400
     assert model.json()["servedName"] == "tiny"
     assert other.status_code == 409
+
+
+@pytest.mark.capability("ML-2")
+async def test_an_adapter_comes_from_a_web_server_while_others_are_told_that_it_loads(folders: Path, tmp_path: Path):
+    may_go_on = threading.Event()
+    brought: list[Path] = []
+
+    def slowly(uri: str) -> Path:
+        may_go_on.wait(30)
+        brought.append(fetch(uri, cache=tmp_path, at_most_bytes=1 << 20))
+        return brought[-1]
+
+    with an_origin() as origin:
+        origin.files = {f"/one/{file.name}": file.read_bytes() for file in (folders / "one").iterdir()}
+        origin.files["/one/"] = b""
+        async with a_replica(fetch_adapter=slowly, max_adapters=1, max_cpu_adapters=1, max_rank=8) as replica:
+            body = {"name": "far", "uri": f"{origin.url}/one"}
+            asked = await replica.admin("/adapters", "POST", json=body)
+            early = await replica.chat(model="far", max_tokens=1)
+            may_go_on.set()
+            registry = replica.models[0].adapters
+            await replica.until(lambda _: registry.info("far").state != "loading")
+            listed = await replica.admin("/adapters")
+            text = await said(replica, "far")
+
+    assert asked.status_code == 202
+    assert asked.json()["state"] == "loading"
+    assert early.status_code == 503
+    assert listed.json()["adapters"][0]["state"] in {"host", "slot"}, listed.text
+    assert text
+    assert brought[0].is_relative_to(tmp_path)

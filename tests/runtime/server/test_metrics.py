@@ -210,3 +210,23 @@ async def test_labels_do_not_grow_with_what_callers_send(replica: Running, monke
     assert "SECRETWORD" not in page
     state = await replica.admin("/state")
     assert "SECRETWORD" not in state.text
+
+
+@pytest.mark.capability("SE-2")
+async def test_keys_of_callers_are_in_no_log_no_metric_and_no_error(replica: Running):
+    key = {"Authorization": "Bearer sk-SECRETKEY", "x-api-key": "SECRETKEY", "x-slipway-admin-token": "SECRETKEY"}
+    with structlog.testing.capture_logs() as logged:
+        answers = [
+            await replica.chat(headers=key, max_tokens=2),
+            await replica.chat(headers=key, max_tokens=2, stream=True),
+            await replica.chat(headers=key, temperature=9),
+            await replica.chat(headers=key, model="nobody"),
+            await replica.chat(headers=key | {"x-slipway-deadline": "0"}),
+            await replica.post("/v1/nothing", {}, headers=key),
+            await replica.http.get(f"{replica.url}/metrics", headers=key),
+            await replica.admin("/state", headers=key),
+        ]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 404, 504, 404, 200, 200]
+    assert len(logged) >= 5
+    assert "SECRETKEY" not in repr(logged)
+    assert not [answer.text for answer in answers if "SECRETKEY" in answer.text]
