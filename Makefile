@@ -14,7 +14,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster check format generate e2e bench up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster kernels check format generate e2e bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -45,7 +45,7 @@ test: preflight setup ## all tests: unit, real API server, user stories on the l
 	@$(MAKE) --no-print-directory test-cluster
 
 test-unit: setup ## tests that need no cluster
-	$(PYTEST) -m 'not apiserver and not cluster and not gpu'
+	$(PYTEST) -m 'not apiserver and not cluster and not gpu and not kernels'
 
 test-apiserver: cluster-binary ## tests against the real kube-apiserver
 	$(PYTEST) -m apiserver
@@ -55,6 +55,9 @@ test-cluster: cluster-binary ## the local cluster's own tests and the user stori
 
 e2e: setup ## the user stories; with KUBECONFIG=… on that cluster
 	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)
+
+kernels: setup ## every kernel over every shape: on a GPU if there is one, else in the interpreter (hours)
+	$(PYTEST) -m kernels tests/runtime/kernels
 
 check: setup ## lint, types, contracts, generated files
 	$(BIN)/ruff check .
@@ -76,6 +79,9 @@ generate: setup ## write the generated files: crds/, the chart's copy, docs/capa
 
 bench: cluster-binary ## measure, and print ratios against named peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench
+
+bench-gpu: setup ## measure the kernels against this GPU's own bandwidth and peak
+	@$(BIN)/python -m bench.gpu
 
 up: cluster-binary ## a local cluster that stays up; `make down` ends it
 	@$(BIN)/python -m e2e.cluster up --detach

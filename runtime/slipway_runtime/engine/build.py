@@ -21,6 +21,7 @@ from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.overlap import OverlappedEngine, Worker
 from slipway_runtime.engine.parts import adapter_loading, load_weights, make_slots, size_pool
+from slipway_runtime.engine.recording import record_or_say_why_not
 from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, warm_up
@@ -30,6 +31,7 @@ from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.graphs import CudaRecord
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 
@@ -85,6 +87,7 @@ def build_engine(
     worker = Worker(partial(_execute, runner, grammars)) if plan.overlap else None
     with shortage_refused("the largest batch", plan.device):
         _warm_up(_new_scheduler(plan, size, length, kv_events=False), runner, slots, plan, worker)
+    recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if plan.device.type == "cuda" else ""
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
@@ -109,6 +112,7 @@ def build_engine(
         max_cpu_adapters=plan.max_cpu_adapters,
         max_rank=plan.max_rank,
         speculation=options.speculation,
+        graphs_failed=recorded,
     )
     gc.collect()
     gc.freeze()  # the model lives as long as the process: the collector need not look at it again

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slipway_runtime.engine.recording import record_or_say_why_not
 from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.worker.graphs import CudaRecord
 from slipway_runtime.worker.offload import HostCopy, tensors_of
 from slipway_runtime.worker.runner import Runner
 
@@ -36,10 +38,12 @@ class Sleeper:
         self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
         self._host: HostCopy | None = None
         self._dropped = False
+        self._recorded = False
 
     def sleep(self, level: int) -> None:
         """Give the memory back. Nothing that was computed is there afterwards."""
         assert not self.level
+        self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # they hold what is given back
         self._runner.caches = []
         self._dropped = level == 2
         if self._dropped:
@@ -66,4 +70,7 @@ class Sleeper:
         if not runner.caches:
             with shortage_refused("the KV cache", self._device):
                 runner.caches = self._allocate_cache()
+        if self._recorded:
+            record_or_say_why_not(runner, CudaRecord(), self._device)
+            self._recorded = False
         self.level = 0

@@ -328,7 +328,10 @@ def _merge(
     tl.store(out + place + d, attended.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "q_token_stride", "q_head_stride", "window"])
+@triton.jit(
+    do_not_specialize=["num_chunks", "table_stride", "q_token_stride", "q_head_stride", "window"],
+    do_not_specialize_on_alignment=["lengths", "tables"],  # they begin behind as many rows as decode
+)
 def _extend(
     q, cache, scales, out, chunk_starts, lengths, tables, num_chunks,
     table_stride, q_token_stride, q_head_stride, window, scale_log2,

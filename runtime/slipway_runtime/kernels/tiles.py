@@ -1,8 +1,8 @@
 """How kernels are cut on a GPU that somebody has measured: read once, never searched for while serving.
 
 `tiles.json`: compute capability → kernel → shape → the launch's BLOCK_N, BLOCK_M, num_warps, num_stages. What it does
-not name, a kernel decides by itself. `python -m bench.gpu --tune` measures and writes it. A shape is what the model
-fixes, never the size of a batch: a token is computed the same way in any.
+not name, a kernel decides by itself. A shape is what the model fixes, never the size of a batch: a token is computed
+the same way in any.
 """
 
 import json

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 from slipway_runtime.engine.recording import record_or_say_why_not
-from slipway_runtime.kernels import gpu, lora, paged_attention, reference, reference_lora
+from slipway_runtime.kernels import gpu, lora, norms, paged_attention, reference, reference_lora, sampling, store_kv
 from slipway_runtime.kernels.dispatch import Kernels, repeatable
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, StepPlan
@@ -210,3 +211,25 @@ def test_only_kernels_that_say_so_are_recorded(tmp_path):
     assert runner.graphs is None
     assert repeatable(reference) is None
     assert repeatable(gpu) is gpu
+
+
+@pytest.mark.gpu
+@pytest.mark.capability("KN-4")
+def test_after_a_first_round_no_kernel_is_compiled_again(tmp_path):
+    """Triton keeps a compiled kernel for each kind of arguments: other batches add none."""
+    a_checkpoint(tmp_path)
+    device = torch.device("cuda")
+    runner = a_runner(tmp_path, gpu, device, CudaRecord())
+
+    def compiled() -> int:
+        kernels = [*vars(paged_attention).values(), *vars(lora).values(), *vars(norms).values(),
+                   *vars(store_kv).values(), *vars(sampling).values()]  # fmt: skip
+        return sum(len(one.device_caches[0][0]) for one in kernels if isinstance(one, JITFunction))
+
+    tokens_of(runner)
+    before = compiled()
+    assert before > 0
+    tokens_of(runner)
+    runner.execute(a_step((3,), (0,), (3,), new_blocks=((18,),), new_rows=(new_row(3, (1, 2, 3)),)))
+    runner.execute(a_step((0, 3), (7, 3), (1, 1), new_blocks=((12,), (13,))))
+    assert compiled() == before

@@ -1,0 +1,175 @@
+"""`python -m bench.gpu [--json FILE]`: each kernel against what this GPU was measured to do, and the floor of a step.
+
+Prefill and decode are told apart. Bandwidth and peak are those of a copy and of cuBLAS in the same run, not the data
+sheet's. The ledger of a decode step is its floor: bytes of weights and KV over the bandwidth, plus a launch for each
+kernel; what a step takes beyond it is work to do.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.figures import Figure, Section
+
+LAUNCH_SECONDS = 1.8e-6  # of a kernel inside a graph
+KERNELS_PER_LAYER = 10  # 2 norms, 4 products, rotation with KV write, attention, merge, SwiGLU
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decode step of a model reads."""
+
+    name: str
+    layers: int
+    hidden: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    def weight_bytes(self) -> int:
+        """In bf16; the head counts, the embedding does not: of it a step reads a few rows."""
+        attention = self.hidden * (2 * self.q_heads + 2 * self.kv_heads) * self.head_dim
+        return 2 * (self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden)
+
+    def kv_bytes(self, rows: int, context: int) -> int:
+        """In bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim * rows * context
+
+    def floor_seconds(self, rows: int, context: int, bandwidth: float) -> float:
+        """Of one decode step. bandwidth: bytes a second."""
+        moved = self.weight_bytes() + self.kv_bytes(rows, context)
+        return moved / bandwidth + self.layers * KERNELS_PER_LAYER * LAUNCH_SECONDS
+
+
+SHAPES = (
+    Shape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151_936),
+    Shape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256),
+)
+STEPS = ((1, 1024), (1, 8192), (32, 2048), (256, 1024))  # rows, context
+
+
+def measure() -> Section:
+    """Needs a GPU."""
+    bandwidth, peak = _copy_bandwidth(), _cublas_peak()
+    figures = [
+        Figure("copy bandwidth", bandwidth / 1e9, "GB/s", "1 GiB, read and written"),
+        Figure("cuBLAS peak", peak / 1e12, "TFLOP/s", "8192³, bf16"),
+    ]
+    for shape in SHAPES:
+        for rows, context in STEPS:
+            figures += _decode(shape, rows, context, bandwidth)
+            floor = shape.floor_seconds(rows, context, bandwidth)
+            figures.append(Figure(f"{shape.name} floor of a step, {rows} × {context}", floor * 1e3, "ms", "ledger"))
+        for length in (512, 2048, 8192):
+            figures += _prefill(shape, length, peak)
+        figures += _rowwise(shape, bandwidth)
+    return Section(f"kernels on {torch.cuda.get_device_name()}", tuple(figures))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    from triton.testing import do_bench  # flushes the L2 cache between runs
+
+    return float(do_bench(run, warmup=25, rep=100, return_mode="median")) / 1e3
+
+
+def _copy_bandwidth() -> float:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+
+
+def _cublas_peak() -> float:
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    return 2 * 8192**3 / _seconds(lambda: a @ a)
+
+
+def _moved(name: str, moved: int, seconds: float, bandwidth: float) -> list[Figure]:
+    return [
+        Figure(name, moved / seconds / 1e9, "GB/s", f"{seconds * 1e6:.1f} µs"),
+        Figure(f"{name}, of the copy bandwidth", 100 * moved / seconds / bandwidth, "%"),
+    ]
+
+
+def _attention(shape: Shape, past: int, new: int, rows: int) -> Callable[[], object]:
+    from slipway_runtime.kernels import gpu
+
+    page = 16
+    blocks = -(-(past + new) // page)
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    cache = like.new_zeros(rows * blocks + 1, 2, shape.kv_heads, page, shape.head_dim)
+    tables = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks) + 1
+    plan = gpu.plan_attention(np.full(rows, past), np.full(rows, new), tables, page, like)
+    heads = torch.randn(rows * new, shape.q_heads + 2 * shape.kv_heads, shape.head_dim, device="cuda").to(like.dtype)
+    kv = heads[:, shape.q_heads :].view(-1, 2, shape.kv_heads, shape.head_dim)
+    q, scale = heads[:, : shape.q_heads], shape.head_dim**-0.5
+    return lambda: gpu.paged_attention(q, kv, cache, plan, scale)
+
+
+def _decode(shape: Shape, rows: int, context: int, bandwidth: float) -> list[Figure]:
+    seconds = _seconds(_attention(shape, context - 1, 1, rows))
+    moved = shape.kv_bytes(rows, context) // shape.layers
+    return _moved(f"{shape.name} decode attention, {rows} × {context}", moved, seconds, bandwidth)
+
+
+def _prefill(shape: Shape, length: int, peak: float) -> list[Figure]:
+    seconds = _seconds(_attention(shape, 0, length, 1))
+    flops = 2 * length * length * shape.q_heads * shape.head_dim  # two products, half of each: causal
+    name = f"{shape.name} prefill attention, {length}"
+    return [
+        Figure(name, flops / seconds / 1e12, "TFLOP/s", f"{seconds * 1e6:.1f} µs"),
+        Figure(f"{name}, of the cuBLAS peak", 100 * flops / seconds / peak, "%"),
+    ]
+
+
+def _rowwise(shape: Shape, bandwidth: float) -> list[Figure]:
+    from slipway_runtime.kernels import gpu
+
+    tokens = 4096
+
+    def some(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda").to(torch.bfloat16)
+
+    x, residual, weight = some(tokens, shape.hidden), some(tokens, shape.hidden), some(shape.hidden)
+    gate_up, scores = some(tokens, 2 * shape.inner), some(256, shape.vocabulary).float()
+    one = torch.ones(256, device="cuda")
+    whole = torch.zeros(256, dtype=torch.int64, device="cuda")
+    runs: list[tuple[str, int, Callable[[], object]]] = [
+        ("add and norm", 4 * x.nbytes, lambda: gpu.add_rms_norm(x, residual, weight, 1e-5)),
+        ("SwiGLU", gate_up.nbytes * 3 // 2, lambda: gpu.swiglu(gate_up)),
+        ("draw of 256", scores.nbytes, lambda: gpu.draw(scores, one, whole, one, 0 * one, whole, whole)),
+        ("draw of 256, top-p", scores.nbytes, lambda: gpu.draw(scores, one, whole, 0.9 * one, 0 * one, whole, whole)),
+    ]
+    return [
+        figure
+        for name, moved, run in runs
+        for figure in _moved(f"{shape.name} {name}", moved, _seconds(run), bandwidth)
+    ]
+
+
+def main() -> int:
+    """Print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("There is no GPU here that torch can use: nothing was measured.")
+        return 0
+    from rich.console import Console
+
+    section = measure()
+    Console(width=None if sys.stdout.isatty() else 140).print(section.table())
+    if options.json:
+        options.json.write_text(json.dumps(asdict(section), indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
