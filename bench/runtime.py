@@ -30,7 +30,7 @@ def measure(concurrency: Sequence[int] = CONCURRENCY, rounds: int = ROUNDS) -> S
         figures: list[Figure] = []
         for users in concurrency:  # one after the other, so that a busy neighbour hits both
             figures += _figures(users, asyncio.run(_load(base_url, users, rounds)), _peer(users, rounds))
-        figures.append(Figure("memory after all of it", server.rss_bytes() / 2**20, "MiB", "API process; the engine has its own"))
+        figures.append(Figure("memory after all of it", server.rss_bytes() / 2**20, "MiB", "API process"))
     title = f"Runtime: embedded model, fp32, {MAX_TOKENS} tokens an answer, 1 thread"
     return Section(title, tuple(figures))
 
