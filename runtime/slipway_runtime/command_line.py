@@ -7,6 +7,7 @@ names the flag and never quotes a prompt.
 import argparse
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from slipway_runtime.settings import (
     WarmPrompt,
 )
 
+_KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 _ADAPTERS: Final = ("max_adapters", "max_cpu_adapters", "max_rank")
 
 
@@ -162,6 +164,10 @@ def _check(settings: RuntimeSettings) -> None:
         raise ValueError(
             f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs"
             f" {settings.max_num_seqs}: every running sequence needs a token in each step"
+        )
+    if settings.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(settings.kv_events_endpoint):
+        raise ValueError(
+            f"--kv-events-endpoint {settings.kv_events_endpoint!r} must name an address and a port, as tcp://*:5557"
         )
     if not settings.max_adapters:
         if settings.adapters or settings.adapter_endpoints:

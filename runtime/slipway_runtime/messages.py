@@ -147,6 +147,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"  # of the weights: none, int8, fp8
     kv_dtype: str = ""  # empty: that of the weights
     deterministic: bool = False
+    prefix_caching: bool = True
     max_adapters: int = 0  # that compute at the same time; 0: adapters are off
     max_cpu_adapters: int = 0  # that wait in host memory
     max_rank: int = 0

@@ -147,6 +147,7 @@ def test_a_senseless_value_is_an_error_and_not_a_guess(flags: list[str]):
     ("flags", "sentence"),
     [
         (["--max-rank=-1"], "--max-rank -1 is negative"),
+        (["--kv-events-endpoint=tcp://host:*"], "must name an address and a port"),
         (["--warm-prompts", "secret ["], "--warm-prompts is not JSON: Expecting value at character 0"),
         (["--warm-prompts", '{"a": 1}'], "must be a JSON list"),
         (["--warm-prompts", '["a", ""]'], "entry 1 must be a text"),

@@ -108,6 +108,7 @@ def build_engine(
         quantization=options.quantization,
         kv_dtype="" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
         deterministic=options.deterministic,
+        prefix_caching=options.prefix_caching,
         max_adapters=plan.max_adapters,
         max_cpu_adapters=plan.max_cpu_adapters,
         max_rank=plan.max_rank,

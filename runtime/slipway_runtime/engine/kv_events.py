@@ -63,16 +63,18 @@ class KvEventPublisher:
 
     def __init__(self, endpoint: str) -> None:
         """endpoint: tcp://host:port, `*` for all interfaces; port + 1 answers replays. OSError: it is taken."""
+        addresses = (endpoint, replay_endpoint(endpoint))
         self._adapters: dict[str, int] = {}
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
-        for socket, address in ((self._out, endpoint), (self._replay, replay_endpoint(endpoint))):
+        for socket, address in zip((self._out, self._replay), addresses, strict=True):
             socket.linger = 0
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:
+                self._context.destroy(linger=0)  # an open socket would keep the process from ending
                 raise OSError(error.errno, f"KV events cannot be published on {address}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()

@@ -149,7 +149,7 @@ class EngineNumbers(Collector):
             "block_size": str(facts.block_size),
             "num_gpu_blocks": str(facts.num_blocks),  # gateway pickers read the pool under this name on CPUs too
             "cache_dtype": facts.kv_dtype or facts.dtype,
-            "enable_prefix_caching": "True",
+            "enable_prefix_caching": str(facts.prefix_caching),
             "gpu_memory_utilization": str(self._utilization),
             "model_name": self._values[0],
             "engine": self._values[1],
