@@ -24,7 +24,7 @@ from bench.shapes import checkpoint, linear_sizes
 
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
 # (prompt tokens, output tokens, at once, rounds)
-CASES = ((32, 64, 1, 2), (32, 64, 8, 1), (32, 64, 32, 1), (512, 64, 1, 1), (512, 64, 8, 1))
+CASES = ((32, 64, 1, 2), (32, 64, 8, 1), (32, 64, 32, 1), (512, 32, 1, 1), (512, 32, 8, 1), (512, 32, 32, 1))
 SECONDS = 900  # the longest that one engine may take over one case
 THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1"))
 

@@ -15,6 +15,7 @@ from bench.figures import Figure, Section
 from bench.load import run_load
 from bench.plan import LoadPlan, LoadReport, Percentiles
 from bench.servers import EMBEDDED_MODEL, MODEL_NAME, a_runtime
+from bench.workload import MIXED_MIX, Workload
 
 CONCURRENCY = (1, 8, 32)
 MAX_TOKENS = 64
@@ -30,6 +31,7 @@ def measure(concurrency: Sequence[int] = CONCURRENCY, rounds: int = ROUNDS) -> S
         figures: list[Figure] = []
         for users in concurrency:  # one after the other, so that a busy neighbour hits both
             figures += _figures(users, asyncio.run(_load(base_url, users, rounds)), _peer(users, rounds))
+        figures += _mixed(asyncio.run(_mixed_load(base_url)))
         figures.append(Figure("memory after all of it", server.rss_bytes() / 2**20, "MiB", "API process"))
     title = f"Runtime: embedded model, fp32, {MAX_TOKENS} tokens an answer, 1 thread"
     return Section(title, tuple(figures))
@@ -50,6 +52,33 @@ async def _load(base_url: str, users: int, rounds: int) -> LoadReport:
     if report.failed:
         raise RuntimeError(f"{report.failed} of {report.sent} requests failed: {report.failures}")
     return report
+
+
+async def _mixed_load(base_url: str) -> LoadReport:
+    """Chats, and now and then a book: what a long prompt does to those who are reading."""
+    return await run_load(
+        LoadPlan(
+            base_url=base_url,
+            model=MODEL_NAME,
+            concurrency=8,
+            duration_seconds=300,
+            max_requests=64,
+            max_tokens=MAX_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            workload=Workload(mix=MIXED_MIX),
+        )
+    )
+
+
+def _mixed(report: LoadReport) -> list[Figure]:
+    name, mean = "chats and books, 8 at once", report.prompt_tokens / max(1, report.finished)
+    ttft, itl = report.ttft, report.itl
+    return [
+        Figure(f"{name}: tokens/s", report.tokens_per_second, "tok/s", f"{mean:.0f} prompt tokens mean"),
+        Figure(f"{name}: TTFT p50", ttft.p50 * 1e3, "ms", f"p99 {ttft.p99 * 1e3:.0f} ms, of the books"),
+        Figure(f"{name}: ITL p50", itl.p50 * 1e3, "ms", f"p99 {itl.p99 * 1e3:.0f} ms"),
+    ]
 
 
 def _peer(users: int, rounds: int) -> dict[str, list[float]]:
