@@ -8,6 +8,7 @@ import torch
 
 import slipway_runtime
 from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.layers.matmul import Dense
 from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
@@ -41,14 +42,15 @@ class Machine:
         quantization: str = "none",
         kv_dtype: str = "auto",
         deterministic: bool = False,
+        packed: bool = True,  # False: weights as they are in the checkpoint
         rows: int = 32,
         longest: int = 128,
         block: int = 16,
     ) -> None:
         config = read_config(path)
         kernels = kernels_for(CPU, deterministic=deterministic)
-        make = matmul_maker(quantization, deterministic=deterministic, device=CPU)
-        head = head_maker(quantization, deterministic=deterministic, device=CPU)
+        make = matmul_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
+        head = head_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
         with Checkpoint(path, torch.float32, CPU) as checkpoint:
             self.decoder = load_decoder(config, checkpoint, kernels, longest, torch.float32, CPU, make, head)
         self._per_row, self._block = -(-longest // block), block
