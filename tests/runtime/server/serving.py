@@ -161,9 +161,11 @@ async def a_replica(
     adapter_endpoints: bool = False,
     adapter_roots: tuple[Path, ...] = (),
     fetch_adapter: Callable[[str], Path] = Path,
+    tokenizer: TokenizerFiles | None = None,
     **engine: Any,
 ) -> AsyncIterator[Running]:
     """A replica named `tiny` of the namespace `team-a`; with `load=False` it stays at Loading."""
+    files = tokenizer or tiny_tokenizer()
     steps = Steps(tiny_engine(**engine))
     client = EngineClient(EngineThread(steps), limits=limits)
     clock = Clock(asyncio.get_running_loop().time)
@@ -192,7 +194,7 @@ async def a_replica(
                 )
                 model = LoadedModel(
                     engine=client,
-                    prompts=PromptEncoder(tiny_tokenizer(), max_model_len=client.facts.max_model_len, threads=threads),
+                    prompts=PromptEncoder(files, max_model_len=client.facts.max_model_len, threads=threads),
                     metrics=Metrics(
                         "tiny",
                         client.facts,
@@ -200,7 +202,7 @@ async def a_replica(
                         gpu_memory_utilization=0.85,
                         adapter_names=adapters.names_of,
                     ),
-                    grammars=GrammarDoor.over(tiny_tokenizer().tokenizer, client.facts.eos_token_ids),
+                    grammars=GrammarDoor.over(files.tokenizer, client.facts.eos_token_ids),
                     adapters=adapters,
                     defaults=(defaults or SamplingDefaults()).over(model_defaults(TINY)),
                     max_output_tokens=max_output_tokens,
