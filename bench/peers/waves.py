@@ -42,7 +42,7 @@ def drive(task: dict[str, Any], wave: Wave, clock: Callable[[], float] = time.pe
     def fresh() -> list[list[int]]:  # no two alike: a prefix cache must not help
         return [[draw.randrange(10, 4000) for _ in range(length)] for _ in range(count)]
 
-    wave(fresh(), min(4, tokens), lambda index: None)
+    wave([prompt[:32] for prompt in fresh()], min(4, tokens), lambda index: None)
     ttft: list[float] = []
     gaps: list[float] = []
     prefill = decode = 0.0
