@@ -51,9 +51,9 @@ def build_engine(
     checkpoint or settings that cannot be honoured. The facts hold the timings.
     """
     options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
-    if options.threads:
-        # Elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
-        torch.set_num_threads(1 if options.deterministic else options.threads)
+    # Elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
+    if threads := 1 if options.deterministic else options.threads:
+        torch.set_num_threads(threads)
     started = time.perf_counter()
     plan = decide(model_path, options)
     kernels = kernels_for(plan.device, deterministic=options.deterministic)

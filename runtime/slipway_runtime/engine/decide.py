@@ -55,10 +55,14 @@ class EnginePlan:
         )
 
     def content_key(self) -> str:
-        """What decides the KV of equal tokens, beside adapter and salt: the same on all replicas of the same model."""
+        """What decides the KV of equal tokens, beside adapter and salt: the same on all replicas of the same model.
+
+        Two checkpoints may have one config, so who knows more of the model says it: see `EngineOptions.model`.
+        """
         config = hashlib.sha256((self.model_path / "config.json").read_bytes()).hexdigest()
         options = self.options
-        return f"{config}/{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
+        formats = f"{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
+        return f"{options.model}/{config}/{formats}"
 
     def fit_pool(self, length: int, pool_tokens: int) -> int:
         """The context that a pool of so many tokens can hold: a sequence must fit alone, or it could never finish."""

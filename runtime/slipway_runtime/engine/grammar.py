@@ -17,6 +17,9 @@ from slipway_runtime.messages import Grammar
 
 KINDS: Final = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag")
 _REMEMBERED: Final = 64  # compiled grammars, and refusals, that are kept
+# Between the parts of JSON: a space, or a new line and its indentation. A weak model left free to go on with spaces
+# would do so until its tokens are spent.
+_WHITESPACE: Final = r"\x20|\n(\x20{0,32}|\t{0,16})"
 _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=300_000,  # 6 ms of regular expressions; the default of 1,000,000 lets a first mask take 30 ms
     max_lexer_states=50_000,  # up to 2 kB each
@@ -167,9 +170,8 @@ class GrammarCompiler:
 
 
 def _schema_source(text: str) -> str:
-    """Between its parts up to 40 characters of white space: a weak model could go on with spaces for ever."""
     try:
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"})
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
     except ValueError as error:  # numbers that only Python calls JSON
         raise GrammarRefusedError(f"the json_schema is not JSON: {_one_line(str(error))}") from None
 

@@ -46,7 +46,7 @@ class Residency:
         self.most_in_memory = max(max_cpu_adapters, max_adapters)
         self.most_blocks = 0 if block_bytes == 0 else pool.total // 2 if most_blocks is None else most_blocks
         self.dependency_aware = dependency_aware
-        self.version = 0  # grows with every change of a state
+        self.version = 0  # grows whenever there is something new to tell of an adapter
         self._pool = pool
         self._block_bytes = block_bytes
         self._scales = Scales(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
@@ -129,6 +129,7 @@ class Residency:
         adapter = self._adapters[digest]
         self._scales.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
+        self.version += 1
         adapter.popularity = adapter.popularity_at(now, self._scales.costs.half_life_seconds) + 1.0
         adapter.last_used = now
 
@@ -136,6 +137,7 @@ class Residency:
         """A request for it is gone, from every step in flight too."""
         adapter = self._adapters[digest]
         adapter.requests -= 1
+        self.version += 1
         if adapter.requests == 0 and self._claimant == digest:
             self._open_again()
         self._forget_if_drained(adapter)

@@ -47,6 +47,8 @@ TAG = {"triggers": ["<fn"], "structures": [{"begin": "<fn=add>", "schema": {"typ
          '{"name": "ann", "mood": "sad", "pets": [{"age": 21}]}'),
         ("json_schema", json.dumps(NESTED), '{"name":"a","mood":"glad","pets":[{"age":0},{"age":1}]}',
          '{"name":"a","mood":"glad","pets":[{"age":0}],"more":1}'),
+        ("json_schema", json.dumps(NESTED), json.dumps({"name": "a", "mood": "glad", "pets": [{"age": 0}]}, indent=4),
+         '{"name": \n\n"a", "mood": "glad", "pets": []}'),
         ("json_schema", '{"type": "array", "items": {"$ref": "#"}}', "[[],[[]]]", "[1]"),
         ("regex", "[a-c]{2}[0-9]+", "ab12", "ad1"),
         ("choice", '["red", "grün", "say \\"no\\""]', 'say "no"', "blue"),

@@ -297,3 +297,20 @@ def test_two_lrus_with_little_memory_for_adapters_fill_the_cache_with_kv_that_no
     trace = skewed_trace(random.Random(0).random, adapters=64, requests=400)
     assert play(trace, Machine(adapter_share=0.125), dependency_aware=False).mean_invalid_share > 0.3
     assert play(trace, Machine(adapter_share=0.125), dependency_aware=True).max_invalid_blocks == 0
+
+
+@pytest.mark.capability("ML-2")
+def test_whoever_looks_sees_how_many_requests_an_adapter_has():
+    stage = a_play()
+
+    def requests() -> int:
+        return next(status.requests for status in stage.scheduler.adapters() if status.digest == "a")
+
+    stage.add("one", PROMPT, max_tokens=2, adapter="a")
+    joined = stage.scheduler.adapters_version
+    assert requests() == 1
+
+    stage.run()
+
+    assert stage.scheduler.adapters_version > joined, "there is something new to tell"
+    assert requests() == 0

@@ -142,8 +142,8 @@ def test_another_model_quantization_or_format_has_other_keys(tmp_path: Path):
     a_checkpoint(tmp_path / "model")
     a_checkpoint(tmp_path / "upgraded", intermediate_size=96)
 
-    def key(model: str, **settings: Any) -> bytes:
-        engine = build_engine(tmp_path / model, kv_cache_bytes=1 << 20, max_num_seqs=1, max_model_len=64, **settings)
+    def key(folder: str, **settings: Any) -> bytes:
+        engine = build_engine(tmp_path / folder, kv_cache_bytes=1 << 20, max_num_seqs=1, max_model_len=64, **settings)
         params = SamplingParams(max_tokens=1)
         engine.add(Request(id="a", prompt_token_ids=tuple(range(3, 40)), params=params, arrived=0.0), 0.0)
         engine.step(0.0)
@@ -157,6 +157,7 @@ def test_another_model_quantization_or_format_has_other_keys(tmp_path: Path):
         key("model", kv_cache_dtype="int8"),
         key("model", quantization="int8", kv_cache_dtype="int8"),
         key("model", deterministic=True),
+        key("model", model="hf://other/weights@of-the-same-shape"),
     ]
     assert len(set(keys)) == len(keys)
     assert key("model", max_num_batched_tokens=32) == keys[0], "how it is batched changes no KV"
