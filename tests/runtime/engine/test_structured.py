@@ -154,9 +154,10 @@ def test_a_grammar_that_was_not_checked_ends_its_own_request_only(engine):
 def test_grammars_survive_preemption():
     tight = build_engine(TINY, kv_cache_bytes=13 * 16 * 2048, max_num_seqs=6, max_num_batched_tokens=64)
     roomy = build_engine(TINY, kv_cache_bytes=4 << 20, max_num_seqs=6, max_num_batched_tokens=64)
+    never_short = Grammar(kind="regex", text=r"([a-z]{1,9} ){100}")  # so that the pool is surely too small
     for engine in (tight, roomy):
         for seed in range(5):
-            ask(engine, f"r{seed}", KINDS["object" if seed % 2 else "person"], seed=seed, max_tokens=30)
+            ask(engine, f"r{seed}", never_short if seed % 2 else KINDS["person"], seed=seed, max_tokens=30)
     one, other = run(tight), run(roomy)
     assert tight.stats(0.0).preemptions > 0
     assert {key: tokens for key, (tokens, _) in one.items()} == {key: tokens for key, (tokens, _) in other.items()}
