@@ -24,13 +24,15 @@ preflight: ## say in one sentence each what this machine lacks for the local clu
 
 setup: $(VENV)/.ready ## create the environment in .venv (about a minute; 3 GB the first time)
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+NATIVE := $(wildcard runtime/slipway_runtime/kernels/native/*.cpp runtime/slipway_runtime/kernels/native/*.h)
+
+$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Slipway needs Python 3.11 or newer; this is %d.%d. Name another with PYTHON=python3.12." % sys.version_info[:2])'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Slipway needs Python'\''s venv module (on Debian and Ubuntu: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "==> Setting up $(VENV): about a minute, 3 GB of downloads the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	@$(BIN)/uv pip install --python $(BIN)/python --quiet --constraint constraints.txt --compile-bytecode --editable '.[dev]'
+	@$(BIN)/uv pip install --python $(BIN)/python --quiet --constraint constraints.txt --compile-bytecode --reinstall-package slipway --editable '.[dev]'
 	@touch $@
 
 cluster-binary: preflight setup ## build the local cluster's binary once (about 10 minutes cold, cached outside the tree)

@@ -4,6 +4,15 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
+from slipway_runtime.kernels import native
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without the compiled kernels."""
+    monkeypatch.setattr(native, "library", lambda: None)

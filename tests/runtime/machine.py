@@ -48,7 +48,7 @@ class Machine:
         block: int = 16,
     ) -> None:
         config = read_config(path)
-        kernels = kernels_for(CPU, deterministic=deterministic)
+        kernels = kernels_for(CPU, torch.float32, deterministic=deterministic)
         make = matmul_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
         head = head_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
         with Checkpoint(path, torch.float32, CPU) as checkpoint:

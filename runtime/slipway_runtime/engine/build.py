@@ -26,6 +26,7 @@ from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.messages import EngineFacts, Loading, StepPlan, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.scheduling.block_pool import BlockPool
@@ -51,12 +52,13 @@ def build_engine(
     checkpoint or settings that cannot be honoured. The facts hold the timings.
     """
     options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
-    # Elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
-    if threads := 1 if options.deterministic else options.threads:
-        torch.set_num_threads(threads)
+    threads = options.threads or torch.get_num_threads()
+    # torch's elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
+    torch.set_num_threads(1 if options.deterministic else threads)
+    set_threads(threads)
     started = time.perf_counter()
     plan = decide(model_path, options)
-    kernels = kernels_for(plan.device, deterministic=options.deterministic)
+    kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     with shortage_refused("the weights", plan.device):
         decoder = load_weights(plan, kernels, on_news)
         weight_bytes = decoder.nbytes

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels import fixed_order, reference
+from slipway_runtime.kernels import fixed_order, native, reference
 from slipway_runtime.kernels.reference_attention import HeadNorms
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
@@ -102,8 +102,12 @@ def repeatable(kernels: Kernels) -> RepeatableKernels | None:
     return cast(RepeatableKernels, kernels) if hasattr(kernels, "plan_to_repeat") else None
 
 
-def kernels_for(device: torch.device, *, deterministic: bool = False) -> Kernels:
-    """The implementation for this device: Triton on CUDA, the reference everywhere else; or one order of sums."""
+def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Kernels:
+    """The implementation for numbers of this type on this device; `deterministic`: one whose sums have one order.
+
+    Triton on CUDA; on a CPU the compiled kernels for float32, where they are built, whose sums have one order anyway;
+    the reference everywhere else.
+    """
     if device.type == "cuda":  # imported here, so that a CPU never pays for importing Triton
         if deterministic:
             from slipway_runtime.kernels import gpu_fixed_order
@@ -112,6 +116,10 @@ def kernels_for(device: torch.device, *, deterministic: bool = False) -> Kernels
         from slipway_runtime.kernels import gpu
 
         return gpu
+    if device.type == "cpu" and dtype == torch.float32 and native.library() is not None:
+        from slipway_runtime.kernels import cpu
+
+        return cpu
     return fixed_order if deterministic else reference
 
 

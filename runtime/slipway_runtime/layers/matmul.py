@@ -13,6 +13,10 @@ class Matmul(Protocol):
     out_features: int
     in_features: int
 
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether a row's result depends on the row alone, bit for bit."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out), a tensor of its own."""
 
@@ -28,6 +32,7 @@ class Dense:
     """The weights as they are: the definition of all the others."""
 
     __slots__ = ("in_features", "out_features", "weight")
+    rows_are_independent = False
 
     def __init__(self, weight: Tensor) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape

@@ -7,22 +7,29 @@ AVX512-VNNI and without BF16, five other processes on two cores):
     oneDNN, packed       43  39  40  47  63   97  280
     MKL, packed          28  27  28  31  43   72  214
 
-Hence: MKL for float32 where torch has it, oneDNN for bfloat16 where the processor multiplies that, else F.linear.
+Hence: oneDNN for bfloat16 where the processor multiplies that; for float32 the compiled kernels (`matmul_native`), or
+MKL where they are not built and torch has it; else F.linear.
 """
 
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels import native
 from slipway_runtime.layers.matmul import Dense, Matmul
+from slipway_runtime.layers.matmul_native import NativePacked
 
 _EXPECTED_ROWS = 16  # what MKL packs for; any number is computed
 
 
 def prepacked(weight: Tensor) -> Matmul:
     """The fastest form that this machine has for a weight (out, in) of this type."""
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C.has_mkl:
+    if weight.device.type != "cpu":
+        return Dense(weight)
+    if weight.dtype == torch.float32 and (library := native.library()) is not None:
+        return NativePacked(weight, library)
+    if weight.dtype == torch.float32 and torch._C.has_mkl:
         return MklPacked(weight)
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and computes_bf16():
+    if weight.dtype == torch.bfloat16 and computes_bf16():
         return OneDnnPacked(weight)
     return Dense(weight)
 
@@ -36,6 +43,7 @@ class MklPacked:
     """float32, packed by MKL."""
 
     __slots__ = ("_no_weight", "_packed", "in_features", "out_features")
+    rows_are_independent = False
 
     def __init__(self, weight: Tensor) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
@@ -59,6 +67,7 @@ class OneDnnPacked:
     """bfloat16, packed by oneDNN."""
 
     __slots__ = ("_packed", "in_features", "out_features")
+    rows_are_independent = False
 
     def __init__(self, weight: Tensor) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape

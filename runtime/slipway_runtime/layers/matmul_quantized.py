@@ -28,6 +28,7 @@ class WeightOnly:
     """One-byte weights, multiplied in the type of x."""
 
     __slots__ = ("codes", "in_features", "out_features", "scales")
+    rows_are_independent = False
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
@@ -48,6 +49,7 @@ class DynamicInt8:
     """int8 weights times rows rounded to bytes; sums are exact."""
 
     __slots__ = ("_packed", "_scales", "_zeros", "in_features", "out_features")
+    rows_are_independent = False
 
     def __init__(self, weight: Tensor) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
@@ -88,6 +90,7 @@ class ScaledFp8:
     """float8 weights times rows rounded to float8, on GPUs that multiply it; a scale per row on both sides."""
 
     __slots__ = ("_codes", "_scales", "in_features", "out_features")
+    rows_are_independent = False
 
     def __init__(self, weight: Tensor) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape

@@ -19,6 +19,7 @@ class Tiled:
     """
 
     __slots__ = ("_inner", "in_features", "out_features")
+    rows_are_independent = True
 
     def __init__(self, inner: Matmul, *, like: Tensor) -> None:
         """like: the type and device of the rows."""

@@ -13,8 +13,10 @@ long as both compute with it as it is; a packed or rounded head is a second one,
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
 from slipway_runtime.layers.matmul import MakeMatmul, Matmul
+from slipway_runtime.layers.matmul_native import NativeInt8
 from slipway_runtime.layers.matmul_prepacked import computes_bf16, prepacked
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
 from slipway_runtime.layers.matmul_tiled import RowsDifferError, Tiled
@@ -54,7 +56,7 @@ def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device
 
     def make(weight: Tensor) -> Matmul:
         chosen = _choose(weight, quantization, dynamic=dynamic)
-        if not deterministic:
+        if not deterministic or chosen.rows_are_independent:
             return chosen
         try:
             return Tiled(chosen, like=weight)
@@ -73,5 +75,7 @@ def _choose(weight: Tensor, quantization: str, *, dynamic: bool) -> Matmul:
     if quantization == "none":
         return prepacked(weight)
     if quantization == "int8":
+        if dynamic and (library := native.library()) is not None and NativeInt8.fits(weight, library):
+            return NativeInt8(weight, library)
         return DynamicInt8(weight) if dynamic else WeightOnly(weight, torch.int8)
     return ScaledFp8(weight) if ScaledFp8.fits(weight) else WeightOnly(weight, torch.float8_e4m3fn)

@@ -6,20 +6,15 @@ import sys
 import pytest
 import torch
 
-from slipway_runtime.kernels import fixed_order, gpu, paged_attention, reference
+from slipway_runtime.kernels import fixed_order, gpu, paged_attention
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
 
 NAMES = [name for name in vars(Kernels) if not name.startswith("_")]
 
 
 @pytest.mark.capability("KN-1")
-def test_a_cpu_is_served_by_the_reference():
-    assert kernels_for(torch.device("cpu")) is reference
-
-
-@pytest.mark.capability("KN-1")
 def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
-    chosen = kernels_for(torch.device("cuda"))
+    chosen = kernels_for(torch.device("cuda"), torch.bfloat16)
     assert {name: getattr(chosen, name).__module__.rsplit(".", 1)[1] for name in NAMES} == {
         "rms_norm": "norms",
         "add_rms_norm": "norms",
@@ -37,8 +32,8 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
 
 @pytest.mark.capability("API-19")
 def test_one_order_of_sums_is_served_on_either_device():
-    assert kernels_for(torch.device("cpu"), deterministic=True) is fixed_order
-    chosen = kernels_for(torch.device("cuda"), deterministic=True)
+    assert kernels_for(torch.device("cpu"), torch.bfloat16, deterministic=True) is fixed_order
+    chosen = kernels_for(torch.device("cuda"), torch.bfloat16, deterministic=True)
     differing = {name for name in NAMES if getattr(chosen, name) is not getattr(gpu, name)}
     assert differing == {"plan_attention"}
     assert chosen.plan_attention is paged_attention.plan_in_one_order
@@ -74,6 +69,6 @@ def test_what_a_gpu_cannot_compute_is_refused_in_a_sentence(capability, changed,
 def test_a_runtime_on_a_cpu_never_imports_triton():
     code = (
         "import sys, torch, slipway_runtime.engine.build; from slipway_runtime.kernels.dispatch import kernels_for; "
-        "kernels_for(torch.device('cpu')); sys.exit('triton' in sys.modules)"
+        "kernels_for(torch.device('cpu'), torch.float32); sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The definitions against the plainest possible arithmetic."""
+"""The definitions, and the compiled kernels beside them, against the plainest possible arithmetic."""
 
 import math
 
@@ -41,7 +41,7 @@ def plain_attention(
     ],
     ids=str,
 )
-def test_paged_attention_is_attention(groups, block_size, work, window):
+def test_paged_attention_is_attention(groups, block_size, work, window, kernels):
     torch.manual_seed(0)
     kv_heads, head_dim, scale = 2, 8, 0.3
     num_blocks = sum(-(-(past + new) // block_size) for past, new in work) + 1
@@ -61,12 +61,10 @@ def test_paged_attention_is_attention(groups, block_size, work, window):
         queries.append(q)
         fresh.append(kv[past:])
         expected.append(plain_attention(q, kv[:, 0], kv[:, 1], scale, window))
-    plan = reference.plan_attention(
+    plan = kernels.plan_attention(
         np.array([past for past, _ in work]), np.array([new for _, new in work]), tables, block_size, cache
     )
-    ours = reference.paged_attention(
-        torch.cat(queries), torch.cat(fresh), paged(cache, block_size), plan, scale, window
-    )
+    ours = kernels.paged_attention(torch.cat(queries), torch.cat(fresh), paged(cache, block_size), plan, scale, window)
     torch.testing.assert_close(ours, torch.cat(expected), atol=1e-5, rtol=1e-4)
 
 
@@ -96,18 +94,30 @@ def test_the_norm_of_a_row_or_of_a_head_depends_on_no_other(size):
         assert torch.equal(reference.rms_norm(some[1 : 1 + count], weight, 1e-5), of_heads[1 : 1 + count])
 
 
-def test_norms_and_activation_are_what_they_say():
+@pytest.mark.parametrize("size", [6, 16, 37])
+def test_norms_and_activation_are_what_they_say(kernels, size):
+    torch.manual_seed(0)
+    x, added, weight = torch.randn(5, size), torch.randn(5, size), torch.randn(size)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), plain_norm(x, weight))
+    stream = x.clone()
+    torch.testing.assert_close(kernels.add_rms_norm(added, stream, weight, 1e-5), plain_norm(x + added, weight))
+    assert torch.equal(stream, x + added)
+    gate, up = torch.randn(5, size) * 30, torch.randn(5, size)
+    torch.testing.assert_close(kernels.swiglu(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)
+
+
+def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def test_the_norm_of_half_precision_is_computed_in_float32():
     torch.manual_seed(0)
     x, weight = torch.randn(5, 12), torch.randn(12)
-    expected = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
-    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), expected)
     half = reference.rms_norm(x.bfloat16(), weight.bfloat16(), 1e-5)
-    torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.02)
-    gate, up = torch.randn(5, 6), torch.randn(5, 6)
-    torch.testing.assert_close(reference.swiglu(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)
+    torch.testing.assert_close(half.float(), plain_norm(x, weight), atol=0.05, rtol=0.02)
 
 
-def test_rotates_queries_and_keys_and_stores_keys_and_values():
+def test_rotates_queries_and_keys_and_stores_keys_and_values(kernels):
     torch.manual_seed(0)
     qkv = torch.randn(3, 2 + 1 + 1, 4)
     before = qkv.clone()
@@ -115,7 +125,7 @@ def test_rotates_queries_and_keys_and_stores_keys_and_values():
     cos = torch.cat((angles.cos(), angles.cos()), -1)[:, None]
     sin = torch.cat((-angles.sin(), angles.sin()), -1)[:, None]
     pages = torch.zeros(5, 2, 1, 2, 4)
-    q = reference.rope_and_store(qkv, cos, sin, pages, torch.tensor([7, 2, 9]), 2)
+    q = kernels.rope_and_store(qkv, cos, sin, pages, torch.tensor([7, 2, 9]), 2)
     cache = by_slot(pages)
 
     def turned(x: torch.Tensor) -> torch.Tensor:

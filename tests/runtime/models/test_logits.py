@@ -63,7 +63,7 @@ class Bench:
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         config = read_config(path)
-        kernels = kernels_for(CPU)
+        kernels = kernels_for(CPU, dtype)
         with Checkpoint(path, dtype, CPU) as checkpoint:
             self.decoder = load_decoder(config, checkpoint, kernels, 100, dtype, CPU)
         caches = allocate_cache(config, CacheSize(100, BLOCK, 0), dtype, CPU)

@@ -27,7 +27,7 @@ def a_matrix(out_size: int, in_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.skipif(not torch._C.has_mkl, reason="torch was built without MKL")
-def test_packed_weights_multiply_as_plain_ones(shape):
+def test_packed_weights_multiply_as_plain_ones(shape, torch_alone):
     weight = a_matrix(*shape)
     packed = prepacked(weight)
     assert isinstance(packed, MklPacked)
@@ -138,8 +138,8 @@ def test_quality_drifts_no_further_than_stated(which, stories):
 def test_memory_of_the_weights_is_that_of_their_form():
     exact, int8, fp8 = (Machine(quantization=kind, rows=1).decoder for kind in ("none", "int8", "fp8"))
     layers = {d: sum(linear.nbytes for layer in d.layers for linear in layer.linears) for d in (exact, int8, fp8)}
-    assert 3.9 < layers[exact] / layers[int8] <= 4.0
-    assert layers[int8] == layers[fp8]
+    assert 3.85 < layers[exact] / layers[int8] < 4.0  # a scale, and what is padded
+    assert 0 <= layers[int8] / layers[fp8] - 1 < 0.1
     assert int8.nbytes < exact.nbytes / 2.5  # the embedding stays as it is
 
 

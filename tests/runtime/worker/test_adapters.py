@@ -43,7 +43,7 @@ class Listening(Runner):
 
 
 def a_runner(path: Path, *, max_adapters: int = 3, max_rank: int = 8, deterministic: bool = False) -> Listening:
-    config, kernels = read_config(path), kernels_for(CPU)
+    config, kernels = read_config(path), kernels_for(CPU, torch.float32)
     with Checkpoint(path, torch.float32, CPU) as checkpoint:
         decoder = load_decoder(config, checkpoint, kernels, 100, torch.float32, CPU)
     adapters = None

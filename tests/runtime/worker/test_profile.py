@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipway_runtime.engine.build import build_engine
-from slipway_runtime.kernels import reference
+from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.models.config import DoesNotFitError, parse_config, read_config
 from slipway_runtime.worker import kv_cache
 from slipway_runtime.worker.profile import check_remainder, dummy_step, widest_step_bytes
@@ -19,9 +19,9 @@ def test_the_budget_is_what_the_widest_step_leaves(monkeypatch):
     assert kv_cache.default_budget_bytes(CPU, 0.85) == 2_500
     assert kv_cache.default_budget_bytes(CPU, 0.85, activations=6_000) == 1_000
     assert kv_cache.default_budget_bytes(CPU, 0.85, activations=60_000) == 0
-    machine, config = Machine(rows=1), parse_config(LLAMA)
+    machine, config, kernels = Machine(rows=1), parse_config(LLAMA), kernels_for(CPU, torch.float32)
     few, many = (
-        widest_step_bytes(machine.decoder, config, reference, tokens=tokens, rows=1, block_size=16,
+        widest_step_bytes(machine.decoder, config, kernels, tokens=tokens, rows=1, block_size=16,
                           dtype=torch.float32, device=CPU)
         for tokens in (64, 512)
     )  # fmt: skip
@@ -44,7 +44,7 @@ def test_a_dummy_step_goes_through_the_whole_model(tokens):
     seen = []
     scores = machine.decoder.logits
     machine.decoder.logits = lambda hidden: seen.append(scores(hidden)) or seen[0]  # type: ignore[method-assign]
-    dummy_step(machine.decoder, config, reference, tokens=tokens, rows=8, block_size=16, dtype=torch.float32,
-               device=CPU)  # fmt: skip
+    kernels = kernels_for(CPU, torch.float32)
+    dummy_step(machine.decoder, config, kernels, tokens=tokens, rows=8, block_size=16, dtype=torch.float32, device=CPU)
     assert seen[0].shape == (min(tokens, 8), config.vocab_size)
     assert bool(seen[0].isfinite().all())

@@ -1,0 +1,59 @@
+"""The matrix products of one step alone: each form that weights can have, against MKL's and oneDNN's own."""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench.figures import Figure, Section
+from bench.shapes import linear_sizes
+from slipway_runtime.kernels import native
+from slipway_runtime.layers.matmul import Dense, Matmul
+from slipway_runtime.layers.matmul_native import NativeInt8, NativePacked
+from slipway_runtime.layers.matmul_prepacked import MklPacked
+from slipway_runtime.layers.matmul_quantized import DynamicInt8
+
+SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
+THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1"))
+LAYERS = 8  # enough that weights come from memory, as they do in a model
+ROWS = (1, 8, 32, 128, 512)
+
+
+def measure() -> Section:
+    """The best of several rounds, in which the forms take turns: a busy neighbour hits all of them."""
+    torch.set_num_threads(THREADS)
+    native.set_threads(THREADS)
+    library = native.library()
+    weights = [torch.randn(out, size) / size**0.5 for out, size in linear_sizes(SHAPE)[: 4 * LAYERS]]
+    makers: dict[str, Callable[[torch.Tensor], Matmul]] = {
+        "F.linear": Dense,
+        "MKL": MklPacked,
+        "oneDNN int8": DynamicInt8,
+    }
+    if library is not None:
+        makers["ours"] = lambda weight: NativePacked(weight, library)
+        if library.multiplies_bytes:
+            makers["ours int8"] = lambda weight: NativeInt8(weight, library)
+    forms = {name: [make(weight) for weight in weights] for name, make in makers.items()}
+    figures = []
+    for rows in ROWS:
+        best = _best_seconds(forms, rows)
+        figures += [Figure(f"{rows} rows: {name}", seconds * 1e3, "ms") for name, seconds in best.items()]
+        for ours, peer in (("ours", "MKL"), ("ours int8", "oneDNN int8")):
+            if ours in best:
+                figures.append(Figure(f"{rows} rows: {ours}, speed ÷ {peer}", best[peer] / best[ours], "×"))
+    return Section(f"Linears of {LAYERS} layers in the shape of {SHAPE}, {THREADS} thread(s)", tuple(figures))
+
+
+def _best_seconds(forms: dict[str, list[Matmul]], rows: int) -> dict[str, float]:
+    best = dict.fromkeys(forms, float("inf"))
+    with torch.inference_mode():
+        inputs = {matmul.in_features: torch.randn(rows, matmul.in_features) for matmul in forms["F.linear"]}
+        for _ in range(15 if rows < 64 else 5):
+            for name, matmuls in forms.items():
+                begun = time.perf_counter()
+                for matmul in matmuls:
+                    matmul(inputs[matmul.in_features])
+                best[name] = min(best[name], time.perf_counter() - begun)
+    return best

@@ -1,0 +1,160 @@
+"""What serves a CPU whose numbers are float32: the compiled kernels where there is one, the reference for the rest.
+
+Claims about the reference, and one more: a row's result depends on the row's own sequence alone, bit for bit. So this
+is what `deterministic` computes with too, at no cost.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels import kv_pages, native
+from slipway_runtime.kernels.reference_attention import HeadNorms
+from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
+from slipway_runtime.kernels.reference_sampling import draw, forbid, penalize
+
+__all__ = [
+    "add_lora",
+    "add_rms_norm",
+    "draw",
+    "forbid",
+    "paged_attention",
+    "penalize",
+    "plan_attention",
+    "plan_lora",
+    "rms_norm",
+    "rope_and_store",
+    "swiglu",
+]
+
+Ints = npt.NDArray[np.int64]
+
+QUERIES = 8  # tokens of a sequence that read a key together; as in attention.cpp
+_KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of a cache; as in attention.cpp
+
+_found = native.library()
+assert _found is not None, "dispatch asks for this only where there is a library"
+_native = _found
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight."""
+    assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = x.shape[-1]
+    _native.rms_norm(x.contiguous().data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x in place, then rms_norm(residual). Both contiguous."""
+    out = torch.empty_like(residual)
+    rows, size = x.shape
+    _native.add_rms_norm(
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps
+    )  # fmt: skip
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    rows, both = gate_up.shape
+    out = gate_up.new_empty(rows, both // 2)
+    _native.swiglu(gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+    return out
+
+
+def rope_and_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int, norms: HeadNorms = None
+) -> Tensor:
+    """Norm and rotate queries and keys in place, write keys and values into their slots, return the queries."""
+    assert qkv.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_kv_heads = (num_heads - num_q_heads) // 2
+    plain = not kv_pages.is_quantized(cache.dtype)
+    of_queries, of_keys, eps = norms if norms is not None else (None, None, 0.0)
+    _native.rope_and_store(
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.stride(0),
+        cache.data_ptr() if plain else None,
+        slots.data_ptr(),
+        None if of_queries is None else of_queries.data_ptr(),
+        None if of_keys is None else of_keys.data_ptr(),
+        eps,
+        num_tokens,
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        kv_pages.block_size_of(cache, head_dim),
+    )
+    if not plain:
+        kv_pages.store(qkv[:, num_q_heads:].view(num_tokens, 2, num_kv_heads, head_dim), cache, slots)
+    return qkv[:, :num_q_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The attention of one step, the same for every layer."""
+
+    tiles: Tensor  # (N, 3) first token, tokens (at most QUERIES, neighbours), row
+    tables: Tensor  # (R, blocks) block tables
+    positions: Tensor  # (T,) of the tokens in their sequences
+    num_scores: int  # of one head: the work
+    block_size: int
+
+
+def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+    """Prepare once what the attention of every layer needs."""
+    starts = np.cumsum(num_new) - num_new
+    rows = np.arange(len(num_new))
+    if int(num_new.max()) == 1:
+        tiles, positions = np.stack((starts, num_new, rows), axis=1), num_computed
+    else:
+        per_row = -(-num_new // QUERIES)
+        of_row = np.repeat(rows, per_row)
+        done = (np.arange(len(of_row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * QUERIES
+        tiles = np.stack((starts[of_row] + done, np.minimum(QUERIES, num_new[of_row] - done), of_row), axis=1)
+        positions = np.arange(int(num_new.sum())) + np.repeat(num_computed - starts, num_new)
+    return Plan(
+        tiles=torch.from_numpy(np.ascontiguousarray(tiles)),
+        tables=torch.from_numpy(np.ascontiguousarray(block_tables)),
+        positions=torch.from_numpy(positions),
+        num_scores=int(positions.sum()) + len(positions),
+        block_size=block_size,
+    )
+
+
+def paged_attention(
+    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
+
+    q: (T, Hq, D), heads side by side -> (T, Hq * D). `kv`, this step's, is in the cache already.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    out = q.new_empty(num_tokens, num_heads * head_dim)
+    _native.paged_attention(
+        q.data_ptr(),
+        q.stride(0),
+        cache.data_ptr(),
+        _KINDS[cache.dtype],
+        out.data_ptr(),
+        plan.tiles.data_ptr(),
+        len(plan.tiles),
+        plan.tables.data_ptr(),
+        plan.tables.shape[1],
+        plan.positions.data_ptr(),
+        num_heads,
+        cache.shape[2],
+        head_dim,
+        plan.block_size,
+        scale,
+        window or 0,
+        plan.num_scores,
+    )
+    return out

@@ -1,0 +1,72 @@
+"""The compiled kernels: which of the libraries beside this file this processor runs, and how they are called.
+
+They are built with the package (`compile`), for two generations of x86. Where there is no compiler, or another
+processor, there is no library, and `reference` computes instead. `cpu` is what torch's tensors go through.
+
+Threads: the libraries use torch's own OpenMP, so that there is one pool of threads in the process.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_P, _I, _F = c_void_p, c_int64, c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "set_threads": (_I,),
+    "pack": (_P, _P, _I, _I),
+    "linear": (_P, _P, _P, _I, _I, _I),
+    "rms_norm": (_P, _P, _P, _I, _I, _F),
+    "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
+    "swiglu": (_P, _P, _I, _I),
+    "rope_and_store": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _I, _I, _I, _I, _I),
+    "paged_attention": (_P, _I, _P, _I, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _F, _I, _I),
+}
+_BYTES_SIGNATURES: dict[str, tuple[type, ...]] = {  # where the processor multiplies bytes
+    "pack_bytes": (_P, _P, _P, _I, _I),
+    "linear_bytes": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
+}
+
+
+class Native(ctypes.CDLL):
+    """A library of compiled kernels. The sources say what each function computes; no pointer is checked there."""
+
+    multiplies_bytes: bool
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be loaded here."""
+        super().__init__(str(path))
+        self.multiplies_bytes = hasattr(self, "linear_bytes")
+        for name, arguments in (_SIGNATURES | (_BYTES_SIGNATURES if self.multiplies_bytes else {})).items():
+            function = getattr(self, name)
+            function.argtypes, function.restype = arguments, None
+        self.padded_outputs.argtypes, self.padded_outputs.restype = (_I,), _I  # outputs in whole panels
+
+
+@cache
+def library() -> Native | None:
+    """The best library for this processor; None: there is none."""
+    for name in fitting():
+        try:
+            return Native(Path(__file__).parent / f"{name}.so")
+        except OSError:
+            continue
+    return None
+
+
+def fitting() -> list[str]:
+    """The names of the libraries that this processor runs, the best first."""
+    names = []
+    if torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported():
+        names.append("avx512")
+    if torch.cpu._is_avx2_supported():
+        names.append("avx2")
+    return names
+
+
+def set_threads(count: int) -> None:
+    """How many threads a call may use from now on."""
+    if (found := library()) is not None:
+        found.set_threads(count)

@@ -1,0 +1,297 @@
+// Attention over the paged cache, read where it lies.
+//
+// A query sees its sequence's keys in tiles of KEYS positions, aligned at absolute positions, with a running maximum.
+// Within a tile a score is one chain of additions over the head's numbers, and a sum of values one chain over the
+// positions that the query sees. So a query's result depends on its own sequence alone: not on the batch, nor on how a
+// prompt was cut, nor on whether a token was drafted.
+//
+// QUERIES neighbouring tokens of a sequence go through a tile together, and with them the query heads of a KV head:
+// they share the reading of keys and values. Keys are turned on their side first, so that a vector holds the scores of
+// LANES keys and nothing is summed across lanes. One-byte caches are turned back into numbers a tile at a time.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int KEYS = 64;
+constexpr int QUERIES = 8;
+#if defined(__AVX512F__)
+constexpr int ROWS = 6;
+#else
+constexpr int ROWS = 3;
+#endif
+constexpr int WIDTH = 4;  // vectors; ROWS · WIDTH sums stay in registers
+constexpr int64_t WORTH_A_THREAD = 1 << 16;  // scores
+
+struct Cache {
+    const uint8_t *bytes;  // (blocks, 2, kv heads, page bytes)
+    int64_t kv_heads, page, size;
+    int kind;  // 0: float32, else codes with a scale behind a page's codes: 1 int8, 2 float8_e4m3fn
+    int64_t page_bytes() const { return kind == 0 ? page * size * 4 : page * (size + 4); }
+};
+
+float FLOAT8[256];
+
+// The keys (kv 0) or values (1) of `count` positions: rows of `padded` numbers, in the cache itself where that will do.
+INLINE void read_tile(const Cache &cache, const int64_t *table, int64_t first, int count, int64_t kv, int64_t head,
+                      const float **rows, float *buffer, int64_t padded) {
+    for (int j = 0; j < count; j++) {
+        int64_t position = first + j, place = position % cache.page;
+        const uint8_t *of_head =
+            cache.bytes + ((table[position / cache.page] * 2 + kv) * cache.kv_heads + head) * cache.page_bytes();
+        const float *numbers = (const float *)of_head + place * cache.size;
+        if (cache.kind == 0 && padded == cache.size) {
+            rows[j] = numbers;
+            continue;
+        }
+        float *row = buffer + j * padded;
+        rows[j] = row;
+        const uint8_t *codes = of_head + place * cache.size;
+        float scale = 1;
+        if (cache.kind) std::memcpy(&scale, of_head + cache.page * cache.size + 4 * place, 4);
+        for (int64_t d = 0; d < cache.size; d++)
+            row[d] = cache.kind == 0   ? numbers[d]
+                     : cache.kind == 1 ? (float)(int8_t)codes[d] * scale
+                                       : FLOAT8[codes[d]] * scale;
+        for (int64_t d = cache.size; d < padded; d++) row[d] = 0;
+    }
+}
+
+// LANES vectors become LANES others, rows for columns.
+INLINE void transpose(vec *x) {
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step > 0; step /= 2) {
+        ivec upper = (lane & step) != 0;
+        ivec first = upper ? lane - step + LANES : lane, second = upper ? lane + LANES : lane + step;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & step)) {
+                vec a = x[i], b = x[i + step];
+                x[i] = __builtin_shuffle(a, b, first);
+                x[i + step] = __builtin_shuffle(a, b, second);
+            }
+    }
+}
+
+// rows: `count` pointers to `padded` numbers -> turned: (padded, KEYS), zeros behind `count`.
+INLINE void turn(const float **rows, int count, int64_t padded, float *turned) {
+    for (int j = 0; j < count; j += LANES)
+        for (int64_t d = 0; d < padded; d += LANES) {
+            vec block[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) block[i] = j + i < count ? load(rows[j + i] + d) : vec{};
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) store(turned + (d + i) * KEYS + j, block[i]);
+        }
+}
+
+// sums[r] += a[r][k] · row(k), for k from … to - 1 and `vectors` vectors of each.
+template <int rows, int vectors, class Row>
+INLINE void accumulate(float *const *sums, const float *const *a, Row row, int from, int to) {
+    vec sum[rows][vectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sum[r][v] = load(sums[r] + v * LANES);
+    for (int k = from; k < to; k++) {
+        const float *own = row(k);
+        vec w[vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) w[v] = load(own + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vec factor = all(a[r][k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sum[r][v] += factor * w[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store(sums[r] + v * LANES, sum[r][v]);
+}
+
+template <int rows, class Row>
+void accumulate_rows(int vectors, float *const *sums, const float *const *a, Row row, int from, int to) {
+    switch (vectors) {
+        case 1: return accumulate<rows, 1>(sums, a, row, from, to);
+        case 2: return accumulate<rows, 2>(sums, a, row, from, to);
+        case 3: return accumulate<rows, 3>(sums, a, row, from, to);
+        default: return accumulate<rows, 4>(sums, a, row, from, to);
+    }
+}
+
+template <class Row>
+INLINE void accumulate_any(int rows, int vectors, float *const *sums, const float *const *a, Row row, int from, int to) {
+    switch (rows) {
+        case 1: return accumulate_rows<1>(vectors, sums, a, row, from, to);
+        case 2: return accumulate_rows<2>(vectors, sums, a, row, from, to);
+        case 3: return accumulate_rows<3>(vectors, sums, a, row, from, to);
+#if defined(__AVX512F__)
+        case 4: return accumulate_rows<4>(vectors, sums, a, row, from, to);
+        case 5: return accumulate_rows<5>(vectors, sums, a, row, from, to);
+        default: return accumulate_rows<6>(vectors, sums, a, row, from, to);
+#endif
+    }
+}
+
+// One query head of one token, and what it has seen so far.
+struct Query {
+    const float *q;
+    float *scores;  // (KEYS) of this tile; then its weights
+    float *sum;  // (padded) the values so far, weighted
+    int64_t position;
+    float highest, total;
+    int from, to;  // what it sees of this tile
+};
+
+// Scores to weights, and what was summed so far to the new maximum.
+INLINE void weigh(Query &query, float scale, int64_t padded) {
+    const vec nothing = all(-__builtin_inff());
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    vec most = nothing;
+    for (int j = 0; j < KEYS; j += LANES) {
+        ivec place = lane + j;
+        vec scores = load(query.scores + j) * scale;
+        scores = choose((place >= query.from) & (place < query.to), scores, nothing);
+        store(query.scores + j, scores);
+        most = larger(most, scores);
+    }
+    float highest = largest(most);
+    highest = highest > query.highest ? highest : query.highest;
+    vec weights{};
+    for (int j = 0; j < KEYS; j += LANES) {
+        vec own = exponential(load(query.scores + j) - highest);
+        store(query.scores + j, own);
+        weights += own;
+    }
+    float keep = exponential(all(query.highest - highest))[0];
+    query.total = query.total * keep + sum(weights);
+    query.highest = highest;
+    for (int64_t d = 0; d < padded; d += LANES) store(query.sum + d, load(query.sum + d) * keep);
+}
+
+// `count` queries, at most ROWS, and one tile.
+INLINE void attend(Query **queries, int count, const float *turned, const float *const *values, int64_t size,
+                   int64_t padded, float scale) {
+    const float *a[ROWS];
+    float *sums[ROWS];
+    int needed = 0, all_from = 0, all_to = KEYS;
+    for (int r = 0; r < count; r++) {
+        Query &query = *queries[r];
+        needed = query.to > needed ? query.to : needed;
+        all_from = query.from > all_from ? query.from : all_from;
+        all_to = query.to < all_to ? query.to : all_to;
+        for (int j = 0; j < KEYS; j += LANES) store(query.scores + j, vec{});
+    }
+    for (int j = 0; j < needed; j += WIDTH * LANES) {
+        int vectors = (needed - j + LANES - 1) / LANES;
+        for (int r = 0; r < count; r++) a[r] = queries[r]->q, sums[r] = queries[r]->scores + j;
+        auto row = [=](int d) { return turned + d * KEYS + j; };
+        accumulate_any(count, vectors < WIDTH ? vectors : WIDTH, sums, a, row, 0, (int)size);
+    }
+    for (int r = 0; r < count; r++) weigh(*queries[r], scale, padded);
+    all_to = all_to > all_from ? all_to : all_from;
+    for (int64_t d = 0; d < padded; d += WIDTH * LANES) {
+        int64_t left = (padded - d) / LANES;
+        int vectors = left < WIDTH ? left : WIDTH;
+        auto row = [=](int j) { return values[j] + d; };
+        for (int r = 0; r < count; r++) a[r] = queries[r]->scores, sums[r] = queries[r]->sum + d;
+        // What they all see together, what comes before and behind it one by one: the order of each stays the same.
+        for (int r = 0; r < count; r++) {
+            int to = queries[r]->to < all_from ? queries[r]->to : all_from;
+            accumulate_any(1, vectors, sums + r, a + r, row, queries[r]->from, to);
+        }
+        accumulate_any(count, vectors, sums, a, row, all_from, all_to);
+        for (int r = 0; r < count; r++) {
+            int from = queries[r]->from > all_to ? queries[r]->from : all_to;
+            accumulate_any(1, vectors, sums + r, a + r, row, from, queries[r]->to);
+        }
+    }
+}
+
+struct Step {
+    const float *q;  // (tokens, query heads, size), a token `q_stride` numbers after the other
+    float *out;  // (tokens, query heads, size)
+    Cache cache;
+    const int64_t *tables;  // (rows, width)
+    const int64_t *positions;  // (tokens) within their sequences
+    int64_t q_stride, width, groups, window;
+    float scale;
+};
+
+// `count` neighbouring tokens of a row and one KV head.
+void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_t head) {
+    const Cache &cache = step.cache;
+    int64_t size = cache.size, heads = step.groups * cache.kv_heads;
+    int64_t padded = (size + LANES - 1) / LANES * LANES;
+    bool in_place = cache.kind == 0 && padded == size;
+    int num_queries = count * step.groups;
+    Query queries[num_queries], *seeing[num_queries];
+    float scores[num_queries * KEYS], sums[num_queries * padded], turned[padded * KEYS];
+    float buffer[in_place ? 1 : KEYS * padded];
+    const float *rows[KEYS];
+    std::memset(sums, 0, sizeof(float) * num_queries * padded);
+    std::memset(turned, 0, sizeof(float) * padded * KEYS);
+    for (int m = 0; m < num_queries; m++) {
+        int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
+        queries[m] = {step.q + own * step.q_stride + of_head * size, scores + m * KEYS, sums + m * padded,
+                      step.positions[own], -1e30f, 0, 0, 0};
+    }
+    auto oldest = [&](int64_t position) {
+        return step.window > 0 && position >= step.window ? position - step.window + 1 : 0;
+    };
+    const int64_t *table = step.tables + row * step.width;
+    int64_t end = queries[num_queries - 1].position + 1;
+    for (int64_t first = oldest(queries[0].position) / KEYS * KEYS; first < end; first += KEYS) {
+        int present = end - first < KEYS ? end - first : KEYS, count_seeing = 0;
+        read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
+        turn(rows, present, padded, turned);
+        read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
+        for (int m = 0; m < num_queries; m++) {
+            int64_t from = oldest(queries[m].position) - first, to = queries[m].position + 1 - first;
+            queries[m].from = from > 0 ? from : 0;
+            queries[m].to = to < KEYS ? to : KEYS;
+            if (queries[m].from < queries[m].to) seeing[count_seeing++] = &queries[m];
+        }
+        for (int m = 0; m < count_seeing; m += ROWS)
+            attend(seeing + m, count_seeing - m < ROWS ? count_seeing - m : ROWS, turned, rows, size, padded,
+                   step.scale);
+    }
+    for (int m = 0; m < num_queries; m++) {
+        int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
+        float *out = step.out + (own * heads + of_head) * size;
+        for (int64_t d = 0; d < size; d++) out[d] = queries[m].sum[d] / queries[m].total;
+    }
+}
+
+struct FillFloat8 {
+    FillFloat8() {
+        for (int code = 0; code < 256; code++) {
+            int exponent = code >> 3 & 15, fraction = code & 7;
+            float size = exponent ? __builtin_ldexpf(8 + fraction, exponent - 10) : __builtin_ldexpf(fraction, -9);
+            if (exponent == 15 && fraction == 7) size = __builtin_nanf("");
+            FLOAT8[code] = code & 128 ? -size : size;
+        }
+    }
+} fill_float8;
+
+}  // namespace
+
+// tiles: (number, 3) first token, tokens (at most QUERIES, neighbours of one row), row of `tables`.
+EXPORT void paged_attention(const float *q, int64_t q_stride, const void *cache, int64_t kind, float *out,
+                            const int64_t *tiles, int64_t num_tiles, const int64_t *tables, int64_t width,
+                            const int64_t *positions, int64_t query_heads, int64_t kv_heads, int64_t size, int64_t page,
+                            float scale, int64_t window, int64_t num_scores) {
+    Step step{q, out, {(const uint8_t *)cache, kv_heads, page, size, (int)kind}, tables, positions, q_stride, width,
+              query_heads / kv_heads, window, scale};
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && num_scores * query_heads > WORTH_A_THREAD)
+    for (int64_t item = 0; item < num_tiles * kv_heads; item++) {
+        const int64_t *tile = tiles + item / kv_heads * 3;
+        attend_tile(step, tile[0], (int)tile[1], tile[2], item % kv_heads);
+    }
+}

@@ -1,0 +1,98 @@
+"""Weights in the order in which the compiled kernels read them: float32, or bytes with a scale per output.
+
+A row's result depends on the row alone, bit for bit, so `deterministic` needs nothing else.
+
+One thread, the linears of 8 layers of a 135M model, ms at 1 / 8 / 32 / 128 / 512 rows (Xeon with AVX512-VNNI, a
+neighbour on the other core; `python -m bench linears` measures it anew):
+
+    MKL, packed (matmul_prepacked)       12.2  13.7  30.6  89.3  303
+    NativePacked                         11.5  13.1  23.6  67.1  245
+    oneDNN, int8 (DynamicInt8)           10.9  11.3  15.8  37.1  135
+    NativeInt8                            3.5   3.8   7.0  19.8   82
+"""
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels.native import Native
+from slipway_runtime.layers.matmul_quantized import quantize_rows
+
+LARGEST_ROW = 2**31 // (255 * 127)  # inputs whose sum of products of bytes an int32 holds in any case
+
+
+class NativePacked:
+    """float32."""
+
+    __slots__ = ("_native", "_packed", "in_features", "out_features")
+    rows_are_independent = True
+
+    def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in), float32
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        self._packed = torch.empty(native.padded_outputs(self.out_features) * self.in_features)
+        native.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), *weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        rows = x.shape[0]
+        y = x.new_empty(rows, self.out_features)
+        self._native.linear(
+            x.contiguous().data_ptr(),
+            self._packed.data_ptr(),
+            y.data_ptr(),
+            rows,
+            self.in_features,
+            self.out_features,
+        )
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, the last panel's padding included."""
+        return self._packed.nbytes
+
+
+class NativeInt8:
+    """int8 weights times rows rounded to bytes, each by its own scale; the sums are exact."""
+
+    __slots__ = ("_native", "_offsets", "_packed", "_scales", "in_features", "out_features")
+    rows_are_independent = True
+
+    def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        codes, scales = quantize_rows(weight, torch.int8)
+        padded = native.padded_outputs(self.out_features)
+        self._scales = torch.zeros(padded)
+        self._scales[: self.out_features] = scales
+        self._offsets = torch.zeros(padded, dtype=torch.int32)
+        self._packed = torch.empty(padded * -(-self.in_features // 4) * 4, dtype=torch.int8)
+        native.pack_bytes(codes.data_ptr(), self._packed.data_ptr(), self._offsets.data_ptr(), *weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        rows = x.shape[0]
+        y = x.new_empty(rows, self.out_features)
+        scratch = torch.empty(rows * (self.in_features + 8), dtype=torch.uint8)  # the rounded rows and their scales
+        self._native.linear_bytes(
+            x.contiguous().data_ptr(),
+            self._packed.data_ptr(),
+            self._scales.data_ptr(),
+            self._offsets.data_ptr(),
+            y.data_ptr(),
+            scratch.data_ptr(),
+            rows,
+            self.in_features,
+            self.out_features,
+        )
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return self._packed.nbytes + self._scales.nbytes + self._offsets.nbytes
+
+    @staticmethod
+    def fits(weight: Tensor, native: Native) -> bool:
+        """Whether this processor computes it for a matrix of this shape."""
+        return native.multiplies_bytes and weight.dtype == torch.float32 and weight.shape[1] <= LARGEST_ROW
