@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, native
 from slipway_runtime.kernels.reference_attention import HeadNorms
-from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
+from slipway_runtime.kernels.reference_lora import LoraWeights
 from slipway_runtime.kernels.reference_sampling import draw, forbid, penalize
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
 Ints = npt.NDArray[np.int64]
 
 QUERIES = 8  # tokens of a sequence that read a key together; as in attention.cpp
+TOKENS = 4  # of an adapter that read its matrices together; as in lora.cpp
 _KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of a cache; as in attention.cpp
 
 _found = native.library()
@@ -158,3 +159,47 @@ def paged_attention(
         plan.num_scores,
     )
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """Which tokens of a step have which adapter, the same for every layer."""
+
+    slots: int  # bit s: any token has slot s
+    tiles: Tensor  # (N, 2 + TOKENS) slot, tokens, which ones
+
+
+def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
+    """Group the tokens of a step by slot; -1: no adapter. A token is computed alike in any group, whatever `tile` is."""
+    tiles = []
+    for slot in np.unique(token_slots[token_slots >= 0]).tolist():
+        members = np.flatnonzero(token_slots == slot)
+        own = np.zeros((-(-len(members) // TOKENS), 2 + TOKENS), dtype=np.int64)
+        own[:, 0], own[:, 1] = slot, TOKENS
+        own[-1, 1] = len(members) - TOKENS * (len(own) - 1)
+        own[:, 2:] = np.pad(members, (0, len(own) * TOKENS - len(members))).reshape(-1, TOKENS)
+        tiles.append(own)
+    slots = sum(1 << int(own[0, 0]) for own in tiles)
+    return LoraPlan(slots, torch.from_numpy(np.concatenate(tiles) if tiles else np.zeros((0, 2 + TOKENS), np.int64)))
+
+
+def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
+    """y += what the adapters of these tokens add, in place. x: (T, in)  y: (T, out), contiguous."""
+    if not weights.slots & plan.slots:
+        return  # none of them changes this layer
+    num_parts, max_rank, num_slots, in_size = weights.a.shape
+    _native.add_lora(
+        x.contiguous().data_ptr(),
+        y.data_ptr(),
+        weights.a.data_ptr(),
+        weights.b.data_ptr(),
+        weights.columns_on_device.data_ptr(),
+        weights.ranks_on_device.data_ptr(),
+        num_parts,
+        max_rank,
+        num_slots,
+        in_size,
+        weights.b.shape[2],
+        plan.tiles.data_ptr(),
+        len(plan.tiles),
+    )

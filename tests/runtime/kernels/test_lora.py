@@ -90,6 +90,16 @@ def test_a_cpu_adds_what_the_definition_adds(batch, dtype):
 
 
 @pytest.mark.capability("KN-3")
+@every_batch
+def test_the_compiled_kernel_adds_what_the_definition_adds(batch, compiled):
+    slots = np.array(BATCHES[batch])
+    weights, (x, y) = some_weights(), some_rows(len(slots))
+    computed = y.clone()
+    compiled.add_lora(x, computed, weights, compiled.plan_lora(slots, 5, like=x))
+    check(computed, x, y, weights, slots)
+
+
+@pytest.mark.capability("KN-3")
 @on_a_device
 def test_triton_adds_what_the_definition_adds(batch, dtype, device, monkeypatch):
     monkeypatch.setattr(lora, "SPLIT", 16)  # three splits, the last not full, and blocks beyond both ends
@@ -116,6 +126,17 @@ def test_an_adapter_that_overflows_harms_nobody_else(implementation, device):
 
 
 @pytest.mark.capability("KN-3")
+def test_an_adapter_that_overflows_harms_nobody_else_in_the_compiled_kernel(compiled):
+    weights, slots = some_weights(), np.array([0, 1, 2, 4, -1])
+    x, y = some_rows(5)
+    weights.a[:, :4, 0] = 3e38
+    computed = y.clone()
+    compiled.add_lora(x, computed, weights, compiled.plan_lora(slots, 5, like=x))
+    assert not computed[0].isfinite().all()
+    torch.testing.assert_close(computed[1:], defined(x, y, some_weights(), slots)[1:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.capability("KN-3")
 def test_a_slot_is_empty_before_and_after():
     weights = some_weights()
     x, y = some_rows(4)
@@ -131,7 +152,7 @@ def test_a_slot_is_empty_before_and_after():
 
 @pytest.mark.capability("API-19")
 @pytest.mark.parametrize("rank", [3, 8, 12])
-def test_with_tiles_a_token_does_not_depend_on_its_neighbours(rank):
+def test_with_tiles_a_token_does_not_depend_on_its_neighbours(rank, kernels):
     generator = torch.Generator().manual_seed(rank)
     weights = LoraWeights(500, (96, 31), num_slots=3, max_rank=rank, dtype=torch.float32, device=torch.device("cpu"))
     for part, size in enumerate((96, 31)):
@@ -142,8 +163,8 @@ def test_with_tiles_a_token_does_not_depend_on_its_neighbours(rank):
 
     def computed(tokens: list[int], slots: list[int]) -> torch.Tensor:
         out = y[tokens].clone()
-        plan = reference_lora.plan_lora(np.array(slots), 3, like=x, tile=16)
-        reference_lora.add_lora(x[tokens], out, weights, plan)
+        plan = kernels.plan_lora(np.array(slots), 3, like=x, tile=16)
+        kernels.add_lora(x[tokens], out, weights, plan)
         return out
 
     slots = [token * 7 % 4 - 1 for token in range(70)]

@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
     "swiglu": (_P, _P, _I, _I),
     "rope_and_store": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _I, _I, _I, _I, _I),
+    "add_lora": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
     "paged_attention": (_P, _I, _P, _I, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _F, _I, _I),
 }
 _BYTES_SIGNATURES: dict[str, tuple[type, ...]] = {  # where the processor multiplies bytes

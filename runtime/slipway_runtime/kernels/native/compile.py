@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("linear.cpp", "rows.cpp", "attention.cpp")
+SOURCES = ("linear.cpp", "rows.cpp", "attention.cpp", "lora.cpp")
 LIBRARIES = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
