@@ -9,6 +9,8 @@ A block holds the keys and values of `block_size` consecutive tokens, and is in 
 
     free + cached + live + lent = total
 
+With a tier below, what is evicted from here can still be found there (host_tier.py).
+
 Which cached block is evicted first is the business of an order (eviction.py). In both of them a prompt of any length
 that is seen once does not push out a prefix that is used again and again.
 
@@ -22,6 +24,7 @@ Block 0 belongs to nobody: padding points there.
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 from slipway_runtime.scheduling.eviction import EvictionOrder, SegmentedLru
 from slipway_runtime.scheduling.kv_events import KvEventLog
@@ -41,6 +44,31 @@ def root_key(*, model: str = "", adapter: str = "", salt: str | None = "") -> by
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a full block that follows the block with the key `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
+
+
+class ColdBlocks(Protocol):
+    """The tier below: what the pool asks and tells of it."""
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a block with this key is there."""
+
+    def demote(self, block: int, key: bytes, group: str) -> None:
+        """A cached block is evicted; what it holds stays until the next plan is executed."""
+
+    def evict_group(self, group: str) -> None:
+        """Nobody finds the blocks of this group any more."""
+
+    def forget_all(self) -> None:
+        """Nobody finds anything any more."""
+
+    def groups(self) -> Iterable[str]:
+        """The groups that have blocks there."""
+
+    def members(self, group: str) -> int:
+        """How many."""
+
+    def check(self) -> None:
+        """Raise AssertionError when the books do not balance."""
 
 
 class BlockPool:
@@ -64,6 +92,7 @@ class BlockPool:
         self.shares_prefixes = shares_prefixes
         self.now = 0.0
         self.events = events
+        self.below: ColdBlocks | None = None
         self._ref_count = [0] * (num_blocks + 1)
         self._key_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
@@ -103,12 +132,17 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest published prefix of this chain. They are not held yet: see `hold`."""
+        """The blocks of the longest published prefix of this chain, NULL_BLOCK for those in the tier below.
+
+        They are not held yet: see `hold`.
+        """
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
-                break
+                if self.below is None or key not in self.below:
+                    break
+                block = NULL_BLOCK
             blocks.append(block)
         return blocks
 
@@ -191,7 +225,9 @@ class BlockPool:
         return self._members
 
     def evict_group(self, group: str) -> None:
-        """Nobody finds the blocks of this group any more; those that nobody uses are free."""
+        """Nobody finds the blocks of this group any more, in no tier; those that nobody uses are free."""
+        if self.below is not None:
+            self.below.evict_group(group)
         for block in list(self._members.get(group, ())):
             self._forget(block)
             if self._ref_count[block] == 0:
@@ -223,6 +259,8 @@ class BlockPool:
         for group in list(self._members):
             self.evict_group(group)
         self.events = events
+        if self.below is not None:
+            self.below.forget_all()
         if events is not None:
             events.cleared()
 
@@ -241,6 +279,8 @@ class BlockPool:
         assert {key: block for block, key in enumerate(self._key_of) if key is not None} == self._block_of
         members = {block: group for group, blocks in self._members.items() for block in blocks}
         assert members == {block: self._group_of[block] for block in self._block_of.values()}
+        if self.below is not None:
+            self.below.check()
 
     def _take(self) -> int:
         if self._free:
@@ -251,6 +291,9 @@ class BlockPool:
         block = self.order.next()
         assert block is not None, "the caller knows that there is one"
         assert self._ref_count[block] == 0
+        key = self._key_of[block]
+        if self.below is not None and key is not None:
+            self.below.demote(block, key, self._group_of[block])
         self._forget(block)
         return block
 

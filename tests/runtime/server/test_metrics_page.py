@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 FACTS = EngineFacts(
     vocab_size=50, eos_token_ids=(), max_model_len=200, max_num_seqs=2, max_num_batched_tokens=8, block_size=4,
     num_blocks=100, bytes_per_token=1, weight_bytes=1, dtype="fp32", device="cpu", load_seconds=0, warmup_seconds=0,
-    max_adapters=1, speculation="promptLookup",
+    max_adapters=1, speculation="promptLookup", host_blocks=8,
 )  # fmt: skip
 NUMBERS = {name: 0 for name in EngineStats.__struct_fields__ if name in {
     "running", "waiting", "waiting_tokens", "blocks_total", "blocks_live", "blocks_cached", "steps", "preemptions",
