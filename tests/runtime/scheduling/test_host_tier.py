@@ -61,6 +61,22 @@ def test_a_plan_names_the_copies_in_the_order_in_which_they_are_safe():
 
 
 @pytest.mark.capability("KV-12")
+def test_a_slot_is_read_before_it_is_given_to_another_block_in_the_same_plan():
+    play = Play(blocks=6, budget=64, host_blocks=1)
+    chat(play, "a", [1] * 4 + [2])
+    chat(play, "all there is", [3] * 21)
+    play.add("a again", [1] * 4 + [5], max_tokens=1)
+    play.add("beside", [6], max_tokens=1)
+    play.step()
+
+    back, out = play.plan.host_moves
+    assert isinstance(back, Promote)
+    assert isinstance(out, Demote)
+    assert back.slot == out.slot
+    assert play.text("a again") == continuation([1] * 4 + [5], 1)
+
+
+@pytest.mark.capability("KV-12")
 def test_who_comes_in_the_same_step_finds_what_is_on_its_way_back():
     play = Play(blocks=14, budget=64, host_blocks=40)
     chat(play, "first", [*SYSTEM, 40])

@@ -114,11 +114,65 @@ stages = st.builds(
 disturbances = st.dictionaries(st.integers(0, 30), st.sampled_from([*LOADED, "forget"]), max_size=4)
 
 
-@pytest.mark.capability("KV-1", "KV-3", "KV-6", "KV-7", "KV-12", "BS-1", "BS-2", "API-3", "API-10")
+# Few long prompts that come again and again, for a pool that holds two of them.
+returning = st.lists(
+    st.builds(
+        Arrival,
+        after=st.integers(0, 9),
+        prompt=st.builds(
+            lambda which, length, end: [which + 1, *range(2, length), end],
+            st.integers(0, 3), st.integers(6, 13), st.integers(1, 2),
+        ),
+        max_tokens=st.integers(1, 6),
+        priority=st.integers(0, 1),
+        abort_after=st.none(),
+        abort_index=st.none(),
+        deadline_after=st.none() | st.integers(5, 25),
+        pause_after=st.none(),
+        pause_for=st.just(1),
+        salt=st.just(""),
+        tenant=st.just(""),
+        adapter=st.sampled_from(["", "", "", LOADED[0]]),
+        n=st.sampled_from([1, 1, 1, 2]),
+        scored=st.just(False),
+    ),
+    min_size=6,
+    max_size=16,
+)  # fmt: skip
+crowded = st.builds(
+    Stage,
+    blocks=st.integers(11, 16),
+    block_size=st.sampled_from([1, 2]),
+    max_num_seqs=st.integers(1, 4),
+    extra_budget=st.integers(2, 16),
+    overlap=st.booleans(),
+    guesses=st.sampled_from([0, 0, 3]),
+    memory=st.sampled_from([None, 1]),
+    slots=st.integers(1, 2),
+    in_memory=st.integers(1, 2),
+    block_bytes=st.sampled_from([0, 100]),
+    host_blocks=st.integers(1, 40),
+    host_enough=st.sampled_from([1, 256]),
+)
+
+
+@pytest.mark.capability("KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "API-10")
 @pytest.mark.capability("ML-5", "ML-6", "PF-5", "PF-10", "PF-25")
 @settings(max_examples=150, deadline=None)
 @given(arrivals=arrivals, stage=stages, disturbances=disturbances)
 def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, disturbances):
+    _play_to_the_end(arrivals, stage, disturbances)
+
+
+@pytest.mark.capability("KV-12", "KV-3")
+@settings(max_examples=80, deadline=None)
+@given(arrivals=returning, stage=crowded, disturbances=disturbances)
+def test_what_comes_back_from_host_memory_is_what_would_have_been_computed(arrivals, stage, disturbances):
+    _play_to_the_end(arrivals, stage, disturbances)
+
+
+def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[int, str]) -> None:
+    """Every token that is read on the way is checked by the worker, the books after every step."""
     play = stage.play()
     for adapter in LOADED:
         play.load(adapter)
