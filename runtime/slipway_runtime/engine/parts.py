@@ -90,8 +90,8 @@ def make_tier(plan: EnginePlan, size: CacheSize) -> tuple[HostTier, HostArena] |
             f"{asked} bytes of host memory are asked for cold KV blocks, and {available} are available: "
             "lower --kv-cache-host-bytes or give the container more memory"
         )
-    arena = HostArena(block_bytes, plan.config.num_layers, plan.device)
-    arena.reserve(num_blocks)
+    arena = HostArena(num_blocks, block_bytes, plan.config.num_layers, plan.device)
+    arena.reserve()
     return HostTier(num_blocks, size.block_size), arena
 
 

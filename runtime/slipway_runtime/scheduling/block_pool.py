@@ -24,9 +24,8 @@ Block 0 belongs to nobody: padding points there.
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
 
-from slipway_runtime.scheduling.eviction import EvictionOrder, SegmentedLru
+from slipway_runtime.scheduling.eviction import ColdBlocks, EvictionOrder, SegmentedLru
 from slipway_runtime.scheduling.kv_events import KvEventLog
 
 NULL_BLOCK = 0
@@ -44,31 +43,6 @@ def root_key(*, model: str = "", adapter: str = "", salt: str | None = "") -> by
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a full block that follows the block with the key `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
-
-
-class ColdBlocks(Protocol):
-    """The tier below: what the pool asks and tells of it."""
-
-    def __contains__(self, key: object) -> bool:
-        """Whether a block with this key is there."""
-
-    def demote(self, block: int, key: bytes, group: str) -> None:
-        """A cached block is evicted; what it holds stays until the next plan is executed."""
-
-    def evict_group(self, group: str) -> None:
-        """Nobody finds the blocks of this group any more."""
-
-    def forget_all(self) -> None:
-        """Nobody finds anything any more."""
-
-    def groups(self) -> Iterable[str]:
-        """The groups that have blocks there."""
-
-    def members(self, group: str) -> int:
-        """How many."""
-
-    def check(self) -> None:
-        """Raise AssertionError when the books do not balance."""
 
 
 class BlockPool:

@@ -18,10 +18,20 @@ SEGMENT_BYTES = 64 << 20
 
 
 class HostArena:
-    """Slots from 1 on, each of `block_bytes`."""
+    """Slots 1 … `num_slots`, each of `block_bytes`."""
 
-    def __init__(self, block_bytes: int, num_layers: int, device: torch.device, *, segment_bytes: int = SEGMENT_BYTES):
-        self._shape = (max(segment_bytes // block_bytes, 1), num_layers, block_bytes // num_layers)
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        num_layers: int,
+        device: torch.device,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._num_slots = num_slots
+        self._slot_shape = (num_layers, block_bytes // num_layers)
+        self._most = max(segment_bytes // block_bytes, 1)  # slots in a segment; the last one may have fewer
         self._pinned = device.type == "cuda"
         self._segments: list[Tensor] = []  # (slots, layers, bytes of a layer's block), uint8
 
@@ -30,10 +40,12 @@ class HostArena:
         """What it has taken."""
         return sum(segment.nbytes for segment in self._segments)
 
-    def reserve(self, num_slots: int) -> None:
-        """Take the memory of so many slots. Raises what torch raises when there is none."""
-        while len(self._segments) * self._shape[0] < num_slots:
-            self._segments.append(torch.empty(self._shape, dtype=torch.uint8, pin_memory=self._pinned))
+    def reserve(self, slot: int | None = None) -> None:
+        """Take the memory of the slots up to this one, of all without one. Raises what torch raises without memory."""
+        wanted = self._num_slots if slot is None else slot
+        while (taken := len(self._segments) * self._most) < wanted:
+            shape = (min(self._most, self._num_slots - taken), *self._slot_shape)
+            self._segments.append(torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned))
 
     def give_back(self) -> None:
         """Free all slots."""
@@ -56,7 +68,7 @@ class HostArena:
 
     def _slot(self, slot: int) -> Tensor:
         """(layers, bytes of a layer's block)."""
-        segment, place = divmod(slot - 1, self._shape[0])
+        segment, place = divmod(slot - 1, self._most)
         return self._segments[segment][place]
 
 
