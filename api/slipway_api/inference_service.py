@@ -102,6 +102,11 @@ _POOL_WITHIN_LIMIT = (
     "!isQuantity(string(self.resources.limits['memory'])) || "
     "quantity(self.runtime.kvCache.bytes).isLessThan(quantity(string(self.resources.limits['memory'])))"
 )
+_HOST_MEMORY_WITHIN_LIMIT = (
+    "!has(self.runtime.kvCache.hostBytes) || !has(self.resources.limits) || !('memory' in self.resources.limits) || "
+    "!isQuantity(self.runtime.kvCache.hostBytes) || !isQuantity(string(self.resources.limits['memory'])) || "
+    "quantity(self.runtime.kvCache.hostBytes).isLessThan(quantity(string(self.resources.limits['memory'])))"
+)
 
 
 class InferenceServiceSpec(Struct):
@@ -118,6 +123,12 @@ class InferenceServiceSpec(Struct):
             "runtime.kvCache.bytes must be below resources.limits.memory, because without a GPU the KV cache is "
             "part of the container's memory",
             ".runtime.kvCache.bytes",
+        ),
+        Rule(
+            _HOST_MEMORY_WITHIN_LIMIT,
+            "runtime.kvCache.hostBytes must be below resources.limits.memory, because it is part of the container's "
+            "memory",
+            ".runtime.kvCache.hostBytes",
         ),
         Rule(
             "!has(self.autoscaling) || self.autoscaling.mode == 'External' || !has(self.replicas)",

@@ -61,6 +61,11 @@ class KVCache(Struct):
             "bytes must be a whole number of bytes such as 64Mi or 2Gi",
             ".bytes",
         ),
+        Rule(
+            f"!has(self.hostBytes) || self.hostBytes.matches('{BYTES_PATTERN}')",
+            "hostBytes must be a whole number of bytes such as 32Gi",
+            ".hostBytes",
+        ),
     )
 
     gpu_memory_utilization: DecimalString = decimal("0.85")
@@ -69,6 +74,8 @@ class KVCache(Struct):
     """Number format of keys and values; fp8 and int8 hold twice the tokens of 16 bits. auto: that of the arithmetic."""
     bytes: ByteQuantity = ""
     """Fixes the size of the pool, such as 64Mi; for CPUs and demonstrations. Empty: what the GPU has left."""
+    host_bytes: ByteQuantity = ""
+    """Host memory for prefixes that the pool has no room for, such as 32Gi; part of limits.memory. Empty: none."""
 
     @property
     def fixed_bytes(self) -> int | None:

@@ -70,6 +70,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--block-size", type=int, default=0, help="tokens in one KV block")
     serve.add_argument("--max-output-tokens", type=int, default=0, help="hard cap of one answer")
     serve.add_argument("--kv-cache-bytes", default="", metavar="QUANTITY", help="size of the KV pool, such as 64Mi")
+    serve.add_argument(
+        "--kv-cache-host-bytes", default="", metavar="QUANTITY", help="host memory for cold prefixes, such as 32Gi"
+    )
     serve.add_argument("--gpu-memory-utilization", type=float, default=0.0)
     serve.add_argument("--model-digest", default="", help="sha256:… of the weights; a mismatch refuses to start")
     serve.add_argument("--tokenizer-uri", default="", help="where the tokenizer is, if not beside the weights")
@@ -134,7 +137,8 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
         for key in (f.name for f in fields(RuntimeSettings))
         if (value := getattr(arguments, key, None)) not in (None, "", 0, 0.0, False)
     }
-    given["kv_cache_bytes"] = int(parse_quantity(arguments.kv_cache_bytes)) if arguments.kv_cache_bytes else 0
+    for name in ("kv_cache_bytes", "kv_cache_host_bytes"):
+        given[name] = int(parse_quantity(text)) if (text := getattr(arguments, name)) else 0
     if arguments.chat_template_file:
         given["chat_template"] = Path(arguments.chat_template_file).read_text(encoding="utf-8")
     if arguments.sampling_defaults:
@@ -173,6 +177,8 @@ def _check(settings: RuntimeSettings) -> None:
             f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs"
             f" {settings.max_num_seqs}: every running sequence needs a token in each step"
         )
+    if settings.kv_cache_host_bytes and settings.no_prefix_caching:
+        raise ValueError("--kv-cache-host-bytes keeps cold prefixes, and --no-prefix-caching leaves none to keep")
     if settings.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(settings.kv_events_endpoint):
         raise ValueError(
             f"--kv-events-endpoint {settings.kv_events_endpoint!r} must name an address and a port, as tcp://*:5557"

@@ -93,6 +93,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
         kv_cache_bytes=settings.kv_cache_bytes,
+        kv_cache_host_bytes=settings.kv_cache_host_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         extra_eos_token_ids=() if eos_id is None else (eos_id,),
         tokenizer_path=str(fetched.tokenizer_directory),

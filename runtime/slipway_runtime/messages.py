@@ -105,7 +105,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     preemptions: int
     prefix_queries: int  # prompt tokens looked up
-    prefix_hits: int  # prompt tokens found
+    prefix_hits: int  # prompt tokens found, in host memory too
     admitted: int  # the ledger: admitted = finished + aborted + handed_over + running + waiting
     finished: int
     aborted: int
@@ -121,6 +121,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     running_adapters: tuple[str, ...] = ()  # digests of adapters with running, and with waiting requests
     waiting_adapters: tuple[str, ...] = ()
     invalid_kv_blocks: int = 0  # KV of adapters that are not resident: always 0 with dependency-aware eviction
+    host_blocks: int = 0  # cold prefix blocks in host memory
+    host_active: bool = False  # host memory is asked for, and not switched off by few hits
+    host_hits: int = 0  # of the prefix hits, prompt tokens found in host memory; a counter
+    demotions: int = 0  # blocks copied from the device to host memory; a counter
+    promotions: int = 0  # blocks copied back; a counter
     speculation_active: bool = False  # asked for, and not switched off by low acceptance
     drafts: int = 0  # steps of a row that verified a draft; a counter
     draft_tokens: int = 0  # a counter
@@ -152,6 +157,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_adapters: int = 0  # that wait in host memory
     max_rank: int = 0
     speculation: str = "none"
+    host_blocks: int = 0  # that host memory has room for, beside the pool; 0: cold prefixes are dropped
     graphs_failed: str = ""  # why decode steps are not recorded on a device that could; a sentence
 
 
@@ -239,24 +245,33 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""  # empty: done
 
 
+class Medium(StrEnum):
+    """Which memory a prefix block is in, in vLLM's words."""
+
+    DEVICE = "GPU"  # what attention reads, whatever it is made of
+    HOST = "CPU"
+
+
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefix blocks that can be found from now on, in the order of their chain."""
+    """Prefix blocks that can be found from now on, in the order of their chain. Those in host memory: hashes alone."""
 
     block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
     token_ids: tuple[int, ...]
     block_size: int
     adapter: str = ""
+    medium: Medium = Medium.DEVICE
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefix blocks that are gone."""
+    """Prefix blocks that are gone from one memory."""
 
     block_hashes: tuple[bytes, ...]
+    medium: Medium = Medium.DEVICE
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True):
-    """Every prefix is gone."""
+    """Every prefix is gone, wherever it was."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -316,6 +331,27 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     digest: str
 
 
+class Demote(msgspec.Struct, frozen=True, tag=True):
+    """Copy a block of the device into a slot of host memory. Slots count from 1."""
+
+    block: int
+    slot: int
+
+
+class Promote(msgspec.Struct, frozen=True, tag=True):
+    """Copy a slot of host memory into a block of the device; the slot goes on holding it."""
+
+    slot: int
+    block: int
+
+
+class GiveBack(msgspec.Struct, frozen=True, tag=True):
+    """Free all slots: whatever is in them, nobody will ask for it."""
+
+
+HostMove = Demote | Promote | GiveBack
+
+
 class TokenMasks(msgspec.Struct, frozen=True):
     """Which tokens may be drawn, for draws that a grammar binds. Bit t % 32 of word t // 32 allows token t."""
 
@@ -329,6 +365,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     new_rows: tuple[NewRow, ...] = ()
     adapter_loads: tuple[AdapterLoad, ...] = ()
+    host_moves: tuple[HostMove, ...] = ()  # one after the other, before anything else
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed
     rows: tuple[int, ...] = ()
     num_computed: tuple[int, ...] = ()  # tokens of the row whose KV is there already

@@ -82,6 +82,7 @@ class RuntimeSettings:
     block_size: int = 16
     max_output_tokens: int = 0
     kv_cache_bytes: int = 0
+    kv_cache_host_bytes: int = 0  # of host memory, for cold prefixes; 0: they are dropped
     gpu_memory_utilization: float = 0.85
     model_digest: str = ""
     tokenizer_uri: str = ""

@@ -17,7 +17,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 LATER = {
     *("profile", "warmPool", "routing", "budget", "slo", "availability", "suspend", "restartAt", "experimental"),
     *("scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
-    *("hostBytes", "shape", "cache", "upgradePolicy", "upgradeWindow"),
+    *("shape", "cache", "upgradePolicy", "upgradeWindow"),
 }
 
 

@@ -82,6 +82,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         "runtime.kvCache.bytes must be below resources.limits.memory",
     ),
+    (
+        "host memory for KV larger than the container",
+        {
+            "runtime": {"kvCache": {"hostBytes": "2Gi"}},
+            "resources": {"gpu": {"count": 1}, "limits": {"memory": "2147483648"}},
+        },
+        "runtime.kvCache.hostBytes must be below resources.limits.memory",
+    ),
+    ("host memory that is no quantity", {"runtime": {"kvCache": {"hostBytes": "32gb"}}}, "such as 32Gi"),
     ("no guesses", {"runtime": {"speculation": {"maxTokens": 0}}}, "greater than or equal to 1"),
     ("too many guesses", {"runtime": {"speculation": {"maxTokens": 33}}}, "less than or equal to 32"),
     ("perhaps deterministic", {"runtime": {"deterministic": "yes"}}, "must be of type boolean"),
@@ -115,7 +124,7 @@ def test_what_can_work_is_accepted(api):
         runtime={
             "quantization": "int8",
             "deterministic": True,
-            "kvCache": {"dtype": "fp8"},
+            "kvCache": {"dtype": "fp8", "hostBytes": "512Mi"},
             "speculation": {"method": "promptLookup", "maxTokens": 32},
             "lora": {"maxAdapters": 256, "maxCPUAdapters": 4096, "maxRank": 512},
         },
@@ -173,6 +182,7 @@ def test_the_defaults_that_the_api_server_writes_out_restart_nobody(api):
         (".spec.model.warmPrompts.messages", "the chat template makes a prompt of them"),
         (".spec.runtime.quantization", "made while they load"),
         (".spec.runtime.deterministic", "alone and in any batch"),
+        (".spec.runtime.kvCache.hostBytes", "part of limits.memory"),
         (".spec.runtime.speculation.method", "what followed the last tokens"),
         (".spec.runtime.lora", "none can be loaded"),
     ],

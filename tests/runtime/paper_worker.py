@@ -9,8 +9,21 @@ from collections import deque
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from slipway_runtime.messages import FinishReason, Output, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from slipway_runtime.messages import (
+    Demote,
+    FinishReason,
+    GiveBack,
+    HostMove,
+    Output,
+    Promote,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
 
@@ -45,6 +58,7 @@ class PaperWorker:
         self.block_size = block_size
         self.horizon = memory
         self.cache: dict[int, tuple[int, str]] = {}  # cache slot -> (token, adapter it was computed with)
+        self.host: dict[int, list[tuple[int, str]]] = {}  # slot of host memory -> what a block held
         self.tokens: dict[int, list[int]] = {}  # row -> tokens known
         self.tables: dict[int, list[int]] = {}  # row -> blocks
         self.news: dict[int, tuple[int, int, int, bool]] = {}  # row -> (adapter slot, seed, prompt, scores the prompt)
@@ -64,6 +78,8 @@ class PaperWorker:
             self.tables[row] += blocks
         assert len(set(plan.rows)) == len(plan.rows)
         assert list(plan.num_new) == sorted(plan.num_new, key=lambda n: n != 1), "rows of one token come first"
+        for move in plan.host_moves:
+            self._move(move)
         for source, target in plan.copies:
             self._copy(source, target)
         self.written: set[int] = set()
@@ -107,6 +123,18 @@ class PaperWorker:
         following = self.tokens[row][computed + 1 : min(computed + new, num_prompt - 1) + 1]
         return tuple(TokenLogprobs(token_id=token, logprob=-1.0, rank=1) for token in following)
 
+    def _move(self, move: HostMove) -> None:
+        match move:
+            case Demote(block, slot):
+                assert slot != 0
+                self.host[slot] = [self.cache[block * self.block_size + place] for place in range(self.block_size)]
+            case Promote(slot, block):
+                assert block != 0
+                for place, what in enumerate(self.host[slot]):
+                    self.cache[block * self.block_size + place] = what
+            case GiveBack():
+                self.host.clear()
+
     def _copy(self, source: int, target: int) -> None:
         for offset in range(self.block_size):
             what = self.cache.get(source * self.block_size + offset)
@@ -141,12 +169,16 @@ class Play:
         residency: dict[str, object] | None = None,
         adapter_bytes: int = 100,
         shares_prefixes: bool = True,
+        host_blocks: int = 0,
+        host_enough: int = 256,
         **options: object,
     ) -> None:
         self.pool = BlockPool(blocks, block_size, shares_prefixes=shares_prefixes)
         self.residency = Residency(self.pool, **residency) if residency is not None else None
+        self.tier = HostTier(host_blocks, block_size, enough=host_enough) if host_blocks else None
         self.scheduler = Scheduler(
             self.pool,
+            tier=self.tier,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,

@@ -112,10 +112,17 @@ async def test_an_engine_that_is_still_loading_does_not_outlive_the_process_that
         await gone(engine)
 
 
-@pytest.mark.capability("PF-30", "KV-5")
-async def test_memory_that_does_not_last_is_one_sentence():
-    async with serving_here("--kv-cache-bytes", "1Pi") as replica:
+@pytest.mark.capability("PF-30", "KV-5", "KV-12")
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("--kv-cache-bytes", "a KV cache of 1125899906842624 bytes"),
+        ("--kv-cache-host-bytes", "1125899906842624 bytes of host memory are asked for cold KV blocks"),
+    ],
+)
+async def test_memory_that_does_not_last_is_one_sentence(flag: str, sentence: str):
+    async with serving_here(flag, "1Pi") as replica:
         assert await replica.ended() == 1
     last = replica.log[-1]
-    assert last["reason"].startswith("DoesNotFit: a KV cache of 1125899906842624 bytes")
+    assert last["reason"].startswith(f"DoesNotFit: {sentence}")
     assert "exception" not in last, "no traceback for what the user can mend"

@@ -21,6 +21,7 @@ OPERATORS = {
     "--block-size": "16",
     "--max-output-tokens": "0",
     "--kv-cache-bytes": "64Mi",
+    "--kv-cache-host-bytes": "2Gi",
     "--gpu-memory-utilization": "0.85",
     "--model-digest": "",
     "--tokenizer-uri": "",
@@ -49,7 +50,7 @@ def test_all_flags_of_the_operator_are_understood():
 
     assert settings.model_name == "chat"
     assert settings.revision == "abcde23456"
-    assert settings.kv_cache_bytes == 64 * 2**20
+    assert (settings.kv_cache_bytes, settings.kv_cache_host_bytes) == (64 * 2**20, 2 * 2**30)
     assert settings.max_model_len == 0
     assert settings.max_num_seqs == 64
     assert settings.gpu_memory_utilization == 0.85
@@ -67,7 +68,8 @@ def test_nothing_said_means_the_model_and_the_machine_decide():
 
     assert settings.model_name == "tiny"
     assert (settings.port, settings.admin_port) == (8000, 8001)
-    assert settings.max_num_seqs == settings.max_model_len == settings.kv_cache_bytes == 0
+    assert settings.max_num_seqs == settings.max_model_len == 0
+    assert settings.kv_cache_bytes == settings.kv_cache_host_bytes == 0
     assert (settings.quantization, settings.kv_cache_dtype, settings.speculation) == ("none", "auto", "none")
     assert settings.tensor_parallel_size == 1
     switches = (settings.deterministic, settings.adapter_endpoints, settings.no_overlap, settings.in_process)
@@ -79,6 +81,7 @@ def test_zero_and_the_empty_text_are_as_good_as_nothing():
     numbers = ("max-num-seqs", "max-model-len", "drain-timeout", "max-adapters", "max-cpu-adapters", "max-rank")
     numbers += ("speculation-max-tokens", "max-queued-tokens", "max-num-queued-reqs")
     texts = ("quantization", "kv-cache-dtype", "speculation", "warm-prompts", "tenant-weights", "kv-events-endpoint")
+    texts += ("kv-cache-bytes", "kv-cache-host-bytes")
 
     assert settings_of(*[f"--{n}=0" for n in numbers], *[f"--{t}=" for t in texts]) == settings_of()
 
@@ -149,6 +152,7 @@ def test_a_senseless_value_is_an_error_and_not_a_guess(flags: list[str]):
     [
         (["--max-rank=-1"], "--max-rank -1 is negative"),
         (["--kv-events-endpoint=tcp://host:*"], "must name an address and a port"),
+        (["--kv-cache-host-bytes=1Gi", "--no-prefix-caching"], "leaves none to keep"),
         (["--warm-prompts", "secret ["], "--warm-prompts is not JSON: Expecting value at character 0"),
         (["--warm-prompts", '{"a": 1}'], "must be a JSON list"),
         (["--warm-prompts", '["a", ""]'], "entry 1 must be a text"),

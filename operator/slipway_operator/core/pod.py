@@ -144,6 +144,8 @@ def _features(runtime: Runtime) -> list[str]:
         flags += ["--quantization", runtime.quantization.value]
     if runtime.kv_cache.dtype is not KVDtype.AUTO:
         flags += ["--kv-cache-dtype", runtime.kv_cache.dtype.value]
+    if runtime.kv_cache.host_bytes:
+        flags += ["--kv-cache-host-bytes", runtime.kv_cache.host_bytes]
     if runtime.deterministic:
         flags += ["--deterministic"]
     if runtime.tensor_parallel_size != 1:

@@ -20,7 +20,14 @@ from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.overlap import OverlappedEngine, Worker
-from slipway_runtime.engine.parts import adapter_loading, load_weights, make_slots, size_pool, use_threads
+from slipway_runtime.engine.parts import (
+    adapter_loading,
+    load_weights,
+    make_slots,
+    make_tier,
+    size_pool,
+    use_threads,
+)
 from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.recording import record_or_say_why_not
 from slipway_runtime.engine.shortage import shortage_refused
@@ -31,6 +38,7 @@ from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, StepPla
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.sharding import WHOLE
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import CudaRecord
@@ -96,6 +104,10 @@ def build_engine(
             adapters=slots,
         )
     del decoder  # the runner's alone: a sleeping engine drops it
+    tier: HostTier | None = None
+    with shortage_refused("cold KV blocks in host memory", plan.device):
+        if made := make_tier(plan, size):
+            tier, runner.host = made
     compute: Compute = runner.execute if ranks is None else partial(ranks.execute, runner)
     execute = partial(_execute, compute, grammars)
     loaded = time.perf_counter()
@@ -103,12 +115,12 @@ def build_engine(
     on_news(WarmingUp())
     worker = Worker(execute) if plan.overlap else None
     with shortage_refused("the largest batch", plan.device):
-        _warm_up(_new_scheduler(plan, size, length, kv_events=False), compute, slots, plan, worker)
+        _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
     if plan.device.type == "cuda":
         recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if ranks is None else _NOT_RECORDED
     warm = time.perf_counter()
-    scheduler = _new_scheduler(plan, size, length, kv_events=bool(options.kv_events_endpoint))
+    scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
     facts = EngineFacts(
         vocab_size=plan.config.vocab_size,
@@ -132,6 +144,7 @@ def build_engine(
         max_cpu_adapters=plan.max_cpu_adapters,
         max_rank=plan.max_rank,
         speculation=options.speculation,
+        host_blocks=0 if tier is None else tier.total,
         graphs_failed=recorded,
     )
     gc.collect()
@@ -150,7 +163,9 @@ def build_engine(
     return Engine(scheduler, execute, facts, **parts)
 
 
-def _new_scheduler(plan: EnginePlan, size: CacheSize, length: int, *, kv_events: bool) -> Scheduler:
+def _new_scheduler(
+    plan: EnginePlan, size: CacheSize, length: int, tier: HostTier | None = None, *, kv_events: bool = False
+) -> Scheduler:
     options = plan.options
     pool = BlockPool(size.num_blocks, options.block_size, shares_prefixes=options.prefix_caching)
     return Scheduler(
@@ -163,6 +178,7 @@ def _new_scheduler(plan: EnginePlan, size: CacheSize, length: int, *, kv_events:
         tenant_weights=options.tenant_weights,
         speculation_max_tokens=plan.draft_tokens,
         residency=plan.residency(pool, size.bytes_per_token * options.block_size),
+        tier=tier,
         kv_events=kv_events,
     )
 

@@ -23,7 +23,6 @@ from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from slipway_runtime.scheduling.kv_events import KvEvent
 
 KEPT: Final = 10_000
-MEDIUM: Final = "GPU"  # vLLM's word for the memory that attention reads, whatever it is made of
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -99,11 +98,11 @@ class KvEventPublisher:
                     token_ids=event.token_ids,
                     block_size=event.block_size,
                     lora_id=None if adapter is None else self._adapters.setdefault(adapter, len(self._adapters) + 1),
-                    medium=MEDIUM,
+                    medium=event.medium,
                     lora_name=adapter,
                 )
             case BlockRemoved():
-                return Removed(event.block_hashes, MEDIUM)
+                return Removed(event.block_hashes, event.medium)
             case AllBlocksCleared():
                 return Cleared()
 

@@ -22,6 +22,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     block_size: int = 16
     kv_cache_bytes: int = 0
+    kv_cache_host_bytes: int = 0  # of host memory, for prefixes that the pool evicts; 0: they are dropped
     gpu_memory_utilization: float = 0.85
     extra_eos_token_ids: tuple[int, ...] = ()  # the tokenizer's, beside the checkpoint's
     tokenizer_path: str = ""  # a folder with tokenizer.json, for grammars; empty: beside the weights

@@ -1,4 +1,4 @@
-"""The parts of an engine, each built as the plan says: weights, slots for adapters, the size of the KV cache."""
+"""The parts of an engine, each built as the plan says: weights, slots for adapters, KV memory on device and host."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,14 +14,23 @@ from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
 from slipway_runtime.models.adapters import HostAdapter, read_adapter
+from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.quantize import head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share
 from slipway_runtime.models.weights import Checkpoint
+from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.storage.fetch import weights_digest
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.kv_cache import CacheSize, default_budget_bytes, free_bytes, size_cache
+from slipway_runtime.worker.host_arena import HostArena
+from slipway_runtime.worker.kv_cache import (
+    CacheSize,
+    available_memory_bytes,
+    default_budget_bytes,
+    free_bytes,
+    size_cache,
+)
 from slipway_runtime.worker.profile import check_remainder, widest_step_bytes
 
 
@@ -90,6 +99,24 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         # Memory nobody asked for is taken only as far as all rows at full length could use it.
         useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
     )
+
+
+def make_tier(plan: EnginePlan, size: CacheSize) -> tuple[HostTier, HostArena] | None:
+    """Host memory for cold blocks, who decides and who copies; None: it is off. Raises DoesNotFitError."""
+    asked = plan.options.kv_cache_host_bytes // plan.options.tensor_parallel_size
+    block_bytes = size.bytes_per_token * size.block_size
+    if not asked:
+        return None
+    if (num_blocks := asked // block_bytes) < 1:
+        raise DoesNotFitError(f"{asked} bytes of host memory hold no KV block of {block_bytes} bytes")
+    if asked > (available := available_memory_bytes()):
+        raise DoesNotFitError(
+            f"{asked} bytes of host memory are asked for cold KV blocks, and {available} are available: "
+            "lower --kv-cache-host-bytes or give the container more memory"
+        )
+    arena = HostArena(num_blocks, block_bytes, plan.config.num_layers, plan.device)
+    arena.reserve()
+    return HostTier(num_blocks, size.block_size), arena
 
 
 def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterSlots | None:

@@ -22,7 +22,7 @@ import torch
 
 from slipway_api import logs
 from slipway_runtime.engine.decide import decide
-from slipway_runtime.engine.parts import load_weights, size_pool, use_threads
+from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
 from slipway_runtime.engine.ranks import RankLoaded, RankOrder, RankPool, RankSized, RankStart, RankStep
 from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.kernels.dispatch import kernels_for
@@ -60,12 +60,15 @@ class Leader:
         threading.Event().wait()
 
     def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(RankOrder)
         try:
+            decoder = msgspec.msgpack.Decoder(RankOrder)
             while True:
                 self._orders.put(decoder.decode(self._connection.recv_bytes()))
-        finally:
-            os._exit(0)  # whatever the main thread waits for, nobody will bring it
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        except Exception as error:  # noqa: BLE001  whatever the main thread waits for, nobody will bring it
+            self.tell(EngineFailed(f"a rank cannot read its orders: {error}", traceback.format_exc()))
+            os._exit(1)
 
 
 def main() -> int:
@@ -118,6 +121,9 @@ def follow(leader: Leader) -> None:
             eos_token_ids=plan.eos_token_ids,
             device=plan.device,
         )
+    with shortage_refused("cold KV blocks in host memory", plan.device):
+        if made := make_tier(plan, size):
+            _, runner.host = made
     gc.collect()
     gc.freeze()
     before = StepPlan(step=0)

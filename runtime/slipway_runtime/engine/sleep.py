@@ -4,6 +4,8 @@
 |-------|----------|-------------------------------------------------------------|
 | 1     | freed    | moved to host memory; on a CPU that is where they are       |
 | 2     | freed    | dropped, and read from disk again; adapters as at level 1   |
+
+Cold KV blocks in host memory go with the others.
 """
 
 from collections.abc import Callable
@@ -45,6 +47,8 @@ class Sleeper:
         assert not self.level
         self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # they hold what is given back
         self._runner.caches = []
+        if self._runner.host is not None:
+            self._runner.host.give_back()
         self._dropped = level == 2
         if self._dropped:
             del self._runner.decoder

@@ -9,6 +9,8 @@ A block holds the keys and values of `block_size` consecutive tokens, and is in 
 
     free + cached + live + lent = total
 
+With a tier below, what is evicted from here can still be found there (host_tier.py).
+
 Which cached block is evicted first is the business of an order (eviction.py). In both of them a prompt of any length
 that is seen once does not push out a prefix that is used again and again.
 
@@ -23,7 +25,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from slipway_runtime.scheduling.eviction import EvictionOrder, SegmentedLru
+from slipway_runtime.scheduling.eviction import ColdBlocks, EvictionOrder, SegmentedLru
 from slipway_runtime.scheduling.kv_events import KvEventLog
 
 NULL_BLOCK = 0
@@ -64,6 +66,7 @@ class BlockPool:
         self.shares_prefixes = shares_prefixes
         self.now = 0.0
         self.events = events
+        self.below: ColdBlocks | None = None
         self._ref_count = [0] * (num_blocks + 1)
         self._key_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
@@ -103,12 +106,17 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest published prefix of this chain. They are not held yet: see `hold`."""
+        """The blocks of the longest published prefix of this chain, NULL_BLOCK for those in the tier below.
+
+        They are not held yet: see `hold`.
+        """
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
-                break
+                if self.below is None or key not in self.below:
+                    break
+                block = NULL_BLOCK
             blocks.append(block)
         return blocks
 
@@ -191,7 +199,9 @@ class BlockPool:
         return self._members
 
     def evict_group(self, group: str) -> None:
-        """Nobody finds the blocks of this group any more; those that nobody uses are free."""
+        """Nobody finds the blocks of this group any more, in no tier; those that nobody uses are free."""
+        if self.below is not None:
+            self.below.evict_group(group)
         for block in list(self._members.get(group, ())):
             self._forget(block)
             if self._ref_count[block] == 0:
@@ -223,6 +233,8 @@ class BlockPool:
         for group in list(self._members):
             self.evict_group(group)
         self.events = events
+        if self.below is not None:
+            self.below.forget_all()
         if events is not None:
             events.cleared()
 
@@ -241,6 +253,8 @@ class BlockPool:
         assert {key: block for block, key in enumerate(self._key_of) if key is not None} == self._block_of
         members = {block: group for group, blocks in self._members.items() for block in blocks}
         assert members == {block: self._group_of[block] for block in self._block_of.values()}
+        if self.below is not None:
+            self.below.check()
 
     def _take(self) -> int:
         if self._free:
@@ -251,6 +265,9 @@ class BlockPool:
         block = self.order.next()
         assert block is not None, "the caller knows that there is one"
         assert self._ref_count[block] == 0
+        key = self._key_of[block]
+        if self.below is not None and key is not None:
+            self.below.demote(block, key, self._group_of[block])
         self._forget(block)
         return block
 

@@ -20,6 +20,7 @@ from slipway_runtime.messages import EngineStats, FinishReason, Output, Request
 from slipway_runtime.scheduling.block_pool import BlockPool, root_key
 from slipway_runtime.scheduling.ends import ended, reason_to_stop
 from slipway_runtime.scheduling.fairness import Shares
+from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.ledger import Ledger
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.sequence import NO_ROW, Sequence, State
@@ -41,9 +42,11 @@ class Books:
         shares: Shares,
         aging_seconds: float,
         residency: Residency | None,
+        tier: HostTier | None,
     ) -> None:
         self.pool = pool
         self.residency = residency
+        self.tier = tier
         self.ledger = Ledger()
         self.waiting = WaitingQueue(aging_seconds)
         self.running: list[Sequence] = []  # by rank; the first victim is last
@@ -119,8 +122,17 @@ class Books:
 
     # --- to a row and back
 
-    def start(self, sequence: Sequence, blocks: list[int], num_computed: int, num_published: int, now: float) -> None:
-        """From the queue to a row, with blocks of which so much is computed already."""
+    def start(
+        self,
+        sequence: Sequence,
+        blocks: list[int],
+        num_computed: int,
+        *,
+        num_from_host: int,
+        num_published: int,
+        now: float,
+    ) -> None:
+        """From the queue to a row, with blocks of which so many tokens are computed already, a part in host memory."""
         sequence.blocks = blocks
         sequence.num_computed = sequence.num_planned = num_computed
         sequence.num_published = num_published
@@ -139,6 +151,7 @@ class Books:
                 sequence.cached_tokens = min(num_computed, sequence.num_prompt_tokens)
                 self.ledger.prefix_queries += sequence.num_prompt_tokens
                 self.ledger.prefix_hits += sequence.cached_tokens
+                self.ledger.host_hits += min(num_from_host, sequence.cached_tokens)
 
     def put_back(self, sequence: Sequence, now: float) -> None:
         """From a row to the queue; what it computed is lost, but for the prefixes that others can find."""
@@ -271,7 +284,7 @@ class Books:
 
     def stats(self, speculation: Speculation | None, steps: int, now: float) -> EngineStats:
         """The snapshot."""
-        pool, ledger, waiting, residency = self.pool, self.ledger, self.waiting, self.residency
+        pool, ledger, waiting, residency, tier = self.pool, self.ledger, self.waiting, self.residency, self.tier
         adapters = {sequence.adapter for sequence in self.running} if residency is not None else set()
         return EngineStats(
             running=len(self.running),
@@ -298,6 +311,11 @@ class Books:
             running_adapters=tuple(sorted(adapters - {""})),
             waiting_adapters=tuple(sorted(adapter for adapter in waiting.by_adapter if adapter)),
             invalid_kv_blocks=0 if residency is None else residency.invalid_blocks(),
+            host_blocks=0 if tier is None else tier.held,
+            host_active=tier is not None and tier.active,
+            host_hits=ledger.host_hits,
+            demotions=0 if tier is None else tier.demotions,
+            promotions=0 if tier is None else tier.promotions,
             speculation_active=speculation is not None and speculation.active,
             drafts=0 if speculation is None else speculation.drafts,
             draft_tokens=0 if speculation is None else speculation.draft_tokens,

@@ -1,4 +1,5 @@
-"""Which cached block is evicted next. Two orders with one interface; the pool tells them what happens to its blocks.
+"""Which cached block is evicted next, and what a tier below hears of it. Two orders with one interface; the pool tells
+them what happens to its blocks.
 
 `SegmentedLru` needs no numbers: blocks that nobody came back for go first, each queue the least recently used first.
 
@@ -11,6 +12,7 @@ as in ARC): a prefix that is computed again is known to be one that comes back, 
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Protocol
 
 from slipway_runtime.scheduling.benefit import ONCE, decay
@@ -44,6 +46,31 @@ class EvictionOrder(Protocol):
         """All that may be evicted."""
 
     def __len__(self) -> int: ...
+
+
+class ColdBlocks(Protocol):
+    """The tier below, which may keep what is evicted: what the pool asks and tells of it. host_tier.py is one."""
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a block with this key is there."""
+
+    def demote(self, block: int, key: bytes, group: str) -> None:
+        """A cached block is evicted; what it holds stays until the next plan is executed."""
+
+    def evict_group(self, group: str) -> None:
+        """Nobody finds the blocks of this group any more."""
+
+    def forget_all(self) -> None:
+        """Nobody finds anything any more."""
+
+    def groups(self) -> Iterable[str]:
+        """The groups that have blocks there."""
+
+    def members(self, group: str) -> int:
+        """How many."""
+
+    def check(self) -> None:
+        """Raise AssertionError when the books do not balance."""
 
 
 class SegmentedLru:

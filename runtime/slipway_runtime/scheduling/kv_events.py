@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -10,7 +10,9 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class KvEventLog:
     """Collects events until somebody takes them. What follows one another of the same kind becomes one event."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int, medium: Medium = Medium.DEVICE) -> None:
+        self._block_size = block_size
+        self._medium = medium
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []
         self._stored: list[tuple[bytes, Sequence[int]]] = []  # of one chain
@@ -18,8 +20,11 @@ class KvEventLog:
         self._adapter = ""
 
     def stored(self, parent: bytes | None, key: bytes, token_ids: Sequence[int], adapter: str) -> None:
-        """A block can be found from now on; `parent` is None for the first one of a chain."""
-        if not self._stored or self._stored[-1][0] != parent:
+        """A block can be found from now on; `parent` is None for the first one of a chain.
+
+        As vLLM tells of host memory, a block without tokens is told by its key alone, and needs no chain.
+        """
+        if not self._stored or (token_ids and self._stored[-1][0] != parent):
             self._close()
             self._parent, self._adapter = parent, adapter
         self._stored.append((key, token_ids))
@@ -43,7 +48,7 @@ class KvEventLog:
 
     def _close(self) -> None:
         if self._removed:
-            self._events.append(BlockRemoved(block_hashes=tuple(self._removed)))
+            self._events.append(BlockRemoved(block_hashes=tuple(self._removed), medium=self._medium))
             self._removed = []
         if self._stored:
             self._events.append(
@@ -51,8 +56,9 @@ class KvEventLog:
                     block_hashes=tuple(key for key, _ in self._stored),
                     parent_block_hash=self._parent,
                     token_ids=tuple(token_id for _, token_ids in self._stored for token_id in token_ids),
-                    block_size=len(self._stored[0][1]),
+                    block_size=self._block_size,
                     adapter=self._adapter,
+                    medium=self._medium,
                 )
             )
             self._stored = []

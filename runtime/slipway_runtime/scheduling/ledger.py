@@ -20,6 +20,7 @@ class Ledger:
     computed_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    host_hits: int = 0  # of those, in host memory
 
     def count_end(self, reason: FinishReason) -> None:
         """An answer ended."""

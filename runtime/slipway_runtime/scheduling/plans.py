@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from slipway_runtime.messages import AdapterLoad, NewRow, StepPlan
+from slipway_runtime.messages import AdapterLoad, HostMove, NewRow, StepPlan
 from slipway_runtime.scheduling.sequence import Sequence
 
 
@@ -68,7 +68,7 @@ class PlanBuilder:
         row.sequence.num_planned += len(drafts)
         self.rows[index] = row._replace(num_new=row.num_new + len(drafts), drafts=drafts)
 
-    def build(self, step: int, loads: tuple[AdapterLoad, ...]) -> tuple[StepPlan, Flight]:
+    def build(self, step: int, loads: tuple[AdapterLoad, ...], moves: tuple[HostMove, ...]) -> tuple[StepPlan, Flight]:
         """The plan for the worker, and what to keep of it."""
         rows = self.rows
         rows.sort(key=_not_one)  # rows of one token first
@@ -79,6 +79,7 @@ class PlanBuilder:
             step=step,
             new_rows=tuple(self.new_rows),
             adapter_loads=loads,
+            host_moves=moves,
             copies=tuple(self.copies),
             rows=tuple([row.row for row in rows]),
             num_computed=tuple([row.num_computed for row in rows]),

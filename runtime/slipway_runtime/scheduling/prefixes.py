@@ -1,22 +1,60 @@
-"""Who finds whose KV: what may be published, and whose blocks a fork may share."""
+"""Who finds whose KV: what may be published, what comes back from host memory, and whose blocks a fork may share."""
 
-from slipway_runtime.scheduling.block_pool import BlockPool
+from typing import NamedTuple
+
+from slipway_runtime.scheduling.block_pool import NULL_BLOCK, BlockPool
+from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.sequence import Sequence, State
 
 
-def find_prefix(sequence: Sequence, most: int, pool: BlockPool) -> list[int]:
+class Prefix(NamedTuple):
+    """The first blocks of a sequence, computed before by somebody."""
+
+    keys: list[bytes]
+    blocks: list[int]  # parallel to the keys; NULL_BLOCK: in host memory
+
+    @property
+    def near(self) -> list[int]:
+        """The blocks that are on the device."""
+        return [block for block in self.blocks if block != NULL_BLOCK]
+
+    @property
+    def far(self) -> list[bytes]:
+        """The keys of those in host memory."""
+        return [key for key, block in zip(self.keys, self.blocks, strict=True) if block == NULL_BLOCK]
+
+
+def find_prefix(sequence: Sequence, most: int, pool: BlockPool) -> Prefix:
     """The longest run of its first blocks, at most so many, that it may use: found under its own salt or, where that
     ends early, among the service's own prompts. Those are only read: what follows them goes under the own salt again.
     """
     keys = sequence.block_keys(most, pool.block_size)
-    own = pool.match(keys)
+    blocks = pool.match(keys)
     public = [] if sequence.request.public else pool.match(sequence.public_block_keys(most, pool.block_size))
-    return own if len(own) >= len(public) else public + pool.match(keys[len(public) :])
+    if len(public) > len(blocks):
+        blocks = public + pool.match(keys[len(public) :])
+        keys = sequence.public_keys[1 : len(public) + 1] + keys[len(public) :]
+    return Prefix(keys[: len(blocks)], blocks)
+
+
+def bring_back(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: BlockPool, tier: HostTier) -> list[int]:
+    """The blocks of a prefix that is held, in order; what is in host memory comes into the first of the fresh ones.
+
+    Others find it at once: whoever does computes in the same plan or later, after the copies.
+    """
+    taken, blocks = iter(fresh), []
+    for index, (key, block) in enumerate(zip(prefix.keys, prefix.blocks, strict=True)):
+        blocks.append(next(taken) if block == NULL_BLOCK else block)
+        if block == NULL_BLOCK:
+            _publish(sequence, index, blocks[-1], key, prefix.keys[index - 1] if index else None, pool)
+    far = prefix.far
+    tier.promote(far, fresh[: len(far)])
+    return blocks
 
 
 def publish_computed(sequence: Sequence, pool: BlockPool) -> None:
     """Let others find the blocks that are full and computed. Drawn tokens count once they are accepted."""
-    size, adapter = pool.block_size, sequence.adapter
+    size = pool.block_size
     # After a guess that ended it, more was computed than was kept.
     full = min(sequence.num_computed, sequence.num_tokens) // size
     if full <= sequence.num_published or not pool.shares_prefixes:
@@ -24,13 +62,17 @@ def publish_computed(sequence: Sequence, pool: BlockPool) -> None:
     sequence.block_keys(full, size)
     keys = sequence.keys
     for index in range(sequence.num_published, full):
-        new = pool.publish(sequence.blocks[index], keys[index + 1], adapter)
-        if new and pool.events is not None:
-            tokens = sequence.token_ids[index * size : (index + 1) * size]
-            # The parent as others can find it: the block before may be one of the public ones.
-            parent = pool.key_of(sequence.blocks[index - 1]) or keys[index] if index else None
-            pool.events.stored(parent, keys[index + 1], tokens, adapter)
+        # The parent as others can find it: the block before may be one of the public ones.
+        parent = pool.key_of(sequence.blocks[index - 1]) or keys[index] if index else None
+        _publish(sequence, index, sequence.blocks[index], keys[index + 1], parent, pool)
     sequence.num_published = full
+
+
+def _publish(sequence: Sequence, index: int, block: int, key: bytes, parent: bytes | None, pool: BlockPool) -> None:
+    """Let others find a block that holds the `index`th full block of a sequence."""
+    if pool.publish(block, key, sequence.adapter) and pool.events is not None:
+        tokens = sequence.token_ids[index * pool.block_size : (index + 1) * pool.block_size]
+        pool.events.stored(parent, key, tokens, sequence.adapter)
 
 
 def fork_source(sequence: Sequence) -> Sequence | None:

@@ -216,9 +216,9 @@ class Residency:
         return tuple(adapter.status() for _, adapter in sorted(self._adapters.items()))
 
     def invalid_blocks(self) -> int:
-        """Published KV whose adapter is not in memory: nobody can use it."""
-        groups = self._pool.groups()
-        return sum(self._pool.members(group) for group in groups if group and not self._is_in_memory(group))
+        """Published KV, of the device and of host memory, whose adapter is not in memory: nobody can use it."""
+        tiers = (self._pool,) if self._pool.below is None else (self._pool, self._pool.below)
+        return sum(t.members(group) for t in tiers for group in t.groups() if group and not self._is_in_memory(group))
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance."""

@@ -43,6 +43,7 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.books import Books
 from slipway_runtime.scheduling.ends import accept
 from slipway_runtime.scheduling.fairness import Shares
+from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
 from slipway_runtime.scheduling.plans import Flight, PlanBuilder, Scheduled
 from slipway_runtime.scheduling.prefixes import publish_computed
@@ -59,6 +60,7 @@ class Scheduler:
 
     `model`: whatever else changes the KV of equal tokens: name, quantization, number format. `speculation_max_tokens`:
     how many guesses a row may verify in a step; 0: none. `residency`: the adapters; None: the base model alone.
+    `tier`: host memory for what the pool evicts; None: it is dropped.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Scheduler:
         speculation_max_tokens: int = 0,
         drafter: Drafter | None = None,
         residency: Residency | None = None,
+        tier: HostTier | None = None,
         kv_events: bool = False,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -85,13 +88,17 @@ class Scheduler:
             )
         self.pool = pool
         self.residency = residency
+        self.tier = tier
+        pool.below = tier
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks = pool.total - (residency.most_blocks if residency is not None else 0)
         self.max_model_len = min(max_model_len, blocks * pool.block_size)
         self.speculation = Speculation(speculation_max_tokens, drafter) if speculation_max_tokens else None
         if kv_events:
-            pool.events = KvEventLog()
+            pool.events = KvEventLog(pool.block_size)
+            if tier is not None:
+                tier.tell_events()
         self._eos = eos_token_ids
         self._watermark_blocks = max(1, int(pool.total * watermark))
         self._books = Books(
@@ -103,6 +110,7 @@ class Scheduler:
             shares=Shares(tenant_weights),
             aging_seconds=aging_seconds,
             residency=residency,
+            tier=tier,
         )
         self._in_flight: deque[Flight] = deque()  # the oldest first
         self._steps = 0
@@ -163,6 +171,8 @@ class Scheduler:
         assert self.can_overlap, "the results of the last plan are needed first"
         self.pool.now = now
         self._books.expire(now)
+        if self.tier is not None:
+            self.tier.judge()
         self._steps += 1
         plan = PlanBuilder()
         budget = self.max_num_batched_tokens
@@ -181,7 +191,8 @@ class Scheduler:
         if self.speculation is not None and self.speculation.active:
             self._schedule_drafts(budget, plan)
         loads = self.residency.take_loads() if self.residency is not None else ()
-        step, flight = plan.build(self._steps, loads)
+        moves = self.tier.take_moves() if self.tier is not None else ()
+        step, flight = plan.build(self._steps, loads, moves)
         self._in_flight.append(flight)
         return step
 
@@ -320,7 +331,8 @@ class Scheduler:
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
         """What happened to the prefixes since the last call; nothing unless `kv_events` is on."""
-        return self.pool.events.take() if self.pool.events is not None else ()
+        events = self.pool.events.take() if self.pool.events is not None else ()
+        return events + self.tier.take_events() if self.tier is not None else events
 
     def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool:
         """Somebody wants an adapter here. True: read it, then say `adapter_loaded` or `adapter_failed`."""

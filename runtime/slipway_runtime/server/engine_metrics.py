@@ -46,6 +46,8 @@ class EngineNumbers(Collector):
         yield from self._requests(stats)
         yield from self._cache(stats)
         yield from self._tokens(stats)
+        if self._facts.host_blocks:
+            yield from self._host_memory(stats)
         if self._facts.max_adapters:
             yield self._adapters(stats)
         if self._facts.speculation != "none":
@@ -83,7 +85,8 @@ class EngineNumbers(Collector):
         usage = stats.blocks_live / max(stats.blocks_total, 1)
         yield self._gauge("vllm:kv_cache_usage_perc", "KV cache that live requests hold. 1 means all.", usage)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hits)
+        on_device = stats.prefix_hits - stats.host_hits
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", on_device)
         # Reusable prefixes are free on demand: apart from the live blocks, or caching would look like load.
         free = stats.blocks_total - stats.blocks_live - stats.blocks_cached
         yield self._labelled(
@@ -102,10 +105,25 @@ class EngineNumbers(Collector):
         by_source = CounterMetricFamily(
             "vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", labels=(*LABELS, "source")
         )
-        computed = max(0, stats.prompt_tokens - stats.prefix_hits)
-        for source, count in (("local_compute", computed), ("local_cache_hit", stats.prefix_hits)):
+        sources = {
+            "local_compute": max(0, stats.prompt_tokens - stats.prefix_hits),
+            "local_cache_hit": stats.prefix_hits - stats.host_hits,
+            "external_kv_transfer": stats.host_hits,
+        }
+        for source, count in sources.items():
             by_source.add_metric((*self._values, source), count)
         yield by_source
+
+    def _host_memory(self, stats: EngineStats) -> Iterator[Family]:
+        """vLLM calls external what lies beside the pool; only what the pool missed is looked up there."""
+        missed = stats.prefix_queries - stats.prefix_hits + stats.host_hits
+        yield self._counter("vllm:external_prefix_cache_queries", "Prompt tokens looked up in host memory.", missed)
+        yield self._counter("vllm:external_prefix_cache_hits", "Prompt tokens found in host memory.", stats.host_hits)
+        held = stats.host_blocks * self._facts.block_size * self._facts.bytes_per_token
+        yield self._gauge("slipway:kv_host_bytes", "Host memory that holds cold prefixes.", held)
+        yield self._counter("slipway:kv_host_demotions", "KV blocks copied to host memory.", stats.demotions)
+        yield self._counter("slipway:kv_host_promotions", "KV blocks copied back from there.", stats.promotions)
+        yield self._gauge("slipway:kv_host_active", "1 unless few hits switched it off.", int(stats.host_active))
 
     def _adapters(self, stats: EngineStats) -> Family:
         """Gateway pickers read adapters from here; the newest value wins, so it is the time."""
@@ -141,7 +159,8 @@ class EngineNumbers(Collector):
         yield self._counter(
             "vllm:gpu_prefix_cache_queries", "The older name of prefix_cache_queries.", stats.prefix_queries
         )
-        yield self._counter("vllm:gpu_prefix_cache_hits", "The older name of prefix_cache_hits.", stats.prefix_hits)
+        on_device = stats.prefix_hits - stats.host_hits
+        yield self._counter("vllm:gpu_prefix_cache_hits", "The older name of prefix_cache_hits.", on_device)
 
     def _cache_config(self) -> Family:
         facts = self._facts

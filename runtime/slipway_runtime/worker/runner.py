@@ -10,6 +10,7 @@ from slipway_runtime.messages import StepPlan, StepResult
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import DecodeGraphs, Record
+from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.inputs import StepInputs, pack
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.rows import Rows
@@ -42,6 +43,7 @@ class Runner:
         self._device = device
         self._num_tokens = num_tokens
         self.adapters = adapters  # None: adapters are off
+        self.host: HostArena | None = None  # None: cold blocks are dropped
         self.graphs: DecodeGraphs | None = None  # None: every step is computed as it is planned
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -132,6 +134,9 @@ class Runner:
         return StepResult(step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, drawn.logprobs, token_ids))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
+        if plan.host_moves:
+            assert self.host is not None, "a plan moves blocks to host memory that there is not"
+            self.host.make(plan.host_moves, self.caches)
         for source, target in plan.copies:
             for cache in self.caches:
                 cache[target] = cache[source]

@@ -44,7 +44,7 @@ def test_each_feature_reaches_the_runtime():
         runtime={
             "quantization": "int8",
             "deterministic": True,
-            "kvCache": {"dtype": "fp8"},
+            "kvCache": {"dtype": "fp8", "hostBytes": "2Gi"},
             "speculation": {"method": "promptLookup", "maxTokens": 6},
             "lora": {"maxAdapters": 2, "maxRank": 64},
         }
@@ -52,6 +52,7 @@ def test_each_feature_reaches_the_runtime():
 
     settings = settings_of(service)
     assert (settings.quantization, settings.kv_cache_dtype, settings.deterministic) == ("int8", "fp8", True)
+    assert settings.kv_cache_host_bytes == 2 * 2**30
     assert (settings.speculation, settings.speculation_max_tokens) == ("promptLookup", 6)
     assert (settings.max_adapters, settings.max_cpu_adapters, settings.max_rank) == (2, 32, 64)
 

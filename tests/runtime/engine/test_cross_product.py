@@ -1,8 +1,9 @@
 """Features hold together: adapters, rounded weights, rounded KV, guesses, prefixes, grammars, overlap and several
 answers at once give each request the tokens that it gets alone, without any of the fast paths.
 
-Six configurations in which each two features meet on and off (tested below), one with all of them, one in fp8. Each is
-compared with a plain engine of the same weights and number formats, which answers one request after the other.
+Six configurations in which each two features meet on and off (tested below), one with all of them, one in fp8, one with
+host memory for cold prefixes. Each is compared with a plain engine of the same weights and number formats, which
+answers one request after the other.
 """
 
 import json
@@ -32,6 +33,7 @@ class Features(NamedTuple):
     several: bool = False
     weights: str = "int8"  # what quantized means
     deterministic: bool = True
+    host: bool = False  # prefixes are evicted to host memory before they are hit
 
     @property
     def numerics(self) -> dict[str, object]:
@@ -56,7 +58,7 @@ NUM_FEATURES = 8
 COLUMNS = list(combinations(range(5), 3))[:NUM_FEATURES]
 PAIRWISE = [Features(), *(Features(*(row in column for column in COLUMNS)) for row in range(5))]
 ALL_ON = Features(*[True] * NUM_FEATURES)
-CONFIGURATIONS = [*PAIRWISE, ALL_ON, ALL_ON._replace(weights="fp8")]
+CONFIGURATIONS = [*PAIRWISE, ALL_ON, ALL_ON._replace(weights="fp8"), ALL_ON._replace(host=True)]
 
 
 def test_each_two_features_meet_in_all_four_ways():
@@ -107,7 +109,8 @@ def requests(features: Features, digests: list[str]) -> list[Request]:
 def answered_together(model: Model, features: Features) -> Served:
     """All at once, with every fast path that is on."""
     guesses = {"speculation": "promptLookup", "speculation_max_tokens": 3} if features.speculation else {}
-    served = Served(model, overlap=features.overlap, **guesses, **features.numerics)
+    host = {"kv_cache_host_bytes": 1 << 20} if features.host else {}
+    served = Served(model, overlap=features.overlap, **guesses, **host, **features.numerics)
     asked = requests(features, served.digests)
     if features.prefix_hit:
         for request in asked:
@@ -121,6 +124,10 @@ def answered_together(model: Model, features: Features) -> Served:
             )
             served.engine.add(before, 0.0)
         served.finish()
+    if features.host:
+        pool = served.engine._scheduler.pool
+        while pool.cached:
+            pool.evict_next()
     for request in asked:
         served.engine.add(request, 0.0)
     served.finish()
@@ -154,6 +161,7 @@ def check_books(served: Served, features: Features) -> None:
     first = [served.outputs[f"r{number}", 0][0] for number in range(4)]
     assert all((output.cached_tokens > 0) == features.prefix_hit for output in first)
     assert (stats.draft_tokens > 0) == features.speculation
+    assert (stats.promotions > 0) == features.host
     assert len(served.engine._grammars) == 0
 
 
@@ -169,7 +177,7 @@ def check_answers(served: Served) -> None:
                 assert answer["kind"] in ("cat", "dog", "fox")
 
 
-@pytest.mark.capability("QZ-3", "API-19", "SD-1", "BS-7")
+@pytest.mark.capability("QZ-3", "API-19", "SD-1", "BS-7", "KV-12")
 @pytest.mark.parametrize("features", CONFIGURATIONS, ids=name_of)
 def test_with_all_fast_paths_each_request_says_what_it_says_alone(features, model, plain):
     together, alone = answered_together(model, features), answered_alone(model, features, plain)

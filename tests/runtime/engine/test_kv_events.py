@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from slipway_runtime.engine.kv_events import KvEventPublisher, replay_endpoint
-from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -109,6 +109,25 @@ def test_a_subscriber_of_vllm_reads_our_events(endpoint, publisher, context):
     _, number, payload = subscriber.recv_multipart()
     assert int.from_bytes(number, "big") == last + 2
     assert DECODER.decode(payload).events == [BlockRemovedEvent([b"c" * 16], "GPU"), AllBlocksClearedEvent()]
+
+
+@pytest.mark.capability("KV-12")
+def test_a_subscriber_hears_which_memory_a_block_is_in(endpoint, publisher, context):
+    subscriber, _ = subscribed(context, endpoint, publisher)
+    stored = BlockStored(
+        block_hashes=(b"a" * 16,), parent_block_hash=None, token_ids=(), block_size=16, medium=Medium.HOST
+    )
+    publisher.publish([BlockRemoved(block_hashes=(b"a" * 16,)), stored])
+    publisher.publish([BlockRemoved(block_hashes=(b"a" * 16,), medium=Medium.HOST)])
+    heard = []
+    for _ in range(2):
+        assert subscriber.poll(10_000)
+        heard += DECODER.decode(subscriber.recv_multipart()[2]).events
+    assert heard == [
+        BlockRemovedEvent([b"a" * 16], "GPU"),
+        BlockStoredEvent([b"a" * 16], None, [], 16, None, "CPU", None),
+        BlockRemovedEvent([b"a" * 16], "CPU"),
+    ]
 
 
 def test_missed_batches_are_told_again(endpoint, publisher, context):

@@ -25,7 +25,7 @@ from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingPar
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
-from tests.runtime.engine.test_engine import PROMPTS, an_engine, ask, run
+from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
 from tests.runtime.processes import children
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -33,7 +33,10 @@ OPTIONS = EngineOptions(
     max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, kv_cache_bytes=4 << 20, threads=1, device="cpu",
     tensor_parallel_size=2,
 )  # fmt: skip
-SHARED = {"tensor_parallel_size": 2, "speculation": "promptLookup", "overlap": True}
+SHARED = {
+    "tensor_parallel_size": 2, "speculation": "promptLookup", "overlap": True,
+    "kv_cache_host_bytes": 40 * BYTES_PER_BLOCK,
+}  # fmt: skip
 
 
 def is_gone(pid: int) -> bool:
@@ -67,7 +70,7 @@ def assert_speaks_as(engine: Engine, model: PreTrainedModel) -> None:
             ask(engine, f"r{index}", prompt, max_tokens=length)
         assert run(engine) == {f"r{index}": greedy(model, prompt, length) for index, prompt in enumerate(PROMPTS)}
     stats = engine.stats(0.0)
-    assert min(stats.preemptions, stats.prefix_hits, stats.accepted_tokens) > 0
+    assert min(stats.preemptions, stats.prefix_hits, stats.accepted_tokens, stats.demotions, stats.promotions) > 0
 
 
 @pytest.mark.capability("DD-3")

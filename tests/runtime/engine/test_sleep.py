@@ -53,7 +53,7 @@ def tokens(outputs: list[Output]) -> list[int]:
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_is_free_while_it_sleeps_and_afterwards_it_says_the_same(engine: Engine, level: int):
     events: list[object] = []
-    engine._scheduler.pool.events, engine._publish = KvEventLog(), events.extend
+    engine._scheduler.pool.events, engine._publish = KvEventLog(16), events.extend
     before = ask(engine, "before")
     assert ask(engine, "again")[0].cached_tokens > 0
     counted = engine.stats(0.0)

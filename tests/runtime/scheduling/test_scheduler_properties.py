@@ -44,6 +44,8 @@ class Stage:
     slots: int
     in_memory: int
     block_bytes: int
+    host_blocks: int
+    host_enough: int
 
     def play(self, **changes: object) -> Play:
         return Play(
@@ -64,6 +66,8 @@ class Stage:
                 "adapter_bytes": 100,
                 "tenant_weights": {"big": 3.0},
                 "kv_events": True,
+                "host_blocks": self.host_blocks,
+                "host_enough": self.host_enough,
                 **changes,
             },
         )
@@ -103,17 +107,72 @@ stages = st.builds(
     slots=st.integers(1, 3),
     in_memory=st.integers(1, 3),
     block_bytes=st.sampled_from([0, 50, 100]),
+    host_blocks=st.sampled_from([0, 1, 5, 40]),
+    host_enough=st.sampled_from([1, 256]),
 )
 # Between the steps: an adapter is unloaded and comes back, or nobody may find a prefix any more.
 disturbances = st.dictionaries(st.integers(0, 30), st.sampled_from([*LOADED, "forget"]), max_size=4)
 
 
-@pytest.mark.capability(
-    "KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "API-10", "ML-5", "ML-6", "PF-5", "PF-10", "PF-25"
+# Few long prompts that come again and again, for a pool that holds two of them.
+returning = st.lists(
+    st.builds(
+        Arrival,
+        after=st.integers(0, 9),
+        prompt=st.builds(
+            lambda which, length, end: [which + 1, *range(2, length), end],
+            st.integers(0, 3), st.integers(6, 13), st.integers(1, 2),
+        ),
+        max_tokens=st.integers(1, 6),
+        priority=st.integers(0, 1),
+        abort_after=st.none(),
+        abort_index=st.none(),
+        deadline_after=st.none() | st.integers(5, 25),
+        pause_after=st.none(),
+        pause_for=st.just(1),
+        salt=st.just(""),
+        tenant=st.just(""),
+        adapter=st.sampled_from(["", "", "", LOADED[0]]),
+        n=st.sampled_from([1, 1, 1, 2]),
+        scored=st.just(False),
+    ),
+    min_size=6,
+    max_size=16,
+)  # fmt: skip
+crowded = st.builds(
+    Stage,
+    blocks=st.integers(11, 16),
+    block_size=st.sampled_from([1, 2]),
+    max_num_seqs=st.integers(1, 4),
+    extra_budget=st.integers(2, 16),
+    overlap=st.booleans(),
+    guesses=st.sampled_from([0, 0, 3]),
+    memory=st.sampled_from([None, 1]),
+    slots=st.integers(1, 2),
+    in_memory=st.integers(1, 2),
+    block_bytes=st.sampled_from([0, 100]),
+    host_blocks=st.integers(1, 40),
+    host_enough=st.sampled_from([1, 256]),
 )
+
+
+@pytest.mark.capability("KV-1", "KV-3", "KV-6", "KV-7", "BS-1", "BS-2", "API-3", "API-10")
+@pytest.mark.capability("ML-5", "ML-6", "PF-5", "PF-10", "PF-25")
 @settings(max_examples=150, deadline=None)
 @given(arrivals=arrivals, stage=stages, disturbances=disturbances)
 def test_every_schedule_is_fair_exact_and_within_its_means(arrivals, stage, disturbances):
+    _play_to_the_end(arrivals, stage, disturbances)
+
+
+@pytest.mark.capability("KV-12", "KV-3")
+@settings(max_examples=80, deadline=None)
+@given(arrivals=returning, stage=crowded, disturbances=disturbances)
+def test_what_comes_back_from_host_memory_is_what_would_have_been_computed(arrivals, stage, disturbances):
+    _play_to_the_end(arrivals, stage, disturbances)
+
+
+def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[int, str]) -> None:
+    """Every token that is read on the way is checked by the worker, the books after every step."""
     play = stage.play()
     for adapter in LOADED:
         play.load(adapter)
@@ -217,6 +276,7 @@ def _step(
     if what == "forget":
         play.scheduler.forget_prefixes()
         assert play.pool.cached == 0
+        assert play.tier is None or play.tier.held == 0
     elif what is not None:
         play.scheduler.unload_adapter(what, play.now)
     elif disturbances.get(steps - 3) is not None:
@@ -232,8 +292,8 @@ def _step(
 @settings(max_examples=70, deadline=None)
 @given(arrivals=arrivals, stage=stages, eos=st.sampled_from([(), (3,), (1, 4, 9, 16, 25)]))
 def test_with_two_plans_in_flight_everybody_gets_the_same_answer(arrivals, stage, eos):
-    def texts(overlap: bool, guesses: int) -> dict[tuple[str, int], tuple[object, ...]]:
-        play = stage.play(overlap=overlap, speculation_max_tokens=guesses, eos=eos)
+    def texts(overlap: bool, guesses: int, **changes: int) -> dict[tuple[str, int], tuple[object, ...]]:
+        play = stage.play(overlap=overlap, speculation_max_tokens=guesses, eos=eos, **changes)
         for adapter in LOADED:
             play.load(adapter)
         for index, arrival in enumerate(arrivals):
@@ -250,7 +310,9 @@ def test_with_two_plans_in_flight_everybody_gets_the_same_answer(arrivals, stage
             if o.finish_reason is not None
         }
 
-    assert texts(overlap=True, guesses=0) == texts(overlap=False, guesses=0) == texts(overlap=False, guesses=4)
+    plain = texts(overlap=False, guesses=0, host_blocks=0)
+    assert plain == texts(overlap=True, guesses=0) == texts(overlap=False, guesses=4)
+    assert plain == texts(overlap=True, guesses=0, host_blocks=7, host_enough=3)
 
 
 @settings(max_examples=40, deadline=None)

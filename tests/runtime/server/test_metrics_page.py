@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 FACTS = EngineFacts(
     vocab_size=50, eos_token_ids=(), max_model_len=200, max_num_seqs=2, max_num_batched_tokens=8, block_size=4,
     num_blocks=100, bytes_per_token=1, weight_bytes=1, dtype="fp32", device="cpu", load_seconds=0, warmup_seconds=0,
-    max_adapters=1, speculation="promptLookup",
+    max_adapters=1, speculation="promptLookup", host_blocks=8,
 )  # fmt: skip
 NUMBERS = {name: 0 for name in EngineStats.__struct_fields__ if name in {
     "running", "waiting", "waiting_tokens", "blocks_total", "blocks_live", "blocks_cached", "steps", "preemptions",
@@ -83,3 +83,29 @@ def test_older_names_are_there_for_those_who_ask_with_the_same_values():
         value = metrics.registry.get_sample_value(f"vllm:{old}", labels)
         assert value
         assert value == metrics.registry.get_sample_value(f"vllm:{new}", labels)
+
+
+@pytest.mark.capability("KV-12", "OB-1")
+def test_what_host_memory_gave_is_told_apart_from_what_the_pool_gave():
+    stats = msgspec.structs.replace(
+        STATS, prompt_tokens=110, prefix_queries=100, prefix_hits=60, host_hits=20, host_blocks=3, demotions=7,
+        promotions=5, host_active=False,
+    )  # fmt: skip
+    facts = msgspec.structs.replace(FACTS, bytes_per_token=10)
+    labels = {"model_name": "m", "engine": "0"}
+    registry = Metrics("m", facts, lambda: stats, gpu_memory_utilization=0.9).registry
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(name, labels | more)
+
+    assert value("vllm:prefix_cache_hits_total") == 40
+    assert value("vllm:external_prefix_cache_queries_total") == 60
+    assert value("vllm:external_prefix_cache_hits_total") == 20
+    assert value("vllm:prompt_tokens_cached_total") == 60
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    assert [value("vllm:prompt_tokens_by_source_total", source=source) for source in sources] == [50, 40, 20]
+    assert value("slipway:kv_host_bytes") == 3 * 4 * 10
+    assert (value("slipway:kv_host_demotions_total"), value("slipway:kv_host_promotions_total")) == (7, 5)
+    assert value("slipway:kv_host_active") == 0
+    unasked = Metrics("m", msgspec.structs.replace(facts, host_blocks=0), lambda: stats, gpu_memory_utilization=0.9)
+    assert unasked.registry.get_sample_value("slipway:kv_host_active", labels) is None

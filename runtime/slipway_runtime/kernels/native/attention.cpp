@@ -35,10 +35,12 @@ float FLOAT8[256];
 // The keys (kv 0) or values (1) of `count` positions: rows of `padded` numbers, in the cache itself where that will do.
 INLINE void read_tile(const Cache &cache, const int64_t *table, int64_t first, int count, int64_t kv, int64_t head,
                       const float **rows, float *buffer, int64_t padded) {
-    for (int j = 0; j < count; j++) {
-        int64_t position = first + j, place = position % cache.page;
-        const uint8_t *of_head =
-            cache.bytes + ((table[position / cache.page] * 2 + kv) * cache.kv_heads + head) * cache.page_bytes();
+    int64_t block = first / cache.page, place = first % cache.page;
+    const uint8_t *of_head = nullptr;
+    for (int j = 0; j < count; j++, place++) {
+        if (place == cache.page) place = 0, block++, of_head = nullptr;
+        if (!of_head)
+            of_head = cache.bytes + ((table[block] * 2 + kv) * cache.kv_heads + head) * cache.page_bytes();
         const float *numbers = (const float *)of_head + place * cache.size;
         if (cache.kind == 0 && padded == cache.size) {
             rows[j] = numbers;

@@ -97,28 +97,3 @@ EXPORT void rope_and_store(float *qkv, const float *cos, const float *sin, int64
                         own + (query_heads + head) * size, sizeof(float) * size);
     }
 }
-
-// The place of the largest of each row, the first of equals; not-a-number counts as the largest. logits: (rows, size)
-EXPORT void argmax(const float *logits, int64_t stride, int64_t *places, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > WORTH_A_THREAD)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *x = logits + row * stride;
-        vec most = all(-__builtin_inff());
-        ivec odd{};
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) {
-            vec part = load(x + i);
-            most = larger(part, most);
-            odd |= part != part;
-        }
-        float wanted = largest(most);
-        bool found_odd = largest((vec)(odd & 0x3f800000)) > 0;
-        for (; i < size; i++) {
-            wanted = x[i] > wanted ? x[i] : wanted;
-            found_odd |= x[i] != x[i];
-        }
-        int64_t place = 0;
-        while (place < size - 1 && !(found_odd ? x[place] != x[place] : x[place] == wanted)) place++;
-        places[row] = place;
-    }
-}
