@@ -39,8 +39,12 @@ class Grammars(Protocol):
     """What the engine needs of the grammars; matchers.py has them."""
 
     mask_seconds: float
+    wake: Callable[[], None] | None
 
-    def start(self, request: Request) -> None: ...  # noqa: D102
+    @property
+    def has_news(self) -> bool: ...  # noqa: D102
+    def start(self, request: Request) -> bool: ...  # noqa: D102
+    def take_compiled(self) -> list[str]: ...  # noqa: D102
     def accept(self, output: Output) -> str: ...  # noqa: D102
 
 
@@ -87,23 +91,27 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or tell anything. Waiting for an adapter's file is no work."""
-        if self._replies or self._bedtime or (self._adapters is not None and self._adapters.has_news):
+        """Whether a step would do or tell anything. Waiting for an adapter's file or for a grammar is no work."""
+        if self._replies or self._bedtime:
+            return True
+        if any(part is not None and part.has_news for part in (self._adapters, self._grammars)):
             return True
         return self._scheduler.has_work and not self._scheduler.is_stalled
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Whom the engine's own threads wake when one of them has something to tell."""
-        if self._adapters is not None:
-            self._adapters.wake = wake
+        for part in (self._adapters, self._grammars):
+            if part is not None:
+                part.wake = wake
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue. Whoever sends them sends none while the engine sleeps."""
         assert self._bedtime is None
         assert self._sleeper is None or not self._sleeper.level
-        if request.grammar is not None and self._grammars is not None:
-            self._grammars.start(request)
+        compiled = self._grammars is None or self._grammars.start(request)
         self._scheduler.add(request, now)
+        if not compiled:  # a step with it would wait for its masks, and everybody with it
+            self._scheduler.pause(request.id, on=True, now=now)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
         """End a request, or one of its answers, wherever it is; its blocks are free before the next step computes."""
@@ -131,6 +139,7 @@ class Engine:
     def step(self, now: float) -> StepReport:
         """One step for everybody who runs. `now`: when it begins."""
         began = self._stopwatch()
+        self._let_in(now)
         plan = self._scheduler.schedule(now)
         planned = self._stopwatch()
         result = self._execute(plan)
@@ -145,6 +154,12 @@ class Engine:
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
         return self._scheduler.stats(now)
+
+    def _let_in(self, now: float) -> None:
+        """Plan those whose grammars have been compiled."""
+        if self._grammars is not None:
+            for request_id in self._grammars.take_compiled():
+                self._scheduler.pause(request_id, on=False, now=now)
 
     # --- sleep
 

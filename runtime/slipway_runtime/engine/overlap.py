@@ -56,6 +56,7 @@ class OverlappedEngine(Engine):
     def step(self, now: float) -> StepReport:
         """Plan the step after the one that is executed, then report the latter."""
         began = self._stopwatch()
+        self._let_in(now)
         if self._flying is None:
             self._flying = self._submit(self._scheduler.schedule(now))
         following = self._submit(self._scheduler.schedule(now)) if self._scheduler.can_overlap else None
