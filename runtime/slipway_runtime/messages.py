@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the client went away
     TIMEOUT = "timeout"  # the request's deadline passed
     ERROR = "error"  # the engine failed; the message says how
+    OUT_OF_MEMORY = "out_of_memory"  # the device's memory did not last for its step; another replica may do better
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: tuple[int, ...] = ()  # new since the last Output; an end-of-sequence token is included
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, when one did
-    error: str = ""  # with FinishReason.ERROR: a sentence without prompt text
+    error: str = ""  # with ERROR and OUT_OF_MEMORY: a sentence without prompt text
     logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when they were asked for
     # Set on the first Output when asked for; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -1,13 +1,18 @@
 """The engine: schedule, execute, update. Knows no thread and no event loop, and of time only a stopwatch.
 
 This plain loop is the specification of the overlapped one (overlap.py): both give the same outputs.
+
+Where the memory does not last for a step, the requests in it end, the log says so, and the engine goes on: whoever took
+the memory may be gone by the next. After `MOST_SHORTAGES` steps in a row it ends, for a new process to begin with all
+of it.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
+import structlog
 
 from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.messages import (
@@ -31,7 +36,11 @@ from slipway_runtime.messages import (
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.scheduling.kv_events import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.worker.shortage import StepOutOfMemoryError
 
+log = structlog.get_logger()
+
+MOST_SHORTAGES: Final = 3
 Execute = Callable[[StepPlan], StepResult]
 
 
@@ -83,6 +92,7 @@ class Engine:
         self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
+        self._shortages = 0  # steps without memory since one that had enough
 
     @property
     def facts(self) -> EngineFacts:
@@ -142,7 +152,10 @@ class Engine:
         self._let_in(now)
         plan = self._scheduler.schedule(now)
         planned = self._stopwatch()
-        result = self._execute(plan)
+        try:
+            result = self._execute(plan)
+        except StepOutOfMemoryError as error:
+            return self._report(self._give_up(error, now), now, planning=planned - began)
         executed = self._stopwatch()
         outputs = self._take_in(result, now + executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
@@ -202,7 +215,20 @@ class Engine:
 
     def _take_in(self, result: StepResult, now: float, *, in_flight: bool = False) -> list[Output]:
         """What a computed step brought. `in_flight`: whether another plan is being executed."""
-        outputs = self._scheduler.update(result, now)
+        self._shortages = 0
+        return self._follow(self._scheduler.update(result, now), now, in_flight=in_flight)
+
+    def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
+        """The last words of those whose step there was no memory for. Nothing is being executed."""
+        self._shortages += 1
+        if self._shortages > MOST_SHORTAGES:
+            raise error
+        outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
+        log.error("out of memory in a step", ended=len(outputs), in_a_row=self._shortages, reason=str(error))
+        return self._follow(outputs, now, in_flight=False)
+
+    def _follow(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
+        """After a step: grammars advance, adapters come and go, events are told. The outputs that are left."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
         if self._adapters is not None:

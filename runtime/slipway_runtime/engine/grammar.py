@@ -32,7 +32,7 @@ _REMEMBERED: Final = 64  # compiled grammars, and refusals, that are kept
 # Between the parts of JSON: a space, or a new line and its indentation. A weak model left free to go on with spaces
 # would do so until its tokens are spent.
 _WHITESPACE: Final = r"\x20|\n(\x20{0,32}|\t{0,16})"
-_LEXER: Final = {
+_LEXER: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 300_000,  # 6 ms of regular expressions; the default of 1,000,000 lets a first mask take 30 ms
     "max_lexer_states": 50_000,  # up to 2 kB each
     "verbose_errors": False,  # its details quote the grammar and the parser's state

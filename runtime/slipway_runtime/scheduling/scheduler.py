@@ -219,6 +219,22 @@ class Scheduler:
         last_words, books.last_words = books.last_words, []
         return outputs + last_words
 
+    def give_up(self, reason: FinishReason, error: str, now: float) -> list[Output]:
+        """What is in flight was not computed, and is not any more: whoever is in it ends, and the others go on."""
+        self.pool.now = now
+        books = self._books
+        lost, self._in_flight = [row for flight in self._in_flight for row in flight.rows], deque()
+        for row in lost:
+            row.sequence.in_flight -= 1
+            row.sequence.num_pending -= row.samples
+        for sequence in dict.fromkeys(row.sequence for row in lost):
+            if sequence.state is State.ENDED:
+                books.retire(sequence)
+            else:
+                books.end(sequence, reason, now, error)
+        last_words, books.last_words = books.last_words, []
+        return last_words
+
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
         return self._books.stats(self.speculation, self._steps, now)
