@@ -92,6 +92,15 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finished_at: float | None = None  # set on the last Output
 
 
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computed."""
+
+    rows: int  # sequences
+    tokens: int  # of all of them; guesses that were verified are counted
+    seconds: float  # from its plan to its results
+    at: float  # when it was planned, or when the loop began to wait for it; same clock as Request.arrived
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot after a step. Blocks: live + cached + free = total."""
 
@@ -117,6 +126,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
     started: int = 0  # requests that left the queue for the first time; a counter
     schedule_seconds: float = 0.0  # what the last step cost the scheduler, plan and update together
+    last_batch: Batch | None = None  # of the last step that computed something; None: none has yet
     mask_seconds: float = 0.0  # spent on making masks of grammars, beside the model's computing; a counter
     waiting_by_tenant: tuple[tuple[str, int], ...] = ()
     running_adapters: tuple[str, ...] = ()  # digests of adapters with running, and with waiting requests

@@ -16,6 +16,7 @@ import structlog
 
 from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.messages import (
+    Batch,
     EngineFacts,
     EngineStats,
     FinishReason,
@@ -93,6 +94,7 @@ class Engine:
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
         self._shortages = 0  # steps without memory since one that had enough
+        self._batch: Batch | None = None  # the last that was computed
 
     @property
     def facts(self) -> EngineFacts:
@@ -157,7 +159,7 @@ class Engine:
         except StepOutOfMemoryError as error:
             return self._report(self._give_up(error, now), now, planning=planned - began)
         executed = self._stopwatch()
-        outputs = self._take_in(result, now + executed - began)
+        outputs = self._take_in(plan, result, now, executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
 
     def idle(self) -> None:
@@ -213,10 +215,15 @@ class Engine:
 
     # --- the second half of a step
 
-    def _take_in(self, result: StepResult, now: float, *, in_flight: bool = False) -> list[Output]:
-        """What a computed step brought. `in_flight`: whether another plan is being executed."""
+    def _take_in(
+        self, plan: StepPlan, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
+    ) -> list[Output]:
+        """What a plan brought, so many seconds after `now`. `in_flight`: whether another one is being executed."""
         self._shortages = 0
-        return self._follow(self._scheduler.update(result, now), now, in_flight=in_flight)
+        if plan.rows:
+            self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
+        outputs = self._scheduler.update(result, now + seconds)
+        return self._follow(outputs, now + seconds, in_flight=in_flight)
 
     def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
         """The last words of those whose step there was no memory for. Nothing is being executed."""
@@ -261,6 +268,7 @@ class Engine:
             stats=msgspec.structs.replace(
                 self._scheduler.stats(now),
                 schedule_seconds=planning,
+                last_batch=self._batch,
                 mask_seconds=0.0 if self._grammars is None else self._grammars.mask_seconds,
             ),
             replies=tuple(replies),

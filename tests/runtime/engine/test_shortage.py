@@ -37,7 +37,7 @@ def reasons(served: Served) -> dict[str, FinishReason | None]:
     return {id: outputs[-1].finish_reason for (id, _), outputs in served.outputs.items()}
 
 
-@pytest.mark.capability("KV-5")
+@pytest.mark.capability("OB-8")
 def test_who_is_in_the_step_ends_and_who_waits_is_answered_as_always(served: Served):
     wanted = {first: alone(served, first=first) for first in (1, 4)}
     served.engine._scheduler.forget_prefixes()
@@ -67,7 +67,7 @@ def test_who_is_in_the_step_ends_and_who_waits_is_answered_as_always(served: Ser
     assert line["reason"] == STOLEN.splitlines()[0]
 
 
-@pytest.mark.capability("KV-5")
+@pytest.mark.capability("OB-8")
 def test_grammars_adapters_and_answers_that_share_a_prompt_are_given_back(served: Served):
     with_adapter = alone(served, adapter=served.digests[1], first=5)
     served.outputs.clear()
@@ -87,7 +87,7 @@ def test_grammars_adapters_and_answers_that_share_a_prompt_are_given_back(served
     assert served.engine.stats(0.0).blocks_live == 0
 
 
-@pytest.mark.capability("KV-5")
+@pytest.mark.capability("OB-8")
 def test_an_engine_that_never_has_enough_ends_and_any_other_failure_ends_it_at_once(model: Model):
     served = Served(model, max_num_seqs=1)
     with failing(served.engine, MOST_SHORTAGES + 1):

@@ -144,6 +144,7 @@ async def test_the_admin_port_tells_the_truth_and_is_idempotent(replica: Running
     await replica.until(lambda _: replica.models[0].adapters.info("b").state != "loading")
     await said(replica, "b")
     listed = (await replica.admin("/adapters")).json()
+    state = (await replica.admin("/state")).json()
     gone = [await replica.admin("/adapters/b", "DELETE") for _ in range(2)]
 
     assert {response.status_code for response in loaded} <= {200, 202}
@@ -151,6 +152,10 @@ async def test_the_admin_port_tells_the_truth_and_is_idempotent(replica: Running
     assert info["state"] in {"host", "slot"}
     assert info["digest"].startswith("sha256:")
     assert info["pinned"]
+    assert info["bytes"] > 0
+    assert [each | {"idleSeconds": 0} for each in state["adapters"]] == [
+        each | {"idleSeconds": 0} for each in listed["adapters"]
+    ]
     assert listed["bootId"] == replica.replica.boot_id
     assert {response.status_code for response in gone} <= {200, 202}
     wrong = await replica.admin("/adapters", "POST", json=body | {"digest": "sha256:00"})

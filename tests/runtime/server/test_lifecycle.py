@@ -232,6 +232,40 @@ async def test_state_tells_all_there_is_to_know():
     assert state.startup.load_seconds == 0.1
 
 
+@pytest.mark.capability("OB-1", "BS-6")
+async def test_state_tells_the_queue_of_each_tenant_and_the_shape_of_the_last_batch():
+    async with a_replica(max_num_seqs=2) as replica:
+        before = State.model_validate_json((await replica.admin("/state")).content)
+        replica.steps.hold()
+        asking = [
+            asyncio.create_task(replica.chat("Hi", headers={"x-slipway-tenant": tenant}, max_tokens=8, ignore_eos=True))
+            for tenant in ("a", "b", "b", "b")
+        ]
+        await replica.until(lambda stats: stats.waiting == 4)
+        replica.steps.allow(3)
+        stats = await replica.until(lambda stats: stats.steps == 3)
+        replica.clock.ahead += 100
+        busy = State.model_validate_json((await replica.admin("/state")).content)
+        replica.steps.let_go()
+        await asyncio.gather(*asking)
+
+    assert (before.last_step, before.queue.waiting_by_tenant) == (None, {})
+    assert before.kv_tiers == {"device": before.blocks}
+    assert (busy.queue.running, busy.queue.waiting) == (2, 2)
+    assert busy.queue.waiting_by_tenant == dict(stats.waiting_by_tenant)
+    assert sum(busy.queue.waiting_by_tenant.values()) == 2
+    assert busy.last_step is not None
+    assert (busy.last_step.rows, busy.last_step.tokens) == (2, 2), "both decode"
+    assert busy.last_step.seconds_ago >= 100 > busy.last_step.seconds > 0
+
+
+async def test_state_of_a_replica_that_loads_is_mostly_zeros():
+    async with a_replica(load=False) as replica:
+        state = State.model_validate_json((await replica.admin("/state")).content)
+
+    assert (state.blocks.total, state.kv_tiers, state.last_step, state.adapters) == (0, {}, None, ())
+
+
 async def test_a_senseless_drain_request_is_a_400():
     async with a_replica() as replica:
         answer: httpx.Response = await replica.admin("/drain", "POST", content=b'{"timeoutSeconds": -1}')
