@@ -46,6 +46,7 @@ class Grammars:
         self.mask_seconds = 0.0  # spent on masks so far
         self.wake: Callable[[], None] | None = None  # called by a thread of its own when `has_news` turns true
         self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._aside = 0  # requests that `take_compiled` has not named yet
         self._answers: dict[Key, _Answer] = {}
         self._rows: dict[int, Key] = {}  # who has which row of the worker
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
@@ -79,9 +80,11 @@ class Grammars:
             self._answers[request.id, index] = _Answer(
                 compiling, request.output_token_ids, self._compiler.eos_token_ids
             )
-        wait((compiling,), timeout=None if self.wake is None else SOON_SECONDS)
+        soon = 0.0 if self._aside else SOON_SECONDS  # behind a slow one nothing is soon
+        wait((compiling,), timeout=None if self.wake is None else soon)
         if compiling.done():
             return True
+        self._aside += 1
         compiling.add_done_callback(lambda _: self._tell(request.id))
         return False
 
@@ -97,7 +100,9 @@ class Grammars:
 
     def take_compiled(self) -> list[str]:
         """The requests whose grammars are there now, for good or with an error, since this was last asked."""
-        return [self._compiled.get() for _ in range(self._compiled.qsize())]
+        compiled = [self._compiled.get() for _ in range(self._compiled.qsize())]
+        self._aside -= len(compiled)
+        return compiled
 
     def masks(self, plan: StepPlan) -> Callable[[], TokenMasks | None]:
         """Begin to make the masks of a plan's draws; what comes back waits for them. No `accept` before it was called.

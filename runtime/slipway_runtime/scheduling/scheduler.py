@@ -179,7 +179,7 @@ class Scheduler:
                 self._books.park_one(now)
             budget = left
         if self.speculation is not None and self.speculation.active:
-            self._schedule_drafts(budget, plan)
+            self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._books.running))
         loads = self.residency.take_loads() if self.residency is not None else ()
         step, flight = plan.build(self._steps, loads)
         self._in_flight.append(flight)
@@ -269,25 +269,6 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
-
-    def _schedule_drafts(self, budget: int, plan: PlanBuilder) -> None:
-        """Spend what is left on guesses for rows that decode, with blocks that nobody needs."""
-        assert self.speculation is not None
-        pool = self.pool
-        for index, row in enumerate(plan.rows):
-            sequence = row.sequence
-            if row.num_new > 1 or not row.samples or sequence.num_pending > 1:
-                continue
-            spare = max(pool.available - self._watermark_blocks - len(self._books.running), 0)
-            room = (len(sequence.blocks) + spare) * pool.block_size - sequence.num_planned
-            most = min(budget, room, sequence.max_tokens - sequence.num_tokens - 1)
-            drafts = self.speculation.draft(sequence, most)
-            if drafts:
-                missing = pool.blocks_for(sequence.num_planned + len(drafts)) - len(sequence.blocks)
-                if missing > 0:
-                    plan.give_blocks(sequence, pool.allocate(missing))
-                plan.add_drafts(index, drafts)
-                budget -= len(drafts)
 
     # --- waiting sequences
 

@@ -54,16 +54,17 @@ class Runner:
 
         `masks` is asked for when the scores are there: whoever makes them has until then. None: the plan has them.
         Raises StepOutOfMemoryError, after which the next plan may be executed: what this one said of rows, blocks and
-        slots was taken in.
+        slots was done. A shortage before that is not survived.
         """
         self._rows.take_in(plan)
         if self.adapters is not None:
             self.adapters.take_in(plan)
-        with torch.inference_mode(), step_shortage():
-            return self._compute(plan, masks)
+        with torch.inference_mode():
+            self._copy_blocks(plan)
+            with step_shortage():
+                return self._compute(plan, masks)
 
     def _compute(self, plan: StepPlan, masks: Masks | None) -> StepResult:
-        self._copy_blocks(plan)
         if not plan.rows:
             return StepResult(step=plan.step, token_ids=())
         inputs = pack(plan, self._rows, self._block_size, self._device)
