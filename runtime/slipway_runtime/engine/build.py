@@ -86,10 +86,10 @@ def build_engine(
     on_news(WarmingUp())
     worker = Worker(partial(_execute, runner, grammars)) if plan.overlap else None
     with shortage_refused("the largest batch", plan.device):
-        _warm_up(_new_scheduler(plan, size, length), runner, slots, plan, worker)
+        _warm_up(_new_scheduler(plan, size, length, kv_events=False), runner, slots, plan, worker)
     recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if plan.device.type == "cuda" else ""
     warm = time.perf_counter()
-    scheduler = _new_scheduler(plan, size, length, model=plan.content_key(), kv_events=bool(options.kv_events_endpoint))
+    scheduler = _new_scheduler(plan, size, length, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
     facts = EngineFacts(
         vocab_size=plan.config.vocab_size,
@@ -131,9 +131,7 @@ def build_engine(
     return Engine(scheduler, partial(_execute, runner, grammars), facts, **parts)
 
 
-def _new_scheduler(
-    plan: EnginePlan, size: CacheSize, length: int, *, model: str = "", kv_events: bool = False
-) -> Scheduler:
+def _new_scheduler(plan: EnginePlan, size: CacheSize, length: int, *, kv_events: bool) -> Scheduler:
     options = plan.options
     pool = BlockPool(size.num_blocks, options.block_size, shares_prefixes=options.prefix_caching)
     return Scheduler(
@@ -142,7 +140,7 @@ def _new_scheduler(
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_model_len=length,
         eos_token_ids=frozenset(plan.eos_token_ids),
-        model=model,
+        model=plan.content_key(),
         tenant_weights=options.tenant_weights,
         speculation_max_tokens=plan.draft_tokens,
         residency=plan.residency(pool, size.bytes_per_token * options.block_size),
