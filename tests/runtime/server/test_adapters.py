@@ -93,6 +93,7 @@ REFUSED = [
     ({"lora_name": "x", "lora_path": "/etc"}, 400),
     ({"lora_name": "x", "lora_path": "relative/one"}, 400),
     ({"lora_name": "x", "lora_path": "ftp://host/one"}, 400),
+    ({"lora_name": "x", "lora_path": "ftp://[host"}, 400),
     ({"lora_name": "x", "lora_path": "{root}/wide"}, 400),
     ({"lora_name": "x", "lora_path": "{root}/broken"}, 400),
 ]

@@ -190,7 +190,7 @@ async def test_the_admin_port_wants_the_pods_token_except_for_probes():
 @pytest.mark.capability("KV-4")
 async def test_signals_are_small_and_count_live_blocks_only():
     async with a_replica() as replica:
-        await replica.chat("A long prompt that fills some blocks. " * 8, max_tokens=8)
+        await replica.chat("A long prompt that fills some blocks. " * 8, max_tokens=8, ignore_eos=True)
         await replica.until(lambda stats: stats.running == 0 and stats.finished == 1)
 
         idle = await replica.admin("/signals")
