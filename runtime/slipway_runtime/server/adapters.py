@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -80,6 +81,7 @@ class AdapterRegistry:
         self._named: dict[str, Adapter] = {}
         self._going: dict[str, tuple[Adapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
         self._locks: dict[str, asyncio.Lock] = {}
+        self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
         self._brought: dict[str, list[Brought]] = {}  # by digest: to be let go when the engine has forgotten it
 
     # --- asking
@@ -170,9 +172,8 @@ class AdapterRegistry:
             if before.state is AdapterState.HOST and not is_same and not replaces:
                 sentence = f"the name {wanted.name} is taken by an adapter with other content; unload it first"
                 raise ApiError(409, sentence, param="name")
-            if (going := self._going.get(digest)) is not None:
-                await asyncio.wait([going[1]])
-            await self._hand_over(brought, pinned=wanted.pinned)
+            async with self._contents.setdefault(digest, asyncio.Lock()):  # an unload of it ends first
+                await self._hand_over(brought, pinned=wanted.pinned)
             keeps = True
         finally:
             if keeps:
@@ -211,7 +212,7 @@ class AdapterRegistry:
         return any(adapter.name == name for adapter, _ in self._going.values())
 
     def _let_go(self, adapter: Adapter) -> asyncio.Task[Reply] | None:
-        if not adapter.digest or any(other.digest == adapter.digest for other in self._named.values()):
+        if not adapter.digest or self._is_named(adapter.digest):
             return None
         task = asyncio.create_task(self._unload(adapter), name=f"unload {adapter.name}")
         self._going[adapter.digest] = (adapter, task)
@@ -219,14 +220,21 @@ class AdapterRegistry:
 
     async def _unload(self, adapter: Adapter) -> Reply:
         try:
-            return await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
+            async with self._contents.setdefault(adapter.digest, asyncio.Lock()):
+                if self._is_named(adapter.digest):  # while this waited, it was loaded under another name
+                    return Reply(call=0)
+                reply = await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
+                for brought in self._brought.pop(adapter.digest, ()):
+                    await asyncio.to_thread(self._source.let_go, brought)
+                log.info("adapter unloaded", adapter=adapter.name, digest=adapter.digest)
+                return reply
         except EngineDead:
             return Reply(call=0, error="the engine has stopped")
         finally:
-            for brought in self._brought.pop(adapter.digest, ()):
-                await asyncio.to_thread(self._source.let_go, brought)
             self._going.pop(adapter.digest, None)
-            log.info("adapter unloaded", adapter=adapter.name, digest=adapter.digest)
+
+    def _is_named(self, digest: str) -> bool:
+        return any(adapter.digest == digest for adapter in self._named.values())
 
     def _check(self, name: str) -> None:
         if not self._engine.facts.max_adapters:

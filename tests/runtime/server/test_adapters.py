@@ -1,5 +1,6 @@
 """Adapters by name: selected by `model`, loaded and unloaded while others are served, refused with a sentence."""
 
+import asyncio
 import json
 import shutil
 import threading
@@ -219,6 +220,26 @@ async def test_an_adapter_comes_from_a_web_server_while_others_are_told_that_it_
     assert listed.json()["adapters"][0]["state"] in {"host", "slot"}, listed.text
     assert text
     assert brought[0].is_relative_to(tmp_path)
+
+
+@pytest.mark.capability("ML-2")
+async def test_content_that_loads_under_a_second_name_outlives_the_first_one(folders: Path):
+    async with a_replica(adapter_roots=(folders,), max_adapters=1, max_rank=8) as replica:
+        registry = replica.models[0].adapters
+        await registry.load("first", f"file://{folders}/one")
+        replica.steps.hold()
+        loading = asyncio.create_task(registry.load("second", f"file://{folders}/one"))
+        while not replica.client._calls:  # noqa: ASYNC110  until the engine is asked for it
+            await asyncio.sleep(0.01)
+        leaving = await registry.unload("first")
+        replica.steps.let_go()
+        await asyncio.gather(loading, leaving)
+
+        assert await said(replica, "second")
+        assert [info.name for info in registry.infos()] == ["second"]
+        gone = await registry.unload("second")
+        assert await gone
+        assert replica.client.adapters == ()
 
 
 class NodeCache:
