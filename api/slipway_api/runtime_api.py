@@ -25,6 +25,8 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from pydantic.alias_generators import to_camel
 
+MOST_TENANTS = 50  # that a body names
+
 
 class Body(BaseModel):
     """A body of the admin port: camelCase on the wire, snake_case in Python, frozen."""
@@ -126,6 +128,16 @@ class QueueCounts(Body):
     running: int = Field(ge=0)
     waiting: int = Field(ge=0)
     waiting_tokens: int = Field(default=0, ge=0)
+    waiting_by_tenant: dict[str, int] = {}  # those with the longest queues, at most `MOST_TENANTS`
+
+
+class LastStep(Body):
+    """The last step that computed something: the shape of its batch, and how long it took."""
+
+    rows: int = Field(ge=0)  # sequences
+    tokens: int = Field(ge=0)  # computed for all of them; as many as rows: everybody decodes
+    seconds: float = Field(ge=0)  # from the plan to the results
+    seconds_ago: float = Field(ge=0)
 
 
 class StartupTimes(Body):
@@ -134,6 +146,21 @@ class StartupTimes(Body):
     download_seconds: float | None = None
     load_seconds: float | None = None
     warmup_seconds: float | None = None
+
+
+class AdapterInfo(Body):
+    """One adapter of a replica, by the name that clients send as `model`."""
+
+    name: str
+    digest: str = ""  # sha256:… of its content; empty until its files are here
+    uri: str = ""
+    state: str  # loading, host, slot, draining, failed
+    bytes: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0)
+    requests: int = Field(default=0, ge=0)  # running and waiting
+    pinned: bool = False
+    idle_seconds: float | None = None  # since it was last used; absent: never
+    message: str = ""  # of a failed one: why
 
 
 class State(Body):
@@ -152,21 +179,9 @@ class State(Body):
     queue: QueueCounts
     draining: bool
     startup: StartupTimes = StartupTimes()
-
-
-class AdapterInfo(Body):
-    """One adapter of a replica, by the name that clients send as `model`."""
-
-    name: str
-    digest: str = ""  # sha256:… of its content; empty until its files are here
-    uri: str = ""
-    state: str  # loading, host, slot, draining, failed
-    bytes: int = Field(default=0, ge=0)
-    rank: int = Field(default=0, ge=0)
-    requests: int = Field(default=0, ge=0)  # running and waiting
-    pinned: bool = False
-    idle_seconds: float | None = None  # since it was last used; absent: never
-    message: str = ""  # of a failed one: why
+    kv_tiers: dict[str, BlockCounts] = {}  # by where blocks are: `device`, which is `blocks`, and what is behind it
+    last_step: LastStep | None = None  # absent: none yet
+    adapters: tuple[AdapterInfo, ...] = ()  # as GET /adapters has them
 
 
 class AdapterList(Body):

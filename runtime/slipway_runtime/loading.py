@@ -81,7 +81,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
     eos = fetched.tokenizer.special_tokens.get("eos_token")
     eos_id = fetched.tokenizer.tokenizer.token_to_id(eos) if eos else None
     return EngineOptions(
-        model=settings.model_digest or settings.model_uri,
+        model_digest=settings.model_digest,
         dtype=settings.dtype,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,

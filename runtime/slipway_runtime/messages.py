@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the client went away
     TIMEOUT = "timeout"  # the request's deadline passed
     ERROR = "error"  # the engine failed; the message says how
+    OUT_OF_MEMORY = "out_of_memory"  # the device's memory did not last for its step; another replica may do better
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: tuple[int, ...] = ()  # new since the last Output; an end-of-sequence token is included
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it, when one did
-    error: str = ""  # with FinishReason.ERROR: a sentence without prompt text
+    error: str = ""  # with ERROR and OUT_OF_MEMORY: a sentence without prompt text
     logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when they were asked for
     # Set on the first Output when asked for; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -89,6 +90,15 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduled_at: float | None = None  # when it left the queue; set on the first Output
     first_token_at: float | None = None  # when prefill ended; set on the first Output
     finished_at: float | None = None  # set on the last Output
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computed."""
+
+    rows: int  # sequences
+    tokens: int  # of all of them; guesses that were verified are counted
+    seconds: float  # from its plan to its results
+    at: float  # when it was planned, or when the loop began to wait for it; same clock as Request.arrived
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +126,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0  # positions computed, prefill and decode, recomputation included; a counter
     started: int = 0  # requests that left the queue for the first time; a counter
     schedule_seconds: float = 0.0  # what the last step cost the scheduler, plan and update together
+    last_batch: Batch | None = None  # of the last step that computed something; None: none has yet
     mask_seconds: float = 0.0  # spent on making masks of grammars, beside the model's computing; a counter
     waiting_by_tenant: tuple[tuple[str, int], ...] = ()
     running_adapters: tuple[str, ...] = ()  # digests of adapters with running, and with waiting requests

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +31,8 @@ from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.loading import LOADER, Fetched, bring, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
-from slipway_runtime.server.adapters import AdapterRegistry, adapter_roots
+from slipway_runtime.server.adapter_source import AdapterSource, adapter_roots
+from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.boot import load_adapters, prefill
 from slipway_runtime.server.control import serve_control
@@ -42,7 +44,7 @@ from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch, shown
+from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch, release, shown
 
 log = structlog.get_logger()
 
@@ -210,8 +212,11 @@ def _model(
     adapters = AdapterRegistry(
         client,
         identity,
-        fetch=lambda uri: fetch(uri, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES),
-        roots=adapter_roots(settings.cache_directory, fetched.directory),
+        source=AdapterSource(
+            partial(fetch, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES),
+            partial(release, cache=settings.cache_directory),
+            roots=adapter_roots(settings.cache_directory, fetched.directory),
+        ),
         clock=time.monotonic,
     )
     metrics = Metrics(

@@ -3,7 +3,17 @@
 import pytest
 from pydantic import ValidationError
 
-from slipway_api.runtime_api import DrainRequest, DrainStatus, Ready, ReadyReason, Signals, State
+from slipway_api.runtime_api import (
+    AdapterInfo,
+    Body,
+    DrainRequest,
+    DrainStatus,
+    LastStep,
+    Ready,
+    ReadyReason,
+    Signals,
+    State,
+)
 
 
 def test_signals_stay_below_300_bytes_even_after_a_very_long_life():
@@ -75,3 +85,43 @@ def test_the_tokenizer_hash_keeps_the_spelling_of_the_contract():
 
     assert state.tokenizer_sha256 == "ab"
     assert b'"tokenizerSha256":"ab"' in state.wire()
+
+
+STATE = {
+    "modelName": "tiny",
+    "uptimeSeconds": 1,
+    "blocks": {"total": 4, "live": 1, "cached": 1, "free": 2},
+    "queue": {"running": 1, "waiting": 0},
+    "draining": False,
+}
+
+
+class QueueOfAnOlderOperator(Body):
+    running: int
+    waiting: int
+
+
+class StateOfAnOlderOperator(Body):
+    """The fields that it reads, of the first version."""
+
+    model_name: str
+    queue: QueueOfAnOlderOperator
+
+
+def test_an_older_side_reads_a_newer_state_and_a_newer_side_an_older_one():
+    older = State.model_validate(STATE)
+    newer = State.model_validate(
+        STATE
+        | {
+            "queue": {"running": 1, "waiting": 3, "waitingByTenant": {"a": 3}},
+            "kvTiers": {"device": STATE["blocks"]},
+            "lastStep": {"rows": 2, "tokens": 40, "seconds": 0.01, "secondsAgo": 0.5},
+            "adapters": [{"name": "one", "digest": "sha256:00", "state": "slot", "bytes": 7, "idleSeconds": 1.5}],
+        }
+    )
+
+    assert (older.adapters, older.last_step, older.kv_tiers, older.queue.waiting_by_tenant) == ((), None, {}, {})
+    assert newer.adapters == (AdapterInfo(name="one", digest="sha256:00", state="slot", bytes=7, idle_seconds=1.5),)
+    assert newer.last_step == LastStep(rows=2, tokens=40, seconds=0.01, seconds_ago=0.5)
+    assert State.model_validate_json(newer.wire()) == newer
+    assert StateOfAnOlderOperator.model_validate_json(newer.wire()).queue.waiting == 3

@@ -1,6 +1,5 @@
 """What is decided about an engine before anything is loaded: from a checkpoint's config and the options to limits."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import refusal
 from slipway_runtime.models.adapters import slot_bytes
+from slipway_runtime.models.checkpoint_files import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
 from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype
 from slipway_runtime.models.sharding import part_of
@@ -59,13 +59,13 @@ class EnginePlan:
     def content_key(self) -> str:
         """What decides the KV of equal tokens, beside adapter and salt: the same on all replicas of the same model.
 
-        Two checkpoints may have one config, so who knows more of the model says it: see `EngineOptions.model`.
+        The digest is a sample of the weights (checkpoint_files.py says of what); one that somebody pinned is of them
+        all, and goes in beside it. Reads files: milliseconds.
         """
-        config = hashlib.sha256((self.model_path / "config.json").read_bytes()).hexdigest()
         options = self.options
         formats = f"{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
         ranks = f"/{options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""  # they sum in parts
-        return f"{options.model}/{config}/{formats}{ranks}"
+        return f"{checkpoint_digest(self.model_path)}/{options.model_digest}/{formats}{ranks}"
 
     def fit_pool(self, length: int, pool_tokens: int) -> int:
         """The context that a pool of so many tokens can hold: a sequence must fit alone, or it could never finish."""

@@ -1,16 +1,22 @@
 """The engine: schedule, execute, update. Knows no thread and no event loop, and of time only a stopwatch.
 
 This plain loop is the specification of the overlapped one (overlap.py): both give the same outputs.
+
+Where the memory does not last for a step, the requests in it end, the log says so, and the engine goes on: whoever took
+the memory may be gone by the next. After `MOST_SHORTAGES` steps in a row it ends, for a new process to begin with all
+of it.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
+import structlog
 
 from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.messages import (
+    Batch,
     EngineFacts,
     EngineStats,
     FinishReason,
@@ -31,7 +37,11 @@ from slipway_runtime.messages import (
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.scheduling.kv_events import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.worker.shortage import StepOutOfMemoryError
 
+log = structlog.get_logger()
+
+MOST_SHORTAGES: Final = 3
 Execute = Callable[[StepPlan], StepResult]
 
 
@@ -39,8 +49,12 @@ class Grammars(Protocol):
     """What the engine needs of the grammars; matchers.py has them."""
 
     mask_seconds: float
+    wake: Callable[[], None] | None
 
-    def start(self, request: Request) -> None: ...  # noqa: D102
+    @property
+    def has_news(self) -> bool: ...  # noqa: D102
+    def start(self, request: Request) -> bool: ...  # noqa: D102
+    def take_compiled(self) -> list[str]: ...  # noqa: D102
     def accept(self, output: Output) -> str: ...  # noqa: D102
 
 
@@ -79,6 +93,8 @@ class Engine:
         self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
+        self._shortages = 0  # steps without memory since one that had enough
+        self._batch: Batch | None = None  # the last that was computed
 
     @property
     def facts(self) -> EngineFacts:
@@ -87,23 +103,27 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or tell anything. Waiting for an adapter's file is no work."""
-        if self._replies or self._bedtime or (self._adapters is not None and self._adapters.has_news):
+        """Whether a step would do or tell anything. Waiting for an adapter's file or for a grammar is no work."""
+        if self._replies or self._bedtime:
+            return True
+        if any(part is not None and part.has_news for part in (self._adapters, self._grammars)):
             return True
         return self._scheduler.has_work and not self._scheduler.is_stalled
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Whom the engine's own threads wake when one of them has something to tell."""
-        if self._adapters is not None:
-            self._adapters.wake = wake
+        for part in (self._adapters, self._grammars):
+            if part is not None:
+                part.wake = wake
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue. Whoever sends them sends none while the engine sleeps."""
         assert self._bedtime is None
         assert self._sleeper is None or not self._sleeper.level
-        if request.grammar is not None and self._grammars is not None:
-            self._grammars.start(request)
+        compiled = self._grammars is None or self._grammars.start(request)
         self._scheduler.add(request, now)
+        if not compiled:  # a step with it would wait for its masks, and everybody with it
+            self._scheduler.pause(request.id, on=True, now=now)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
         """End a request, or one of its answers, wherever it is; its blocks are free before the next step computes."""
@@ -131,11 +151,15 @@ class Engine:
     def step(self, now: float) -> StepReport:
         """One step for everybody who runs. `now`: when it begins."""
         began = self._stopwatch()
+        self._let_in(now)
         plan = self._scheduler.schedule(now)
         planned = self._stopwatch()
-        result = self._execute(plan)
+        try:
+            result = self._execute(plan)
+        except StepOutOfMemoryError as error:
+            return self._report(self._give_up(error, now), now, planning=planned - began)
         executed = self._stopwatch()
-        outputs = self._take_in(result, now + executed - began)
+        outputs = self._take_in(plan, result, now, executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
 
     def idle(self) -> None:
@@ -145,6 +169,12 @@ class Engine:
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
         return self._scheduler.stats(now)
+
+    def _let_in(self, now: float) -> None:
+        """Plan those whose grammars have been compiled."""
+        if self._grammars is not None:
+            for request_id in self._grammars.take_compiled():
+                self._scheduler.pause(request_id, on=False, now=now)
 
     # --- sleep
 
@@ -185,9 +215,27 @@ class Engine:
 
     # --- the second half of a step
 
-    def _take_in(self, result: StepResult, now: float, *, in_flight: bool = False) -> list[Output]:
-        """What a computed step brought. `in_flight`: whether another plan is being executed."""
-        outputs = self._scheduler.update(result, now)
+    def _take_in(
+        self, plan: StepPlan, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
+    ) -> list[Output]:
+        """What a plan brought, so many seconds after `now`. `in_flight`: whether another one is being executed."""
+        self._shortages = 0
+        if plan.rows:
+            self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
+        outputs = self._scheduler.update(result, now + seconds)
+        return self._follow(outputs, now + seconds, in_flight=in_flight)
+
+    def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
+        """The last words of those whose step there was no memory for. Nothing is being executed."""
+        self._shortages += 1
+        if self._shortages > MOST_SHORTAGES:
+            raise error
+        outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
+        log.error("out of memory in a step", ended=len(outputs), in_a_row=self._shortages, reason=str(error))
+        return self._follow(outputs, now, in_flight=False)
+
+    def _follow(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
+        """After a step: grammars advance, adapters come and go, events are told. The outputs that are left."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
         if self._adapters is not None:
@@ -220,6 +268,7 @@ class Engine:
             stats=msgspec.structs.replace(
                 self._scheduler.stats(now),
                 schedule_seconds=planning,
+                last_batch=self._batch,
                 mask_seconds=0.0 if self._grammars is None else self._grammars.mask_seconds,
             ),
             replies=tuple(replies),

@@ -2,16 +2,28 @@
 
 A grammar is refused with one sentence: for what it is (not JSON, an unknown keyword), or for what it would cost.
 llguidance has no clock, so the costs are bounded before it sees the text: by size, by nesting, and by counts of what
-makes it slow. Measured on one core: 1,000 properties in one object compile in 0.3 s, 5,000 in 14 s.
+makes it slow; what can only be seen while it works is bounded by its own counters. Measured on one core, with 128,000
+tokens, and what would happen without the bound:
+
+| what grows                                           | at the bound              | beyond                           |
+|------------------------------------------------------|---------------------------|----------------------------------|
+| members of a schema                                  | 1,000: compiles in 0.3 s  | 5,000: 14 s                      |
+| `multipleOf`: a state for each remainder             | 10,000: 0.1 s             | 500,000: 4 s and 200 MB          |
+| rules of a written grammar, each calling the next    | 500: 0.02 s               | 3,000: the stack overflows       |
+| symbols of a written grammar, if all may be empty    | 1,200: a mask in 0.3 s    | 3,200: a mask in 6 s             |
 """
 
 import json
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from slipway_runtime.messages import Grammar
 
@@ -20,11 +32,17 @@ _REMEMBERED: Final = 64  # compiled grammars, and refusals, that are kept
 # Between the parts of JSON: a space, or a new line and its indentation. A weak model left free to go on with spaces
 # would do so until its tokens are spent.
 _WHITESPACE: Final = r"\x20|\n(\x20{0,32}|\t{0,16})"
-_LIMITS: Final = LLParserLimits(
-    initial_lexer_fuel=300_000,  # 6 ms of regular expressions; the default of 1,000,000 lets a first mask take 30 ms
-    max_lexer_states=50_000,  # up to 2 kB each
-    verbose_errors=False,  # its details quote the grammar and the parser's state
-)
+_LEXER: Final[dict[str, Any]] = {
+    "initial_lexer_fuel": 300_000,  # 6 ms of regular expressions; the default of 1,000,000 lets a first mask take 30 ms
+    "max_lexer_states": 50_000,  # up to 2 kB each
+    "verbose_errors": False,  # its details quote the grammar and the parser's state
+}
+# Four items for each optional member of an object, and few rules that are empty: rows are long, and quickly made.
+_GENERATED: Final = LLParserLimits(max_items_in_row=8_000, **_LEXER)
+# Where rules may be empty, the time for a row grows with the cube of its length; see above.
+_WRITTEN: Final = LLParserLimits(max_items_in_row=1_000, step_max_items=20_000, max_grammar_size=1_200, **_LEXER)
+_OF_LARK: Final = re.compile(r"\s*(%llguidance\b|start\s*:)")  # a line that GBNF has not
+_SCHEMA_INSIDE: Final = re.compile(r"%json\b\s*")
 
 
 class GrammarRefusedError(ValueError):
@@ -39,6 +57,8 @@ class GrammarLimits:
     depth: int = 64  # of nested JSON in a schema; llguidance itself stops at 128
     members: int = 1000  # of all the objects in a schema together, at any one key: properties, $defs, …
     alternatives: int = 2000  # of all lists in a schema together (enum, anyOf, required), and of a choice
+    multiple: int = 10_000  # the least common multiple of all `multipleOf` in a schema, in units of its last decimal
+    rules: int = 500  # of a written grammar
 
 
 class GrammarCompiler:
@@ -78,7 +98,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         source = self._source(grammar)
-        matcher = LLMatcher(self.vocabulary, source, log_level=0, limits=_LIMITS)
+        limits = _WRITTEN if grammar.kind == "lark" else _GENERATED
+        matcher = LLMatcher(self.vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # limits of the lexer show with the first mask
         if matcher.is_error():
@@ -108,19 +129,38 @@ class GrammarCompiler:
             raise GrammarRefusedError(f"the {kind} is empty")
         if kind == "regex":
             return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_lark(self._written(text))
+
+    def _written(self, text: str) -> str:
+        """A grammar in Lark's form, or in GBNF, which other servers take, as Lark."""
+        if any(_OF_LARK.match(line) for line in text.splitlines()):
+            own, schemas = _without_schemas(text)
+            self._count_rules(own, ":")  # one in a string counts too, because only a parser could tell
+            for schema in schemas:
+                self._look_through("lark", schema)
+            return text
+        self._count_rules(text, "::=")
         try:
-            return LLMatcher.grammar_from_lark(any_to_lark(text))  # GBNF, which other servers take, is rewritten
+            return gbnf_to_lark(text)
         except Exception as error:  # noqa: BLE001  whatever its rewriting trips over, the text is at fault
             raise GrammarRefusedError(f"the grammar cannot be read: {_one_line(str(error))}") from None
+
+    def _count_rules(self, text: str, sign: str) -> None:
+        if (rules := text.count(sign)) > self._limits.rules:
+            raise GrammarRefusedError(
+                f"the lark has {rules} rules, or {sign}; at most {self._limits.rules} are compiled"
+            )
 
     def _look_through(self, kind: str, schema: Any) -> Any:
         if not isinstance(schema, dict):
             raise GrammarRefusedError(f"the {kind} must be a JSON object")
         members = alternatives = 0
+        multiples: list[Any] = []
         level: list[Any] = [schema]
         for _ in range(self._limits.depth):
             members += sum(len(node) for node in level if isinstance(node, dict))
             alternatives += sum(len(node) for node in level if isinstance(node, list))
+            multiples += [node["multipleOf"] for node in level if isinstance(node, dict) and "multipleOf" in node]
             level = [child for node in level for child in _children(node)]
         if level:
             raise GrammarRefusedError(f"the {kind} is nested deeper than {self._limits.depth} levels")
@@ -129,6 +169,11 @@ class GrammarCompiler:
         if alternatives > self._limits.alternatives:
             raise GrammarRefusedError(
                 f"the {kind} lists {alternatives} values; at most {self._limits.alternatives} are compiled here"
+            )
+        if _common_multiple(multiples) > self._limits.multiple:
+            raise GrammarRefusedError(
+                f"the common multiple of every multipleOf in the {kind} is larger than {self._limits.multiple}, "
+                "counted in units of the last decimal"
             )
         return schema
 
@@ -139,7 +184,8 @@ class GrammarCompiler:
             raise GrammarRefusedError(
                 f"the choice has {len(choices)} strings; at most {self._limits.alternatives} are compiled here"
             )
-        return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        # One terminal: as alternatives of a rule they would all stand in the parser's first row.
+        return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
     def _structural_tag(self, tag: Any) -> str:
         """`{"structures": [{"begin", "schema", "end"}], "triggers": […]}`: free text, in which a trigger starts one."""
@@ -167,6 +213,27 @@ class GrammarCompiler:
     def _is_special(self, text: str) -> bool:
         tokens = self.vocabulary.tokenize_str(text, parse_special=True)
         return len(tokens) == 1 and self.vocabulary.is_special_token(tokens[0])
+
+
+def _without_schemas(lark: str) -> tuple[str, list[Any]]:
+    """A grammar's own text, and the schemas in it: `%json { … }`."""
+    own, schemas, position = "", [], 0
+    while (found := _SCHEMA_INSIDE.search(lark, position)) is not None:
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            raise GrammarRefusedError("a %json in a grammar is followed by a schema") from None
+        own += lark[position : found.start()]
+        schemas.append(schema)
+        position = end
+    return own + lark[position:], schemas
+
+
+def _common_multiple(multiples: Sequence[Any]) -> int:
+    """The least one, in units of the last decimal that any has: 0.25 and 5 → 500. What is no number is not our part."""
+    numbers = [Decimal(str(m)) for m in multiples if type(m) in {int, float} and 0 < m < math.inf]
+    unit = min((int(number.normalize().as_tuple().exponent) for number in numbers), default=0)
+    return math.lcm(*(int(number.scaleb(-min(unit, 0))) for number in numbers))
 
 
 def _schema_source(text: str) -> str:

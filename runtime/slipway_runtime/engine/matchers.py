@@ -1,6 +1,7 @@
 """Where each answer stands in its grammar, and which tokens it may draw next. No torch: the engine process asks.
 
-    grammars.start(request)                            # when it comes in: compiles beside the steps
+    grammars.start(request)                             # when it comes in: compiles beside the steps
+    grammars.take_compiled()                            # whose grammars are there since: until then nobody plans them
     result = runner.execute(plan, grammars.masks(plan))   # of every plan; made while the model computes
     for output in update(result): grammars.accept(output)
 
@@ -12,11 +13,13 @@ preemption does not touch it; output that came with the request is replayed. Aft
 allows only end-of-sequence tokens come.
 """
 
+import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +29,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
 from slipway_runtime.messages import Output, Request, StepPlan, TokenMasks
 
+SOON_SECONDS: Final = 0.002  # most grammars compile within; for a slow one no step waits
 Key = tuple[str, int]  # a request's id, and which of its answers
 Words = npt.NDArray[np.uint32]
 _NOBODY: Key = ("", 0)
@@ -40,6 +44,9 @@ class Grammars:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = 0.0  # spent on masks so far
+        self.wake: Callable[[], None] | None = None  # called by a thread of its own when `has_news` turns true
+        self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._aside = 0  # requests that `take_compiled` has not named yet
         self._answers: dict[Key, _Answer] = {}
         self._rows: dict[int, Key] = {}  # who has which row of the worker
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
@@ -60,14 +67,42 @@ class Grammars:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def start(self, request: Request) -> None:
-        """Begin to compile a request's grammar; masks wait for it. Requests without one need no call."""
-        if request.grammar is not None:
-            compiling = self._compiling.submit(self._compiler.matcher, request.grammar)
-            for index in range(request.n):
-                self._answers[request.id, index] = _Answer(
-                    compiling, request.output_token_ids, self._compiler.eos_token_ids
-                )
+    def start(self, request: Request) -> bool:
+        """Begin to compile a request's grammar; whether it is there, or else `take_compiled` will name the request.
+
+        Masks wait for it, so who plans the request before makes everybody wait. Where nobody can be woken, this waits.
+        Requests without a grammar need no call.
+        """
+        if request.grammar is None:
+            return True
+        compiling = self._compiling.submit(self._compiler.matcher, request.grammar)
+        for index in range(request.n):
+            self._answers[request.id, index] = _Answer(
+                compiling, request.output_token_ids, self._compiler.eos_token_ids
+            )
+        soon = 0.0 if self._aside else SOON_SECONDS  # behind a slow one nothing is soon
+        wait((compiling,), timeout=None if self.wake is None else soon)
+        if compiling.done():
+            return True
+        self._aside += 1
+        compiling.add_done_callback(lambda _: self._tell(request.id))
+        return False
+
+    def _tell(self, request_id: str) -> None:
+        self._compiled.put(request_id)
+        if self.wake is not None:
+            self.wake()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_compiled` has something to tell."""
+        return not self._compiled.empty()
+
+    def take_compiled(self) -> list[str]:
+        """The requests whose grammars are there now, for good or with an error, since this was last asked."""
+        compiled = [self._compiled.get() for _ in range(self._compiled.qsize())]
+        self._aside -= len(compiled)
+        return compiled
 
     def masks(self, plan: StepPlan) -> Callable[[], TokenMasks | None]:
         """Begin to make the masks of a plan's draws; what comes back waits for them. No `accept` before it was called.

@@ -9,7 +9,7 @@ import msgspec
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one engine; the names are those of the command line."""
 
-    model: str = ""  # which weights these are, as far as it is known: a digest, or an address with its revision
+    model_digest: str = ""  # of all weights, where somebody pinned it: the prefixes are kept apart by it too
     dtype: str = "auto"  # auto, bf16, fp16, fp32
     quantization: str = "none"  # of the weights, at load: none, int8, fp8
     kv_cache_dtype: str = "auto"  # auto (that of the weights), fp8, int8

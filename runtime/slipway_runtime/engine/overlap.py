@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from slipway_runtime.engine.engine import Engine, Execute
-from slipway_runtime.messages import EngineFacts, StepPlan, StepReport, StepResult
+from slipway_runtime.messages import EngineFacts, Output, StepPlan, StepReport, StepResult
 from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.worker.shortage import StepOutOfMemoryError
 
 
 class Worker:
@@ -51,17 +52,33 @@ class OverlappedEngine(Engine):
     def __init__(self, scheduler: Scheduler, worker: Worker, facts: EngineFacts, **parts: Any) -> None:
         super().__init__(scheduler, lambda plan: worker.submit(plan).result(), facts, **parts)
         self._submit = worker.submit
-        self._flying: Future[StepResult] | None = None
+        self._flying: tuple[StepPlan, Future[StepResult]] | None = None
 
     def step(self, now: float) -> StepReport:
         """Plan the step after the one that is executed, then report the latter."""
         began = self._stopwatch()
+        self._let_in(now)
         if self._flying is None:
-            self._flying = self._submit(self._scheduler.schedule(now))
-        following = self._submit(self._scheduler.schedule(now)) if self._scheduler.can_overlap else None
+            self._flying = self._plan_next(now)
+        following = self._plan_next(now) if self._scheduler.can_overlap else None
         planned = self._stopwatch()
-        result = self._flying.result()
+        (plan, flying), self._flying = self._flying, following
+        try:
+            result = flying.result()
+        except StepOutOfMemoryError as error:
+            return self._report(self._give_up_both(error, now), now, planning=planned - began)
         executed = self._stopwatch()
-        self._flying = following
-        outputs = self._take_in(result, now + executed - began, in_flight=following is not None)
+        outputs = self._take_in(plan, result, now, executed - began, in_flight=following is not None)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
+
+    def _plan_next(self, now: float) -> "tuple[StepPlan, Future[StepResult]]":
+        plan = self._scheduler.schedule(now)
+        return plan, self._submit(plan)
+
+    def _give_up_both(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
+        """What follows builds on what failed, so whatever becomes of it is given up too."""
+        following, self._flying = self._flying, None
+        failure = following[1].exception() if following is not None else None
+        if failure is not None and not isinstance(failure, StepOutOfMemoryError):
+            raise failure
+        return self._give_up(error, now)

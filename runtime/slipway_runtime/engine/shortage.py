@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from slipway_runtime.models.config import DoesNotFitError
-
-_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "cublas_status_alloc_failed")
+from slipway_runtime.worker.shortage import StepOutOfMemoryError, is_shortage
 
 
 @contextmanager
@@ -15,8 +14,8 @@ def shortage_refused(doing: str, device: torch.device) -> Iterator[None]:
     """Raise DoesNotFitError where the memory of this device, or of the host, does not last for what is being done."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError, and so are those of graphs
-        if not isinstance(error, MemoryError) and not any(word in str(error).lower() for word in _WORDS):
+    except (MemoryError, RuntimeError, StepOutOfMemoryError) as error:
+        if not is_shortage(error):
             raise
         advice = (
             "lower gpuMemoryUtilization or maxNumSeqs, or take a larger GPU"

@@ -170,7 +170,7 @@ class LoraPlan:
 
 
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
-    """Group the tokens of a step by slot; -1: no adapter. A token is computed alike in any group, whatever `tile` is."""
+    """Group the tokens of a step by slot; -1: no adapter. A token is computed alike in any group, so `tile` is free."""
     tiles = []
     for slot in np.unique(token_slots[token_slots >= 0]).tolist():
         members = np.flatnonzero(token_slots == slot)

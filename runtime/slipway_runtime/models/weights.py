@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name, out of memory-mapped files. Only safetensors is read: a pickle could run code.
+"""Tensors of a checkpoint by name, out of memory-mapped files.
 
 A tensor is copied piece by piece from the map to where it stays, its type changed on the way, and each piece of the
 map is let go at once. So a load never holds more than the weights, one piece for each thread, and what the caller
@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from slipway_runtime.models.config_values import ModelRefusedError, read_json
+from slipway_runtime.models.checkpoint_files import weight_files
+from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.models.safetensors_file import Entry, SafetensorsFile
 
-_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _DERIVED: Final = (".rotary_emb.inv_freq",)  # computed from the configuration; older checkpoints stored it
 _MOST_THREADS: Final = 8  # beyond these a disk is no faster, and each holds a layer's tensors
 _T = TypeVar("_T")
@@ -40,7 +40,7 @@ class Checkpoint:
     ) -> None:
         self._dtype = dtype
         self._device = device
-        self._files = [SafetensorsFile(path) for path in _safetensors_files(model_path)]
+        self._files = [SafetensorsFile(path) for path in weight_files(model_path)]
         self._places: dict[str, tuple[SafetensorsFile, Entry]] = {}
         for file in self._files:
             for name, entry in file.entries.items():
@@ -108,32 +108,3 @@ class Checkpoint:
             raise ModelRefusedError(
                 f"the checkpoint holds tensors that this model has no place for: {', '.join(unexpected[:3])}{more}"
             )
-
-
-def _safetensors_files(model_path: Path) -> list[Path]:
-    index = model_path / "model.safetensors.index.json"
-    if index.exists():
-        return _of_index(model_path, index)
-    files = sorted(model_path.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = sorted(path.name for pattern in _PICKLES for path in model_path.glob(pattern))
-    if pickles:
-        raise ModelRefusedError(
-            f"the weights are pickled ({pickles[0]}): loading them could run code. Only safetensors is read; "
-            "save the model with safe_serialization=True"
-        )
-    raise ModelRefusedError("there are no *.safetensors files in the checkpoint")
-
-
-def _of_index(model_path: Path, index: Path) -> list[Path]:
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise ModelRefusedError(f"{index.name} has no weight_map of names")
-    files = sorted({model_path / name for name in shards.values()})
-    for file in files:
-        if file.parent != model_path or file.suffix != ".safetensors":
-            raise ModelRefusedError(f"{index.name} points outside the checkpoint: {file.name[:80]}")
-        if not file.exists():
-            raise ModelRefusedError(f"{index.name} names {file.name[:80]}, which is not there")
-    return files

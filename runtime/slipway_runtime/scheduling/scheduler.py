@@ -189,7 +189,7 @@ class Scheduler:
                 self._books.park_one(now)
             budget = left
         if self.speculation is not None and self.speculation.active:
-            self._schedule_drafts(budget, plan)
+            self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._books.running))
         loads = self.residency.take_loads() if self.residency is not None else ()
         moves = self.tier.take_moves() if self.tier is not None else ()
         step, flight = plan.build(self._steps, loads, moves)
@@ -230,6 +230,22 @@ class Scheduler:
         last_words, books.last_words = books.last_words, []
         return outputs + last_words
 
+    def give_up(self, reason: FinishReason, error: str, now: float) -> list[Output]:
+        """What is in flight was not computed, and is not any more: whoever is in it ends, and the others go on."""
+        self.pool.now = now
+        books = self._books
+        lost, self._in_flight = [row for flight in self._in_flight for row in flight.rows], deque()
+        for row in lost:
+            row.sequence.in_flight -= 1
+            row.sequence.num_pending -= row.samples
+        for sequence in dict.fromkeys(row.sequence for row in lost):
+            if sequence.state is State.ENDED:
+                books.retire(sequence)
+            else:
+                books.end(sequence, reason, now, error)
+        last_words, books.last_words = books.last_words, []
+        return last_words
+
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
         return self._books.stats(self.speculation, self._steps, now)
@@ -264,25 +280,6 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
-
-    def _schedule_drafts(self, budget: int, plan: PlanBuilder) -> None:
-        """Spend what is left on guesses for rows that decode, with blocks that nobody needs."""
-        assert self.speculation is not None
-        pool = self.pool
-        for index, row in enumerate(plan.rows):
-            sequence = row.sequence
-            if row.num_new > 1 or not row.samples or sequence.num_pending > 1:
-                continue
-            spare = max(pool.available - self._watermark_blocks - len(self._books.running), 0)
-            room = (len(sequence.blocks) + spare) * pool.block_size - sequence.num_planned
-            most = min(budget, room, sequence.max_tokens - sequence.num_tokens - 1)
-            drafts = self.speculation.draft(sequence, most)
-            if drafts:
-                missing = pool.blocks_for(sequence.num_planned + len(drafts)) - len(sequence.blocks)
-                if missing > 0:
-                    plan.give_blocks(sequence, pool.allocate(missing))
-                plan.add_drafts(index, drafts)
-                budget -= len(drafts)
 
     # --- waiting sequences
 

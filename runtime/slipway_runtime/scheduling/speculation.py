@@ -1,7 +1,7 @@
 """Guesses of what a row would draw next, so that one step can confirm several tokens. Pure.
 
 A guess costs a position of the next step and is right or wasted; the output is the same either way. So this decides
-how many are worth making:
+how many are worth making, and spends on them what a step has left:
 
 - A row starts with `START` guesses. After a step that confirmed all of them it may make twice as many, up to the limit;
   else one more than were right.
@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
+from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.plans import PlanBuilder
 from slipway_runtime.scheduling.sequence import Sequence
 
 START = 3
@@ -91,6 +93,22 @@ class Speculation:
         self._recent_right = 0
         self._rest = REST_TOKENS
         self._rested = 0
+
+    def spend(self, budget: int, plan: PlanBuilder, pool: BlockPool, reserve: int) -> None:
+        """Add guesses to rows of the plan that decode: within the budget, and with blocks beyond the reserve only."""
+        for index, row in enumerate(plan.rows):
+            sequence = row.sequence
+            if row.num_new > 1 or not row.samples or sequence.num_pending > 1:
+                continue
+            spare = max(pool.available - reserve, 0)
+            room = (len(sequence.blocks) + spare) * pool.block_size - sequence.num_planned
+            drafts = self.draft(sequence, min(budget, room, sequence.max_tokens - sequence.num_tokens - 1))
+            if drafts:
+                missing = pool.blocks_for(sequence.num_planned + len(drafts)) - len(sequence.blocks)
+                if missing > 0:
+                    plan.give_blocks(sequence, pool.allocate(missing))
+                plan.add_drafts(index, drafts)
+                budget -= len(drafts)
 
     def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Guesses for a row, at most as many as the step has room for."""

@@ -8,30 +8,30 @@
 | load, other content, refused                | the old content, and the caller is told                    |
 | unload                                      | nothing (404); requests that run finish first              |
 
-Two names may mean the same content; it goes when the last one does. Everything runs on the event loop except the
-fetching and hashing of files, which runs in threads.
+Two names may mean the same content; it goes when the last one does. What was fetched stays in the node's cache while
+the engine knows the content, because it may read it again; afterwards, and after a refusal, it may be evicted there.
+Everything runs on the event loop except the fetching and hashing of files, which runs in threads.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, Protocol
+from weakref import WeakValueDictionary
 
 import structlog
 
 from slipway_api.runtime_api import AdapterInfo
 from slipway_runtime.engine.client import Call, EngineDead
 from slipway_runtime.messages import AdapterState, AdapterStatus, EngineFacts, LoadAdapter, Reply, UnloadAdapter
-from slipway_runtime.models.adapter_files import AdapterRefusedError, adapter_digest, check_adapter_name
+from slipway_runtime.models.adapter_files import AdapterRefusedError, check_adapter_name
+from slipway_runtime.server.adapter_source import AdapterSource, Brought, without_paths
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.storage.address import shown
-from slipway_runtime.storage.errors import FetchError
 
 log = structlog.get_logger()
 
 MAX_NAMES: Final = 1024
-SCHEMES: Final = ("hf", "s3", "http", "https", "pvc")  # beside file:// and plain paths, which must lie in the roots
 
 
 class AdapterEngine(Protocol):
@@ -71,19 +71,18 @@ class AdapterRegistry:
         engine: AdapterEngine,
         base: Base,
         *,
-        fetch: Callable[[str], Path],
-        roots: Sequence[Path] = (),
+        source: AdapterSource,
         clock: Callable[[], float],
     ) -> None:
-        """`fetch` brings what an address names to a local folder, and may block; `roots`: where local ones may lie."""
         self._engine = engine
         self._base = base
-        self._fetch = fetch
-        self._roots = tuple(roots)
+        self._source = source
         self._clock = clock
         self._named: dict[str, Adapter] = {}
         self._going: dict[str, tuple[Adapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
         self._locks: dict[str, asyncio.Lock] = {}
+        self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
+        self._brought: dict[str, list[Brought]] = {}  # by digest: to be let go when the engine has forgotten it
 
     # --- asking
 
@@ -152,7 +151,7 @@ class AdapterRegistry:
                     self._named[name] = Adapter(
                         name=name, uri=uri, pinned=pinned, state=AdapterState.FAILED, error=refusal.message
                     )
-                log.info("adapter refused", adapter=name, reason=refusal.message)
+                log.warning("adapter not loaded", adapter=name, uri=shown(uri), reason=refusal.message)
                 raise
             self._named[name] = loaded
         if before.digest and before.digest != loaded.digest:
@@ -160,52 +159,40 @@ class AdapterRegistry:
         return loaded
 
     async def _load(self, before: Adapter, wanted: Adapter, expected: str, replaces: bool) -> Adapter:
-        path, digest = await asyncio.to_thread(self._bring, wanted.uri)
-        if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):
-            raise ApiError(400, "the adapter at this address has other content than the digest says", param="digest")
-        is_same = before.state is AdapterState.HOST and before.digest == digest
-        if is_same and before.pinned == wanted.pinned:
-            return before
-        if before.state is AdapterState.HOST and not is_same and not replaces:
-            raise ApiError(
-                409, f"the name {wanted.name} is taken by an adapter with other content; unload it first", param="name"
-            )
-        if (going := self._going.get(digest)) is not None:
-            await asyncio.wait([going[1]])
+        brought = await asyncio.to_thread(self._source.bring, wanted.uri)
+        digest, keeps = brought.digest, False
         try:
-            reply = await self._engine.call(LoadAdapter(call=0, digest=digest, path=str(path), pinned=wanted.pinned))
-        except EngineDead:
-            raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
-        if reply.error:
-            raise ApiError(400, f"the adapter cannot be used: {_without_paths(reply.error, path)}", param="lora_path")
+            if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):
+                raise ApiError(
+                    400, "the adapter at this address has other content than the digest says", param="digest"
+                )
+            is_same = before.state is AdapterState.HOST and before.digest == digest
+            if is_same and before.pinned == wanted.pinned:
+                return before
+            if before.state is AdapterState.HOST and not is_same and not replaces:
+                sentence = f"the name {wanted.name} is taken by an adapter with other content; unload it first"
+                raise ApiError(409, sentence, param="name")
+            async with self._contents.setdefault(digest, asyncio.Lock()):  # an unload of it ends first
+                await self._hand_over(brought, pinned=wanted.pinned)
+            keeps = True
+        finally:
+            if keeps:
+                self._brought.setdefault(digest, []).append(brought)
+            else:
+                await asyncio.to_thread(self._source.let_go, brought)
         log.info("adapter loaded", adapter=wanted.name, digest=digest)
         return replace(wanted, digest=digest, state=AdapterState.HOST)
 
-    def _bring(self, uri: str) -> tuple[Path, str]:
-        """Where the files are on this machine, and their digest. Blocks; raises ApiError."""
-        scheme = uri.split("://", 1)[0] if "://" in uri else ""
+    async def _hand_over(self, brought: Brought, *, pinned: bool) -> None:
+        """Have the engine read it. Raises ApiError."""
+        message = LoadAdapter(call=0, digest=brought.digest, path=str(brought.path), pinned=pinned)
         try:
-            if scheme in SCHEMES:
-                path = self._fetch(uri)
-                return path, adapter_digest(path)
-            if scheme not in {"", "file"}:
-                known = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
-                raise ApiError(400, f"the address begins with none of {known}", param="lora_path")
-            path = Path(uri.removeprefix("file://"))
-            if not path.is_absolute() or "\0" in uri:
-                raise ApiError(400, "the path of an adapter is absolute", param="lora_path")
-            if not self._roots:
-                raise ApiError(400, "this server loads no adapters from local paths", param="lora_path")
-            digest = adapter_digest(path, self._roots)
-        except AdapterRefusedError as refusal:
-            raise ApiError(
-                400, _without_paths(str(refusal), Path(uri.removeprefix("file://"))), param="lora_path"
-            ) from None
-        except FetchError as error:
-            raise ApiError(404, f"no adapter can be had from this address ({type(error).__name__})") from None
-        except OSError:
-            raise ApiError(404, "there is no adapter at this path", param="lora_path") from None
-        return path, digest
+            reply = await self._engine.call(message)
+        except EngineDead:
+            raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
+        if reply.error:
+            sentence = f"the adapter cannot be used: {without_paths(reply.error, brought.path)}"
+            raise ApiError(400, sentence, param="lora_path")
 
     async def unload(self, name: str) -> asyncio.Task[Reply] | None:
         """Forget the name; the task is done when the content has left. None: another name still means it.
@@ -225,7 +212,7 @@ class AdapterRegistry:
         return any(adapter.name == name for adapter, _ in self._going.values())
 
     def _let_go(self, adapter: Adapter) -> asyncio.Task[Reply] | None:
-        if not adapter.digest or any(other.digest == adapter.digest for other in self._named.values()):
+        if not adapter.digest or self._is_named(adapter.digest):
             return None
         task = asyncio.create_task(self._unload(adapter), name=f"unload {adapter.name}")
         self._going[adapter.digest] = (adapter, task)
@@ -233,12 +220,21 @@ class AdapterRegistry:
 
     async def _unload(self, adapter: Adapter) -> Reply:
         try:
-            return await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
+            async with self._contents.setdefault(adapter.digest, asyncio.Lock()):
+                if self._is_named(adapter.digest):  # while this waited, it was loaded under another name
+                    return Reply(call=0)
+                reply = await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
+                for brought in self._brought.pop(adapter.digest, ()):
+                    await asyncio.to_thread(self._source.let_go, brought)
+                log.info("adapter unloaded", adapter=adapter.name, digest=adapter.digest)
+                return reply
         except EngineDead:
             return Reply(call=0, error="the engine has stopped")
         finally:
             self._going.pop(adapter.digest, None)
-            log.info("adapter unloaded", adapter=adapter.name, digest=adapter.digest)
+
+    def _is_named(self, digest: str) -> bool:
+        return any(adapter.digest == digest for adapter in self._named.values())
 
     def _check(self, name: str) -> None:
         if not self._engine.facts.max_adapters:
@@ -251,16 +247,3 @@ class AdapterRegistry:
             raise ApiError(400, "the base model has this name; an adapter needs another", param="lora_name")
         if name not in self._named and len(self._named) >= MAX_NAMES:
             raise ApiError(400, f"{MAX_NAMES} adapters have names; unload one first")
-
-
-def adapter_roots(cache: Path, model: Path) -> tuple[Path, ...]:
-    """Where local adapters may lie: the cache, what the operator mounts, and beside the model."""
-    beside = (model.parent,) if model.parent != model.parent.parent else ()  # beside `/model` would be everywhere
-    return (cache, Path("/mnt/slipway"), *beside)
-
-
-def _without_paths(sentence: str, path: Path) -> str:
-    """Where files lie on this machine is nobody's business outside."""
-    for known in {str(path), str(path.resolve())} - {"/", "."}:
-        sentence = sentence.replace(known, "it")
-    return sentence

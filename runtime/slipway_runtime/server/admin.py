@@ -26,6 +26,7 @@ from slipway_api.runtime_api import (
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.state import state_of
 
 ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and goes on
 
@@ -74,7 +75,7 @@ async def signals(http: Request) -> Response:
 async def state(http: Request) -> Response:
     """All there is to know."""
     replica: Replica = http.app.state.replica
-    return _wire(replica.state())
+    return _wire(state_of(replica))
 
 
 @routes.post(names.PATH_DRAIN)

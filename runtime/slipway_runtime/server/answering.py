@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from slipway_runtime.messages import FinishReason, Request
 from slipway_runtime.server.caller import Caller
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.generation import Delta, Generation
 from slipway_runtime.server.merging import merged
 from slipway_runtime.server.openai_types import GenerationRequest
@@ -27,7 +27,8 @@ from slipway_runtime.server.sse import DONE, ClientGone, EventStream, event, whi
 
 log = structlog.get_logger()
 
-_BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED}  # ended by this side, not by the answer
+# Ended by this side, not by the answer.
+_BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.OUT_OF_MEMORY}
 
 
 class Writer(Protocol):
@@ -229,6 +230,8 @@ class Answering:
     # --- failures, usage, records
 
     def _why(self, delta: Delta) -> ApiError:
+        if delta.finish_reason is FinishReason.OUT_OF_MEMORY:
+            return unavailable("this replica ran out of memory; the request may be sent again")
         part = next(p for p in self._parts if any(c.index == delta.index for c in p.generation.choices))
         return self._replica.why_it_failed(part.request.id, delta.error)
 

@@ -4,6 +4,7 @@ Neither can keep it from getting ready. An adapter that does not load answers an
 remembers why), and a prompt that cannot be prefilled is only slower at first.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,6 @@ from slipway_runtime.server.chat_types import ChatMessage
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.settings import BootAdapter, WarmPrompt
-from slipway_runtime.storage.address import shown
 
 log = structlog.get_logger()
 
@@ -23,10 +23,8 @@ log = structlog.get_logger()
 async def load_adapters(model: LoadedModel, adapters: Sequence[BootAdapter]) -> None:
     """Load one after the other, as named on the command line."""
     for adapter in adapters:
-        try:
+        with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
             await model.adapters.load(adapter.name, adapter.uri)
-        except (ApiError, EngineError) as error:
-            log.error("adapter not loaded", adapter=adapter.name, uri=shown(adapter.uri), reason=str(error))
 
 
 async def prefill(model: LoadedModel, prompts: Sequence[WarmPrompt]) -> None:

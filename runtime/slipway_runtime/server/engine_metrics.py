@@ -11,12 +11,17 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from slipway_api.runtime_api import MOST_TENANTS
 from slipway_runtime.messages import EngineFacts, EngineStats
 
 LABELS: Final = ("model_name", "engine")
-MOST_TENANTS: Final = 50  # those with the longest queues
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 _SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
+
+
+def longest_queues(stats: EngineStats) -> dict[str, int]:
+    """How many requests of which tenant wait; of many tenants, those with the longest queues."""
+    return dict(sorted(stats.waiting_by_tenant, key=lambda entry: -entry[1])[:MOST_TENANTS])
 
 
 class EngineNumbers(Collector):
@@ -74,10 +79,9 @@ class EngineNumbers(Collector):
         )
         yield self._gauge("slipway:num_requests_paused", "Answers that wait for their reader.", stats.paused)
         yield self._gauge("slipway:waiting_tokens", "Prompt tokens of waiting requests.", stats.waiting_tokens)
-        longest = sorted(stats.waiting_by_tenant, key=lambda entry: -entry[1])[:MOST_TENANTS]
-        if longest:
+        if longest := longest_queues(stats):
             yield self._labelled(
-                "slipway:num_requests_waiting_by_tenant", "Waiting requests, by tenant.", "tenant", dict(longest)
+                "slipway:num_requests_waiting_by_tenant", "Waiting requests, by tenant.", "tenant", longest
             )
         yield self._counter("vllm:num_preemptions", "Requests set back to give up their blocks.", stats.preemptions)
 

@@ -13,6 +13,7 @@
 | the engine failed                   | 500    | InternalServerError     |                                |
 | what another kind of server does    | 501    | NotImplementedError     |                                |
 | loading, draining, engine dead      | 503    | ServiceUnavailableError | Retry-After, unless it is dead |
+| no memory for a step                | 503    | ServiceUnavailableError | Retry-After                    |
 | the deadline passed                 | 504    | GatewayTimeoutError     |                                |
 """
 

@@ -32,13 +32,17 @@ _SCHEDULE: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.
 GOOD_TTFT: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GOOD_TPOT: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
 MOST_PAYERS: Final = 200  # pairs of tenant and adapter with counters of their own; the others share one
-_FINISHED: Final = {FinishReason.CANCELLED: "abort"}  # vLLM's word; the others are the same
-ERROR_CLASSES: Final = ("malformed", "unauthorized", "shed", "unavailable", "timeout", "cancelled", "engine")
+# vLLM's words; the others are the same.
+_FINISHED: Final = {FinishReason.CANCELLED: "abort", FinishReason.OUT_OF_MEMORY: "error"}
+ERROR_CLASSES: Final = (
+    "malformed", "unauthorized", "shed", "unavailable", "timeout", "cancelled", "engine", "out_of_memory",
+)  # fmt: skip
 _CLASS_OF_STATUS: Final = {401: "unauthorized", 429: "shed", 499: "cancelled", 503: "unavailable", 504: "timeout"}
 _CLASS_OF_REASON: Final = {
     FinishReason.CANCELLED: "cancelled",
     FinishReason.TIMEOUT: "timeout",
     FinishReason.ERROR: "engine",
+    FinishReason.OUT_OF_MEMORY: "out_of_memory",
 }
 
 

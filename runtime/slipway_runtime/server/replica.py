@@ -22,17 +22,7 @@ from typing import Final
 
 import structlog
 
-from slipway_api.runtime_api import (
-    BlockCounts,
-    DrainStatus,
-    Health,
-    QueueCounts,
-    Ready,
-    ReadyReason,
-    Signals,
-    StartupTimes,
-    State,
-)
+from slipway_api.runtime_api import DrainStatus, Health, Ready, ReadyReason, Signals, StartupTimes
 from slipway_runtime.engine.client import EngineDead
 from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
@@ -138,7 +128,7 @@ class Replica:
 
     def signals(self) -> Signals:
         """The load, for the autoscaler."""
-        stats = self._stats()
+        stats = self.stats()
         return Signals(
             boot_id=self.boot_id,
             kv_usage=stats.blocks_live / stats.blocks_total if stats.blocks_total else 0.0,
@@ -155,30 +145,14 @@ class Replica:
             starting="" if self.loaded else self._phase.value,
         )
 
-    def state(self) -> State:
-        """All there is to know."""
-        stats = self._stats()
-        facts = self.loaded.engine.facts if self.loaded else None
-        return State(
-            boot_id=self.boot_id,
-            model_name=self.identity.model,
-            revision=self.identity.revision,
-            tokenizer_sha256=self.loaded.tokenizer_sha256 if self.loaded else "",
-            uptime_seconds=self.clock() - self._started,
-            block_size=facts.block_size if facts else 0,
-            bytes_per_token=facts.bytes_per_token if facts else 0,
-            max_model_len=facts.max_model_len if facts else 0,
-            max_num_seqs=facts.max_num_seqs if facts else 0,
-            blocks=BlockCounts(
-                total=stats.blocks_total,
-                live=stats.blocks_live,
-                cached=stats.blocks_cached,
-                free=stats.blocks_total - stats.blocks_live - stats.blocks_cached,
-            ),
-            queue=QueueCounts(running=stats.running, waiting=stats.waiting, waiting_tokens=stats.waiting_tokens),
-            draining=self._draining,
-            startup=self.startup,
-        )
+    def stats(self) -> EngineStats:
+        """The engine's numbers; zeros before it is there."""
+        return self.loaded.engine.stats() if self.loaded is not None else _NOTHING
+
+    @property
+    def uptime_seconds(self) -> float:
+        """How long this process has been serving, or on its way to."""
+        return self.clock() - self._started
 
     # --- requests
 
@@ -287,7 +261,7 @@ class Replica:
 
     def drain_status(self) -> DrainStatus:
         """How far a drain has come; a request counts until its last byte is handed to the socket."""
-        stats = self._stats()
+        stats = self.stats()
         running = max(stats.running, len(self._open) - stats.waiting)
         return DrainStatus(draining=self._draining, running=running, waiting=stats.waiting)
 
@@ -307,9 +281,6 @@ class Replica:
             self._drained_out.add(request_id)
             assert self.loaded is not None
             self.loaded.engine.abort(request_id, FinishReason.ERROR)
-
-    def _stats(self) -> EngineStats:
-        return self.loaded.engine.stats() if self.loaded is not None else _NOTHING
 
 
 _NOTHING: Final = EngineStats(

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from slipway_runtime.storage.errors import FetchError
 
+_UNREADABLE: Final = "an address that cannot be read"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 
@@ -60,7 +61,10 @@ Address = LocalModel | HubModel | S3Model | WebModel
 
 def parse(uri: str) -> Address:
     """What an address means; raises FetchError where it means nothing."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        raise FetchError(_UNREADABLE) from None
     if uri and not parts.scheme:
         return LocalModel(Path(uri).resolve())  # as people type it: slipway-runtime serve models/tiny
     match parts.scheme:
@@ -89,7 +93,10 @@ def parse(uri: str) -> Address:
 
 def shown(uri: str) -> str:
     """The address as logs and errors may say it: without what may be a password, a signature or a token."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return _UNREADABLE
     if parts.scheme not in {"http", "https", "s3"}:
         return uri
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

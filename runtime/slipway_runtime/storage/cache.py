@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,10 +40,18 @@ def content_key(files: Sequence[RemoteFile]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
+@dataclass(slots=True)
+class _Hold:
+    """A shared lock of this process, and for how many users."""
+
+    descriptor: int
+    users: int = 1
+
+
 class Cache:
     """The models of one folder; `limit_bytes` 0: only the disk limits it, and nothing is ever evicted."""
 
-    _held: Final[dict[Path, int]] = {}  # models that this process uses, with the descriptor of their shared lock
+    _held: Final[dict[Path, _Hold]] = {}  # models that this process uses
     _holding = threading.Lock()
 
     def __init__(self, root: Path, limit_bytes: int = 0) -> None:
@@ -73,14 +82,14 @@ class Cache:
     # --- models in use
 
     def hold(self, key: str) -> Path | None:
-        """The model's folder, which stays until this process ends or releases it; None: it is not here, or not whole.
+        """The model's folder, which stays until this process ends or releases it as often as it was held; None: it is
+        not here, or not whole.
 
         Waits for a process that is fetching it.
         """
         folder = self._root / "models" / key
-        with self._holding:
-            if folder in self._held:
-                return folder
+        if self._hold_again(folder):
+            return folder
         handle = self._open(key)
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -92,18 +101,26 @@ class Cache:
             return None
         os.utime(handle)  # the time of the last use
         with self._holding:
-            if folder in self._held:
-                os.close(handle)
-            else:
-                self._held[folder] = handle
-        return folder
+            if folder not in self._held:
+                self._held[folder] = _Hold(handle)
+                return folder
+        os.close(handle)  # another thread was faster
+        return self.hold(key)
+
+    def _hold_again(self, folder: Path) -> bool:
+        with self._holding:
+            if (hold := self._held.get(folder)) is not None:
+                hold.users += 1
+            return hold is not None
 
     def release(self, folder: Path) -> None:
-        """This process needs the model no longer; it stays until room is needed."""
+        """One user needs the model no longer; without users it stays until room is needed."""
         with self._holding:
-            handle = self._held.pop(folder, None)
-        if handle is not None:
-            os.close(handle)
+            if (hold := self._held.get(folder)) is None:
+                return
+            hold.users -= 1
+            if not hold.users:
+                os.close(self._held.pop(folder).descriptor)
 
     # --- models that come
 

@@ -67,7 +67,7 @@ def fetch(
     on_progress: called with the bytes that are there and the bytes in all, never by two threads at once.
     Raises FetchError, a sentence for the user.
 
-    The directory stays in the cache until this process ends, or calls `release`.
+    The directory stays in the cache until this process ends, or has called `release` as often as this.
     """
     address = parse(uri)
     if isinstance(address, LocalModel):
@@ -87,7 +87,7 @@ def fetch(
 
 
 def release(directory: Path, *, cache: Path) -> None:
-    """This process needs a fetched directory no longer: the cache may evict it when room is needed."""
+    """Who fetched the directory needs it no longer: when nobody does, the cache may evict it to make room."""
     Cache(cache).release(directory)
 
 

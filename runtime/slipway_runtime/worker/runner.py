@@ -15,6 +15,7 @@ from slipway_runtime.worker.inputs import StepInputs, pack
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.rows import Rows
 from slipway_runtime.worker.sampler import Masks, Sampler
+from slipway_runtime.worker.shortage import step_shortage
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 
 
@@ -54,28 +55,34 @@ class Runner:
         """Compute what the plan says. The KV of its new tokens is in the cache when this returns.
 
         `masks` is asked for when the scores are there: whoever makes them has until then. None: the plan has them.
+        Raises StepOutOfMemoryError, after which the next plan may be executed: what this one said of rows, blocks and
+        slots was done. A shortage before that is not survived.
         """
         self._rows.take_in(plan)
         if self.adapters is not None:
             self.adapters.take_in(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
-            if not plan.rows:
-                return StepResult(step=plan.step, token_ids=())
-            inputs = pack(plan, self._rows, self._block_size, self._device)
-            token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-            scores = None if self.graphs is None else self.graphs.scores(inputs, token_slots)
-            if scores is not None:
-                return self._draw(plan, inputs, scores, masks)
-            lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
-            hidden = self.hidden(inputs, lora)
-            last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
-            result = self._draw(plan, inputs, self.logits(last) if len(inputs.drawing_rows) else None, masks)
-            # A step that draws after each of its tokens is past all prompts.
-            if inputs.drawing_tokens is None:
-                return result
-            scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
-            return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
+            with step_shortage():
+                return self._compute(plan, masks)
+
+    def _compute(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        if not plan.rows:
+            return StepResult(step=plan.step, token_ids=())
+        inputs = pack(plan, self._rows, self._block_size, self._device)
+        token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
+        scores = None if self.graphs is None else self.graphs.scores(inputs, token_slots)
+        if scores is not None:
+            return self._draw(plan, inputs, scores, masks)
+        lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
+        hidden = self.hidden(inputs, lora)
+        last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
+        result = self._draw(plan, inputs, self.logits(last) if len(inputs.drawing_rows) else None, masks)
+        # A step that draws after each of its tokens is past all prompts.
+        if inputs.drawing_tokens is None:
+            return result
+        scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
+        return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
 
     def follow(self, plan: StepPlan) -> None:
         """Compute this rank's share of a plan that another one executes, and draws for: `learn` brings the tokens."""

@@ -72,6 +72,18 @@ def nested(depth: int) -> dict:
     return schema
 
 
+def rules_in_a_row(count: int) -> str:
+    rules = (f'r{i}: r{i + 1} | "x"\n' for i in range(count))
+    return f'start: r0\n{"".join(rules)}r{count}: "y"'
+
+
+def empty_rules(count: int) -> str:
+    """Ambiguous to the power of three: any of them, or none, any number of times."""
+    ways = " | ".join(f"x{i} s" for i in range(count))
+    rules = (f'x{i}: /[a-z]*/ y{i} | ""\ny{i}: /[0-9]*/ | ""\n' for i in range(count))
+    return f'start: "go" s\ns: {ways} | ""\n{"".join(rules)}'
+
+
 REFUSED = {
     "not a kind": ("yaml", "a: 1", "'yaml' is no kind of grammar"),
     "not JSON": ("json_schema", '{"type": ', "the json_schema is not JSON"),
@@ -100,6 +112,16 @@ REFUSED = {
     "too many properties": ("json_schema", json.dumps({"properties": {f"k{i}": {} for i in range(1200)}}), "members"),
     "a huge enum": ("json_schema", json.dumps({"enum": list(range(2001))}), "lists 2001 values; at most 2000"),
     "many alternatives": ("json_schema", json.dumps({"anyOf": [{"const": i} for i in range(2500)]}), "at most"),
+    "a state for each remainder": ("json_schema", '{"type": "integer", "multipleOf": 499979}', "larger than 10000"),
+    "remainders that multiply": ("json_schema", json.dumps({"allOf": [{"multipleOf": 997}, {"multipleOf": 4.99}]}),
+                                 "the common multiple of every multipleOf in the json_schema is larger than 10000"),
+    "remainders inside a grammar": ("lark", 'start: %json  {"a": {"multipleOf": 499979}}', "multipleOf in the lark"),
+    "members inside a grammar": ("lark", f"start: %json {json.dumps({f'k{i}': {} for i in range(1200)})}",
+                                 "the lark has 1200 members"),
+    "no schema inside a grammar": ("lark", "start: %json /* {} */ {}", "is followed by a schema"),
+    "rules deeper than the stack": ("lark", rules_in_a_row(3000), "has 3002 rules, or :; at most 500"),
+    "rules in GBNF": ("lark", "root ::= root\n" * 600, "has 600 rules, or ::=; at most 500"),
+    "rules that may be empty": ("lark", empty_rules(240), "cannot be compiled: "),
     "a huge choice": ("choice", json.dumps([str(i) for i in range(2001)]), "the choice has 2001 strings"),
 }  # fmt: skip
 
@@ -113,6 +135,38 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_a_sentence(name, comp
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.capability("SO-2")
+def test_a_grammar_whose_masks_would_take_seconds_breaks_before(compiler):
+    """It cannot be seen at the door: what counts is that llguidance counts, and stops."""
+    matcher = compiler.matcher(Grammar(kind="lark", text=empty_rules(120)))
+    matcher.consume_tokens(compiler.vocabulary.tokenize_str("go"))
+    matcher.compute_bitmask()
+    assert "row has 1202 items; max is 1000" in matcher.get_error()
+
+
+@pytest.mark.capability("SO-1")
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("choice", json.dumps([f"answer number {i}" for i in range(2000)]), "answer number 1999"),
+        ("json_schema", json.dumps({"type": "object", "properties": {f"k{i}": {} for i in range(900)}}),
+         '{"k1": [], "k899": {"a": 1}}'),
+        ("json_schema", '{"type": "number", "multipleOf": 0.25}', "17.75"),
+        ("lark", 'start: "x" %json {"type": "integer", "multipleOf": 5}', "x35"),
+        ("lark", rules_in_a_row(400), "x"),
+    ],
+    ids=["choice", "members", "quarters", "a schema inside", "rules"],
+)  # fmt: skip
+def test_what_is_as_large_as_may_be_is_followed_to_its_end(kind, text, answer, compiler):
+    assert follows(compiler, Grammar(kind=kind, text=text), answer)
+
+
+def test_an_empty_page_before_a_grammar_is_skipped_and_not_searched(compiler):
+    """For each of sixty thousand lines a search went through all the others: two minutes with nobody served."""
+    for text in ('start: "x"', 'root ::= "x"'):
+        assert follows(compiler, Grammar(kind="lark", text="\n" * 60_000 + text), "x")
 
 
 def test_shared_definitions_cannot_multiply_beyond_bounds(compiler):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -113,6 +114,28 @@ def test_every_answer_validates_or_says_that_it_was_cut(engine):
     assert whole >= 9
     assert engine._grammars.mask_seconds > 0
     assert (engine.stats(0.0).draft_tokens > 0) == (engine.facts.speculation != "none")
+
+
+@pytest.mark.capability("SO-2")
+def test_nobody_else_waits_while_a_grammar_compiles(engine, monkeypatch: pytest.MonkeyPatch):
+    may_compile, woken = threading.Event(), threading.Event()
+    compiler = engine._grammars._compiler
+    matcher = compiler.matcher
+    monkeypatch.setattr(compiler, "matcher", lambda grammar: may_compile.wait(5) and matcher(grammar))
+    monkeypatch.setattr(engine._grammars, "wake", woken.set)
+    ask(engine, "bound", KINDS["digits"])
+    ask(engine, "free", None, max_tokens=5, ignore_eos=True)
+
+    others = run(engine)
+    while_it_compiles = engine.stats(0.0)
+    may_compile.set()
+    assert woken.wait(60)
+    answers = run(engine)
+
+    assert [(key, len(tokens)) for key, (tokens, _) in others.items()] == [(("free", 0), 5)]
+    assert (while_it_compiles.running, while_it_compiles.waiting) == (0, 1)
+    assert answers.keys() == {("bound", 0)}
+    validate("digits", text_of(answers["bound", 0][0]))
 
 
 @pytest.mark.capability("SO-1")

@@ -19,6 +19,7 @@ from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
+from slipway_runtime.server.adapter_source import AdapterSource
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.loaded import Identity, LoadedModel
@@ -161,6 +162,7 @@ async def a_replica(
     adapter_endpoints: bool = False,
     adapter_roots: tuple[Path, ...] = (),
     fetch_adapter: Callable[[str], Path] = Path,
+    release_adapter: Callable[[Path], None] = lambda path: None,
     tokenizer: TokenizerFiles | None = None,
     **engine: Any,
 ) -> AsyncIterator[Running]:
@@ -190,7 +192,10 @@ async def a_replica(
         ):
             with ThreadPoolExecutor(2) as threads:
                 adapters = AdapterRegistry(
-                    client, replica.identity, fetch=fetch_adapter, roots=adapter_roots, clock=client._clock
+                    client,
+                    replica.identity,
+                    source=AdapterSource(fetch_adapter, release_adapter, roots=adapter_roots),
+                    clock=client._clock,
                 )
                 model = LoadedModel(
                     engine=client,

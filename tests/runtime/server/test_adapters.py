@@ -1,5 +1,6 @@
 """Adapters by name: selected by `model`, loaded and unloaded while others are served, refused with a sentence."""
 
+import asyncio
 import json
 import shutil
 import threading
@@ -9,13 +10,19 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from slipway_runtime.storage.fetch import fetch
+from slipway_api.runtime_api import StartupTimes
+from slipway_runtime.server.boot import load_adapters
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.settings import BootAdapter
+from slipway_runtime.storage.errors import OutOfSpaceError
+from slipway_runtime.storage.fetch import fetch, release
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.server.serving import TINY, Running, a_replica
-from tests.runtime.storage.origin import an_origin
+from tests.runtime.storage.origin import Origin, an_origin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -87,6 +94,7 @@ REFUSED = [
     ({"lora_name": "x", "lora_path": "/etc"}, 400),
     ({"lora_name": "x", "lora_path": "relative/one"}, 400),
     ({"lora_name": "x", "lora_path": "ftp://host/one"}, 400),
+    ({"lora_name": "x", "lora_path": "ftp://[host"}, 400),
     ({"lora_name": "x", "lora_path": "{root}/wide"}, 400),
     ({"lora_name": "x", "lora_path": "{root}/broken"}, 400),
 ]
@@ -138,6 +146,7 @@ async def test_the_admin_port_tells_the_truth_and_is_idempotent(replica: Running
     await replica.until(lambda _: replica.models[0].adapters.info("b").state != "loading")
     await said(replica, "b")
     listed = (await replica.admin("/adapters")).json()
+    state = (await replica.admin("/state")).json()
     gone = [await replica.admin("/adapters/b", "DELETE") for _ in range(2)]
 
     assert {response.status_code for response in loaded} <= {200, 202}
@@ -145,6 +154,10 @@ async def test_the_admin_port_tells_the_truth_and_is_idempotent(replica: Running
     assert info["state"] in {"host", "slot"}
     assert info["digest"].startswith("sha256:")
     assert info["pinned"]
+    assert info["bytes"] > 0
+    assert [each | {"idleSeconds": 0} for each in state["adapters"]] == [
+        each | {"idleSeconds": 0} for each in listed["adapters"]
+    ]
     assert listed["bootId"] == replica.replica.boot_id
     assert {response.status_code for response in gone} <= {200, 202}
     wrong = await replica.admin("/adapters", "POST", json=body | {"digest": "sha256:00"})
@@ -207,3 +220,103 @@ async def test_an_adapter_comes_from_a_web_server_while_others_are_told_that_it_
     assert listed.json()["adapters"][0]["state"] in {"host", "slot"}, listed.text
     assert text
     assert brought[0].is_relative_to(tmp_path)
+
+
+@pytest.mark.capability("ML-2")
+async def test_content_that_loads_under_a_second_name_outlives_the_first_one(folders: Path):
+    async with a_replica(adapter_roots=(folders,), max_adapters=1, max_rank=8) as replica:
+        registry = replica.models[0].adapters
+        await registry.load("first", f"file://{folders}/one")
+        replica.steps.hold()
+        loading = asyncio.create_task(registry.load("second", f"file://{folders}/one"))
+        while not replica.client._calls:  # noqa: ASYNC110  until the engine is asked for it
+            await asyncio.sleep(0.01)
+        leaving = await registry.unload("first")
+        replica.steps.let_go()
+        await asyncio.gather(loading, leaving)
+
+        assert await said(replica, "second")
+        assert [info.name for info in registry.infos()] == ["second"]
+        gone = await registry.unload("second")
+        assert await gone
+        assert replica.client.adapters == ()
+
+
+class NodeCache:
+    """A cache with room for one adapter, and a web server that has several."""
+
+    def __init__(self, origin: Origin, cache: Path, adapters: dict[str, Path]) -> None:
+        self.cache = cache
+        self._url = origin.url
+        for name, folder in adapters.items():
+            origin.files |= {f"/{name}/{file.name}": file.read_bytes() for file in folder.iterdir()} | {
+                f"/{name}/": b""
+            }
+        largest = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in adapters.values())
+        self._limit = largest + 4096  # the manifest counts too
+
+    def uri(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
+    def fetch(self, uri: str) -> Path:
+        return fetch(uri, cache=self.cache, limit_bytes=self._limit)
+
+    def release(self, folder: Path) -> None:
+        release(folder, cache=self.cache)
+
+    def has_room(self) -> bool:
+        """Whether something else can be fetched; what nobody holds is evicted for it."""
+        try:
+            self.release(self.fetch(self.uri("other")))
+        except OutOfSpaceError:
+            return False
+        return True
+
+
+@pytest.mark.capability("ST-4", "ML-2")
+async def test_the_node_keeps_a_fetched_adapter_while_a_name_means_it_and_not_longer(folders: Path, tmp_path: Path):
+    adapters = {"one": folders / "one", "other": folders / "two"}
+    with an_origin() as origin:
+        node = NodeCache(origin, tmp_path, adapters)
+        async with a_replica(
+            adapter_endpoints=True, fetch_adapter=node.fetch, release_adapter=node.release, max_adapters=1, max_rank=8
+        ) as replica:
+
+            async def unloaded(name: str) -> None:
+                gone = await registry.unload(name)
+                if gone is not None:
+                    await gone
+
+            registry = replica.models[0].adapters
+            with pytest.raises(ApiError, match="other content than the digest says"):
+                await registry.load("one", node.uri("one"), digest="sha256:00")
+            room_after_a_refusal = node.has_room()
+            assert (await load(replica, "one", node.uri("one"))).status_code == 200
+            assert (await load(replica, "again", node.uri("one"))).status_code == 200
+            assert (await load(replica, "again", node.uri("one"))).status_code == 200, "asking again is harmless"
+            room_while_two_mean_it = node.has_room()
+            await unloaded("again")
+            room_while_one_means_it = node.has_room()
+            text = await said(replica, "one")
+            await unloaded("one")
+            room_afterwards = node.has_room()
+
+    assert room_after_a_refusal
+    assert not room_while_two_mean_it
+    assert not room_while_one_means_it
+    assert text
+    assert room_afterwards
+
+
+@pytest.mark.capability("ML-4")
+async def test_an_adapter_that_does_not_load_at_the_start_is_told_once_and_keeps_nobody_from_answering(folders: Path):
+    async with a_replica(adapter_roots=(folders,), max_adapters=1, max_rank=8, load=False) as replica:
+        with structlog.testing.capture_logs() as logged:
+            await load_adapters(replica.models[0], [BootAdapter("b", f"file://{folders}/broken")])
+        replica.replica.ready_with(replica.models[0], StartupTimes())
+        answers = [(await replica.chat(model=name, max_tokens=1)).status_code for name in ("tiny", "b")]
+
+    [line] = [entry for entry in logged if "adapter" in entry["event"]]
+    assert (line["log_level"], line["event"], line["adapter"]) == ("warning", "adapter not loaded", "b")
+    assert line["reason"].startswith("the adapter cannot be used")
+    assert answers == [200, 503]

@@ -4,6 +4,7 @@ an adapter, other settings of the model. And what a version of an adapter began,
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,8 @@ def test_another_model_quantization_or_format_has_other_keys(tmp_path: Path):
     """The keys under which prefixes are stored, here and by whoever listens to the events."""
     a_checkpoint(tmp_path / "model")
     a_checkpoint(tmp_path / "upgraded", intermediate_size=96)
+    a_checkpoint(tmp_path / "trained", seed=1)  # with the very config of the first
+    shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")
 
     def key(folder: str, **settings: Any) -> bytes:
         engine = build_engine(tmp_path / folder, kv_cache_bytes=1 << 20, max_num_seqs=1, max_model_len=64, **settings)
@@ -157,7 +160,9 @@ def test_another_model_quantization_or_format_has_other_keys(tmp_path: Path):
         key("model", kv_cache_dtype="int8"),
         key("model", quantization="int8", kv_cache_dtype="int8"),
         key("model", deterministic=True),
-        key("model", model="hf://other/weights@of-the-same-shape"),
+        key("model", model_digest="sha256:of-all-of-it"),
+        key("trained"),
     ]
     assert len(set(keys)) == len(keys)
     assert key("model", max_num_batched_tokens=32) == keys[0], "how it is batched changes no KV"
+    assert key("elsewhere") == keys[0], "where it lies changes no KV"

@@ -190,7 +190,7 @@ async def test_the_admin_port_wants_the_pods_token_except_for_probes():
 @pytest.mark.capability("KV-4")
 async def test_signals_are_small_and_count_live_blocks_only():
     async with a_replica() as replica:
-        await replica.chat("A long prompt that fills some blocks. " * 8, max_tokens=8)
+        await replica.chat("A long prompt that fills some blocks. " * 8, max_tokens=8, ignore_eos=True)
         await replica.until(lambda stats: stats.running == 0 and stats.finished == 1)
 
         idle = await replica.admin("/signals")
@@ -230,6 +230,53 @@ async def test_state_tells_all_there_is_to_know():
     assert state.block_size == 16
     assert state.bytes_per_token > 0
     assert state.startup.load_seconds == 0.1
+
+
+@pytest.mark.capability("OB-1", "BS-6")
+async def test_state_tells_the_queue_of_each_tenant_and_the_shape_of_the_last_batch():
+    async with a_replica(max_num_seqs=2) as replica:
+        before = State.model_validate_json((await replica.admin("/state")).content)
+        replica.steps.hold()
+        asking = [
+            asyncio.create_task(replica.chat("Hi", headers={"x-slipway-tenant": tenant}, max_tokens=8, ignore_eos=True))
+            for tenant in ("a", "b", "b", "b")
+        ]
+        await replica.until(lambda stats: stats.waiting == 4)
+        replica.steps.allow(3)
+        stats = await replica.until(lambda stats: stats.steps == 3)
+        replica.clock.ahead += 100
+        busy = State.model_validate_json((await replica.admin("/state")).content)
+        replica.steps.let_go()
+        await asyncio.gather(*asking)
+
+    assert (before.last_step, before.queue.waiting_by_tenant) == (None, {})
+    assert before.kv_tiers == {"device": before.blocks}
+    assert (busy.queue.running, busy.queue.waiting) == (2, 2)
+    assert busy.queue.waiting_by_tenant == dict(stats.waiting_by_tenant)
+    assert sum(busy.queue.waiting_by_tenant.values()) == 2
+    assert busy.last_step is not None
+    assert (busy.last_step.rows, busy.last_step.tokens) == (2, 2), "both decode"
+    assert busy.last_step.seconds_ago >= 100 > busy.last_step.seconds > 0
+
+
+@pytest.mark.capability("OB-1", "KV-12")
+async def test_state_tells_what_host_memory_holds():
+    async with a_replica(kv_cache_bytes=8 * 16 * 8192, kv_cache_host_bytes=1 << 20) as replica:
+        for number in range(8):
+            await replica.chat(f"{number} times the sea was calm, and the boat came home. " * 4, max_tokens=1)
+        state = State.model_validate_json((await replica.admin("/state")).content)
+
+    host = state.kv_tiers["host"]
+    assert (host.live, host.cached + host.free) == (0, host.total)
+    assert host.cached > 0
+    assert state.kv_tiers["device"] == state.blocks
+
+
+async def test_state_of_a_replica_that_loads_is_mostly_zeros():
+    async with a_replica(load=False) as replica:
+        state = State.model_validate_json((await replica.admin("/state")).content)
+
+    assert (state.blocks.total, state.kv_tiers, state.last_step, state.adapters) == (0, {}, None, ())
 
 
 async def test_a_senseless_drain_request_is_a_400():

@@ -22,6 +22,7 @@ from slipway_runtime.storage.fetch import (
     check_digest,
     fetch,
     parse,
+    shown,
     weights_digest,
 )
 from tests.runtime.storage.hub import Hub, a_hub
@@ -85,11 +86,14 @@ def test_addresses_are_understood(uri: str, meaning: object):
         "https://user:word@host/tiny",
         "https://host/tiny?X-Amz-Signature=abc",
         "ftp://x/y",
+        "https://[host/tiny",
     ],
 )
 def test_senseless_addresses_are_refused_with_a_sentence(uri: str):
     with pytest.raises(FetchError):
         parse(uri)
+    assert "word" not in shown(uri)
+    assert "Signature" not in shown(uri)
 
 
 def test_a_local_model_is_used_where_it_is(tmp_path: Path):

@@ -1,0 +1,88 @@
+"""From the address of an adapter to a folder with its files and their digest; what was fetched is let go again.
+
+| address                                      | where the files are                                             |
+|----------------------------------------------|-----------------------------------------------------------------|
+| `file:///path`, `/path`                      | there, if that is inside one of the roots                       |
+| `hf://`, `s3://`, `http(s)://`, `pvc://`     | in the node's cache, held until `let_go`: then it may be evicted |
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from slipway_runtime.models.adapter_files import AdapterRefusedError, adapter_digest
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.storage.errors import FetchError
+
+SCHEMES: Final = ("hf", "s3", "http", "https", "pvc")  # beside file:// and plain paths
+
+
+@dataclass(frozen=True)
+class Brought:
+    """An adapter's files on this machine."""
+
+    path: Path
+    digest: str
+    is_fetched: bool
+
+
+class AdapterSource:
+    """Brings adapters; its methods block, and may be called by any thread."""
+
+    def __init__(
+        self, fetch: Callable[[str], Path], release: Callable[[Path], None], *, roots: Sequence[Path] = ()
+    ) -> None:
+        """fetch: brings an address to a folder, which stays until `release`. roots: where local ones may lie."""
+        self._fetch = fetch
+        self._release = release
+        self._roots = tuple(roots)
+
+    def bring(self, uri: str) -> Brought:
+        """The files and their digest; every one is let go once. Raises ApiError."""
+        try:
+            if "://" not in uri or uri.startswith("file://"):
+                path = self._local(uri)
+                return Brought(path, adapter_digest(path, self._roots), is_fetched=False)
+            if uri.partition("://")[0] not in SCHEMES:
+                known = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
+                raise ApiError(400, f"the address begins with none of {known}", param="lora_path")
+            path = self._fetch(uri)
+            try:
+                return Brought(path, adapter_digest(path), is_fetched=True)
+            except (AdapterRefusedError, OSError):
+                self._release(path)
+                raise
+        except AdapterRefusedError as refusal:
+            sentence = without_paths(str(refusal), Path(uri.removeprefix("file://")))
+            raise ApiError(400, sentence, param="lora_path") from None
+        except FetchError as error:
+            raise ApiError(404, f"no adapter can be had from this address ({type(error).__name__})") from None
+        except OSError:
+            raise ApiError(404, "there is no adapter at this path", param="lora_path") from None
+
+    def let_go(self, brought: Brought) -> None:
+        """Nobody reads these files again, as far as this one is concerned."""
+        if brought.is_fetched:
+            self._release(brought.path)
+
+    def _local(self, uri: str) -> Path:
+        path = Path(uri.removeprefix("file://"))
+        if not path.is_absolute() or "\0" in uri:
+            raise ApiError(400, "the path of an adapter is absolute", param="lora_path")
+        if not self._roots:
+            raise ApiError(400, "this server loads no adapters from local paths", param="lora_path")
+        return path
+
+
+def adapter_roots(cache: Path, model: Path) -> tuple[Path, ...]:
+    """Where local adapters may lie: the cache, what the operator mounts, and beside the model."""
+    beside = (model.parent,) if model.parent != model.parent.parent else ()  # beside `/model` would be everywhere
+    return (cache, Path("/mnt/slipway"), *beside)
+
+
+def without_paths(sentence: str, path: Path) -> str:
+    """Where files lie on this machine is nobody's business outside."""
+    for known in {str(path), str(path.resolve())} - {"/", "."}:
+        sentence = sentence.replace(known, "it")
+    return sentence
