@@ -67,6 +67,16 @@ class ModelShape:
         """Every weight; norms and biases are too few to count."""
         return self.parameters or self.linear_parameters + self.embedding_parameters
 
+    def on_one_of(self, devices: int) -> "ModelShape":
+        """What each has of several that share the model: its heads, its part of the MLP, and the whole vocabulary.
+
+        Rounded up; a runtime refuses a number that does not divide the key-value heads.
+        """
+        heads, kv_heads, mlp = (-(-count // devices) for count in (self.heads, self.kv_heads, self.mlp))
+        part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, parameters=0)
+        whole = max(0, self.all_parameters - self.linear_parameters)
+        return replace(part, parameters=part.linear_parameters + whole)
+
     @property
     def _attention_parameters(self) -> int:
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
@@ -86,6 +96,7 @@ class Needs:
     max_adapters: int = 0  # slots; 0: adapters are off
     max_rank: int = 0
     on_gpu: bool = True
+    tensor_parallel_size: int = 1  # devices that share the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +161,9 @@ def activation_bytes(shape: ModelShape, needs: Needs) -> int:
 
 
 def footprint(shape: ModelShape, needs: Needs) -> Footprint:
-    """What the service takes before its KV cache, by arithmetic alone."""
+    """What the service takes before its KV cache, by arithmetic alone; of one device, where several share the model."""
+    if needs.tensor_parallel_size > 1:
+        return footprint(*_of_one_device(shape, needs))
     return Footprint(
         weights=weight_bytes(shape, needs.dtype, needs.quantization),
         adapters=needs.max_adapters * adapter_slot_bytes(shape, needs.max_rank, needs.dtype),
@@ -164,7 +177,12 @@ def pool_blocks(kv_bytes: int, bytes_per_token: int, block_size: int) -> int:
 
 
 def plan(shape: ModelShape, needs: Needs, *, memory_bytes: int, utilization: float = 1.0) -> Fits | DoesNotFit:
-    """Whether one full-length sequence fits into `memory_bytes × utilization`, and how many do."""
+    """Whether one full-length sequence fits into `memory_bytes × utilization`, and how many do.
+
+    Where devices share the model, memory and bytes are those of one; all hold the same blocks.
+    """
+    if needs.tensor_parallel_size > 1:
+        return plan(*_of_one_device(shape, needs), memory_bytes=memory_bytes, utilization=utilization)
     budget = int(memory_bytes * utilization)
     found = _fit(shape, needs, budget)
     if found is not None:
@@ -178,6 +196,10 @@ def plan(shape: ModelShape, needs: Needs, *, memory_bytes: int, utilization: flo
     room = f"leave {_gib(left)} of {_gib(budget)}{of}" if left > 0 else f"exceed {_gib(budget)}{of}"
     wanted = f"one sequence of {needs.max_model_len} tokens at {per_token} bytes needs {_gib(_one(needs) * per_token)}"
     return DoesNotFit(f"{arithmetic} {room}; {wanted} of KV cache: {_advice(shape, needs, budget)}")
+
+
+def _of_one_device(shape: ModelShape, needs: Needs) -> tuple[ModelShape, Needs]:
+    return shape.on_one_of(needs.tensor_parallel_size), replace(needs, tensor_parallel_size=1)
 
 
 def utilization_warning(utilization: float) -> str | None:

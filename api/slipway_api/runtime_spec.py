@@ -127,6 +127,11 @@ class Runtime(Struct):
             "maxNumBatchedTokens must be at least maxNumSeqs, so that every running request gets a token in each step",
             ".maxNumBatchedTokens",
         ),
+        Rule(
+            "self.tensorParallelSize == 1 || !has(self.lora)",
+            "lora needs tensorParallelSize 1: adapters cannot be divided between GPUs yet",
+            ".tensorParallelSize",
+        ),
         Rule("self.blockSize in [8, 16, 32, 64, 128]", "blockSize must be 8, 16, 32, 64 or 128", ".blockSize"),
         Rule(
             "self.maxOutputTokens == 0 || self.maxModelLen == 0 || self.maxOutputTokens < self.maxModelLen",
@@ -157,8 +162,8 @@ class Runtime(Struct):
     """Tokens per block of the KV cache: 8, 16, 32, 64 or 128."""
     max_output_tokens: int = Field(default=0, ge=0, le=10_000_000)
     """Hard limit of generated tokens per request; 0: what fits in maxModelLen."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=1)
-    """GPUs that share one replica's model. Only 1 is accepted so far."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=16)
+    """GPUs that share one replica's model, or without a GPU processes; must divide its key-value heads."""
     kv_cache: KVCache = KVCache()
     """How much memory the KV cache of a replica takes."""
     speculation: Speculation = Speculation()

@@ -27,6 +27,13 @@ from slipway_runtime.settings import (
 )
 
 _KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
+_COUNTS: Final = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "speculation_max_tokens",
+    "max_queued_tokens",
+    "tensor_parallel_size",
+)
 _ADAPTERS: Final = ("max_adapters", "max_cpu_adapters", "max_rank")
 
 
@@ -53,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--quantization", choices=("", *QUANTIZATIONS), default="", help="of the weights, at load")
     serve.add_argument("--kv-cache-dtype", choices=("", *KV_DTYPES), default="", help="number format of the KV cache")
     serve.add_argument("--deterministic", action="store_true", help="the same tokens alone and in any batch")
+    serve.add_argument("--tensor-parallel-size", type=int, default=0, help="GPUs that share the model")
     serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")
     serve.add_argument("--max-num-seqs", type=int, default=0, help="sequences in one batch")
     serve.add_argument("--max-num-batched-tokens", type=int, default=0, help="tokens in one step")
@@ -161,7 +169,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
 
 def _check(settings: RuntimeSettings) -> None:
     """Raises ValueError where values do not go together."""
-    for name in ("max_num_seqs", "max_num_batched_tokens", "speculation_max_tokens", "max_queued_tokens", *_ADAPTERS):
+    for name in (*_COUNTS, *_ADAPTERS):
         if (value := getattr(settings, name)) < 0:
             raise ValueError(f"{_flag(name)} {value} is negative")
     if 0 < settings.max_num_batched_tokens < settings.max_num_seqs:

@@ -86,6 +86,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         deterministic=settings.deterministic,
+        tensor_parallel_size=settings.tensor_parallel_size,
         threads=settings.threads or compute_threads(),
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,

@@ -342,21 +342,21 @@ class AdapterLoad(msgspec.Struct, frozen=True):
     digest: str
 
 
-class Demote(msgspec.Struct, frozen=True):
+class Demote(msgspec.Struct, frozen=True, tag=True):
     """Copy a block of the device into a slot of host memory. Slots count from 1."""
 
     block: int
     slot: int
 
 
-class Promote(msgspec.Struct, frozen=True):
+class Promote(msgspec.Struct, frozen=True, tag=True):
     """Copy a slot of host memory into a block of the device; the slot goes on holding it."""
 
     slot: int
     block: int
 
 
-class GiveBack(msgspec.Struct, frozen=True):
+class GiveBack(msgspec.Struct, frozen=True, tag=True):
     """Free all slots: whatever is in them, nobody will ask for it."""
 
 

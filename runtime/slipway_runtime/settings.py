@@ -72,6 +72,7 @@ class RuntimeSettings:
     quantization: str = "none"  # of the weights, done while they load: one of QUANTIZATIONS
     kv_cache_dtype: str = "auto"  # one of KV_DTYPES; auto: that of the arithmetic
     deterministic: bool = False
+    tensor_parallel_size: int = 1  # GPUs, or processes on a CPU, that share the model
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0

@@ -185,9 +185,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "maxOutputTokens must be below maxModelLen",
     ),
     (
-        "two GPUs side by side",
-        {"runtime": {"tensorParallelSize": 2}, "resources": {"gpu": {"count": 2}}},
-        "less than or equal to 1",
+        "more GPUs than a node has",
+        {"runtime": {"tensorParallelSize": 17}, "resources": {"gpu": {"count": 17}}},
+        "less than or equal to 16",
+    ),
+    (
+        "adapters over several GPUs",
+        {"runtime": {"tensorParallelSize": 2, "lora": {}}, "resources": {"gpu": {"count": 2}}},
+        "lora needs tensorParallelSize 1",
     ),
     ("GPUs that nothing would use", {"resources": {"gpu": {"count": 2}}}, "must be 0 (CPU) or equal runtime"),
     (

@@ -114,6 +114,24 @@ def test_the_pool_and_everything_else_stay_within_the_budget():
                 assert found.kv_tokens >= needs.max_model_len
 
 
+@pytest.mark.capability("DD-3")
+def test_devices_that_share_a_model_have_their_heads_each_and_the_vocabulary_all():
+    part = LLAMA_70B.on_one_of(8)
+    vocabulary = 2 * 128_256 * 8192
+    assert part.all_parameters == (LLAMA_70B.all_parameters - vocabulary) // 8 + vocabulary
+    assert kv(part, "fp16") == 327_680 // 8
+    assert LLAMA_70B.on_one_of(1).all_parameters == LLAMA_70B.all_parameters
+
+    # 70B in 16 bits is 131 GiB: too much for one device of 80, and for eight of them 20 each
+    shared = replace(CHAT, tensor_parallel_size=8)
+    assert isinstance(plan(LLAMA_70B, CHAT, memory_bytes=80 * GIB), DoesNotFit)
+    found = plan(LLAMA_70B, shared, memory_bytes=80 * GIB)
+    assert isinstance(found, Fits)
+    assert found.bytes_per_token == 327_680 // 8
+    assert footprint(LLAMA_70B, shared).weights == part.all_parameters * 2
+    assert 20 * GIB < footprint(LLAMA_70B, shared).total < 23 * GIB
+
+
 def test_sequences_at_full_length_are_limited_by_memory_then_by_the_batch():
     # 80 × 0.85 = 68 GiB, weights 14.96, reserve 1.28: 51.76 GiB hold 423,984 tokens, 51 × 8192
     assert plan(LLAMA_8B, CHAT, memory_bytes=80 * GIB, utilization=0.85) == Fits(

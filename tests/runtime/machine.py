@@ -13,6 +13,7 @@ from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.inputs import pack
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -46,16 +47,18 @@ class Machine:
         rows: int = 32,
         longest: int = 128,
         block: int = 16,
+        share: Share = WHOLE,
     ) -> None:
         config = read_config(path)
         kernels = kernels_for(CPU, torch.float32, deterministic=deterministic)
         make = matmul_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
         head = head_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
         with Checkpoint(path, torch.float32, CPU) as checkpoint:
-            self.decoder = load_decoder(config, checkpoint, kernels, longest, torch.float32, CPU, make, head)
+            self.decoder = load_decoder(config, checkpoint, kernels, longest, torch.float32, CPU, make, head, share)
         self._per_row, self._block = -(-longest // block), block
         size = CacheSize(rows * self._per_row, block, 0)
-        self.caches = allocate_cache(config, size, choose_kv_dtype(kv_dtype, torch.float32), CPU)
+        own = part_of(config, share.size)
+        self.caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, torch.float32), CPU)
         self._runner = Runner(
             self.decoder, self.caches, kernels, block_size=block, max_num_seqs=rows, max_model_len=longest,
             eos_token_ids=(), device=CPU,

@@ -71,6 +71,7 @@ def test_nothing_said_means_the_model_and_the_machine_decide():
     assert settings.max_num_seqs == settings.max_model_len == 0
     assert settings.kv_cache_bytes == settings.kv_cache_host_bytes == 0
     assert (settings.quantization, settings.kv_cache_dtype, settings.speculation) == ("none", "auto", "none")
+    assert settings.tensor_parallel_size == 1
     switches = (settings.deterministic, settings.adapter_endpoints, settings.no_overlap, settings.in_process)
     assert not any(switches)
     assert (settings.max_adapters, settings.adapters, settings.warm_prompts, settings.tenant_weights) == (0, (), (), {})

@@ -20,6 +20,7 @@ from slipway_operator.core.revision import Revision
 USER: Final = 65532  # the "nonroot" of distroless images
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
+SHARED_MEMORY: Final = {"shm": "/dev/shm"}  # noqa: S108  GPUs that share a model meet there; a container has 64 MB of it
 
 
 def pod_name(service: str, revision: Revision, slot: int, attempt: int) -> str:
@@ -82,7 +83,8 @@ def _labels(service: InferenceService, revision: Revision, slot: int, attempt: i
 
 def _server(service: InferenceService, revision: Revision, token_digests: Iterable[str]) -> dict[str, Any]:
     overlay = _server_overlay(service.spec.template.spec)
-    own_mounts = [{"name": name, "mountPath": path} for name, path in OWN_MOUNTS.items()]
+    paths = OWN_MOUNTS | (SHARED_MEMORY if _shares_gpus(service) else {})
+    own_mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
     return {
         "name": names.SERVER_CONTAINER,
         "image": revision.image,
@@ -146,6 +148,8 @@ def _features(runtime: Runtime) -> list[str]:
         flags += ["--kv-cache-host-bytes", runtime.kv_cache.host_bytes]
     if runtime.deterministic:
         flags += ["--deterministic"]
+    if runtime.tensor_parallel_size != 1:
+        flags += ["--tensor-parallel-size", str(runtime.tensor_parallel_size)]
     if runtime.speculation.method is not SpeculationMethod.NONE:
         flags += ["--speculation", runtime.speculation.method.value]
         flags += ["--speculation-max-tokens", str(runtime.speculation.max_tokens)]
@@ -200,8 +204,14 @@ def _environment(
 
 def _volumes(service: InferenceService) -> list[dict[str, Any]]:
     """The user may bring another cache; the claim of the model is the model's."""
-    own = [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS]
+    own: list[dict[str, Any]] = [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS]
+    if _shares_gpus(service):
+        own += [{"name": name, "emptyDir": {"medium": "Memory"}} for name in SHARED_MEMORY]
     return _merged("name", own, service.spec.template.spec.volumes, model_access.volumes(service.spec.model))
+
+
+def _shares_gpus(service: InferenceService) -> bool:
+    return service.spec.resources.gpu.count > 1
 
 
 def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str, dict[str, str | int]]:

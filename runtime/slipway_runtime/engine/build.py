@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -20,15 +20,23 @@ from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.overlap import OverlappedEngine, Worker
-from slipway_runtime.engine.parts import adapter_loading, load_weights, make_slots, make_tier, size_pool
+from slipway_runtime.engine.parts import (
+    adapter_loading,
+    load_weights,
+    make_slots,
+    make_tier,
+    size_pool,
+    use_threads,
+)
+from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.recording import record_or_say_why_not
 from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.kernels.native import set_threads
-from slipway_runtime.messages import EngineFacts, Loading, StepPlan, StepResult, WarmingUp
+from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, StepPlan, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
+from slipway_runtime.models.sharding import WHOLE
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -38,6 +46,13 @@ from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 
 _DEFAULTS = EngineOptions()
+_NOT_RECORDED = "decode steps are computed one by one: those of several ranks are not recorded"
+
+
+class Compute(Protocol):
+    """Executes a plan, alone or with other ranks."""
+
+    def __call__(self, plan: StepPlan, masks: Masks | None = None) -> StepResult: ...  # noqa: D102
 
 
 def build_engine(
@@ -45,32 +60,37 @@ def build_engine(
     options: EngineOptions = _DEFAULTS,
     *,
     on_news: Callable[[Loading | WarmingUp], object] = lambda _: None,
+    on_death: Callable[[EngineFailed], object] = lambda _: None,
+    directory: Path | None = None,
     **settings: object,
 ) -> Engine:
     """Load a checkpoint, size its KV cache and warm it up: seconds to minutes, and ready when it returns.
 
     `settings` are fields of the options, over those given. Raises ModelRefusedError, a sentence for the user, for a
     checkpoint or settings that cannot be honoured. The facts hold the timings.
+
+    Where ranks share the model, `on_death` hears at once, on another thread, of one that ends, which this engine cannot
+    survive; `directory` is for the file where they meet.
     """
     options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
-    threads = options.threads or torch.get_num_threads()
-    # torch's elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
-    torch.set_num_threads(1 if options.deterministic else threads)
-    set_threads(threads)
     started = time.perf_counter()
     plan = decide(model_path, options)
+    use_threads(options)
+    ranks = Ranks(plan, directory=directory, on_death=on_death) if options.tensor_parallel_size > 1 else None
+    share = WHOLE if ranks is None else ranks.share
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     with shortage_refused("the weights", plan.device):
-        decoder = load_weights(plan, kernels, on_news)
-        weight_bytes = decoder.nbytes
+        decoder = load_weights(plan, kernels, on_news, share)
+        weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.loaded())
     with shortage_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels)
     # None where there is no tokenizer: an answer that a grammar binds can then only end.
     grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids)
     with shortage_refused("the KV cache", plan.device):
         size = size_pool(plan, decoder, kernels)
+        size = size if ranks is None else ranks.agree(size)
         length = plan.fit_pool(plan.max_model_len, size.num_blocks * options.block_size)
-        allocate = partial(allocate_cache, plan.config, size, plan.kv_dtype, plan.device)
+        allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
         runner = Runner(
             decoder,
             allocate(),
@@ -88,13 +108,17 @@ def build_engine(
     with shortage_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             tier, runner.host = made
+    compute: Compute = runner.execute if ranks is None else partial(ranks.execute, runner)
+    execute = partial(_execute, compute, grammars)
     loaded = time.perf_counter()
 
     on_news(WarmingUp())
-    worker = Worker(partial(_execute, runner, grammars)) if plan.overlap else None
+    worker = Worker(execute) if plan.overlap else None
     with shortage_refused("the largest batch", plan.device):
-        _warm_up(_new_scheduler(plan, size, length), runner, slots, plan, worker)
-    recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if plan.device.type == "cuda" else ""
+        _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
+    recorded = ""
+    if plan.device.type == "cuda":
+        recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if ranks is None else _NOT_RECORDED
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
@@ -106,7 +130,7 @@ def build_engine(
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=options.block_size,
         num_blocks=size.num_blocks,
-        bytes_per_token=size.bytes_per_token,
+        bytes_per_token=size.bytes_per_token * share.size,
         weight_bytes=weight_bytes,
         dtype=str(plan.dtype).removeprefix("torch."),
         device=str(plan.device),
@@ -130,13 +154,13 @@ def build_engine(
         "grammars": grammars,
         "adapters": None if slots is None else adapter_loading(plan, scheduler, slots),
         "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
-        "sleeper": Sleeper(
-            runner, plan.device, load_weights=partial(load_weights, plan, kernels), allocate_cache=allocate
-        ),
     }
+    if ranks is None:  # several do not sleep
+        reload = partial(load_weights, plan, kernels)
+        parts["sleeper"] = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate)
     if worker is not None:
         return OverlappedEngine(scheduler, worker, facts, **parts)
-    return Engine(scheduler, partial(_execute, runner, grammars), facts, **parts)
+    return Engine(scheduler, execute, facts, **parts)
 
 
 def _new_scheduler(
@@ -159,13 +183,13 @@ def _new_scheduler(
     )
 
 
-def _execute(runner: Runner, grammars: Grammars | None, plan: StepPlan) -> StepResult:
+def _execute(compute: Compute, grammars: Grammars | None, plan: StepPlan) -> StepResult:
     """One plan, with the masks of its grammars, which are made while the model computes."""
-    return runner.execute(plan) if grammars is None else runner.execute(plan, grammars.masks(plan))
+    return compute(plan, None if grammars is None else grammars.masks(plan))
 
 
 def _warm_up(
-    scheduler: Scheduler, runner: Runner, slots: AdapterSlots | None, plan: EnginePlan, worker: Worker | None
+    scheduler: Scheduler, compute: Compute, slots: AdapterSlots | None, plan: EnginePlan, worker: Worker | None
 ) -> None:
     """Warm the thread that later steps run on, with adapters that change nothing."""
     digests: list[str] = []
@@ -185,8 +209,8 @@ def _warm_up(
             digests.append(adapter.digest)
 
     def execute(step: StepPlan, masks: Masks) -> StepResult:
-        compute = partial(runner.execute, masks=masks)
-        return compute(step) if worker is None else worker.call(compute, step).result()
+        masked = partial(compute, masks=masks)
+        return masked(step) if worker is None else worker.call(masked, step).result()
 
     warm_up(scheduler, execute, vocab_size=plan.config.vocab_size, adapters=tuple(digests))
     for slot, digest in enumerate(digests):

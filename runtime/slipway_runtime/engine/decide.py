@@ -11,6 +11,7 @@ from slipway_runtime.models.adapters import slot_bytes
 from slipway_runtime.models.checkpoint_files import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
 from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype
+from slipway_runtime.models.sharding import part_of
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.worker.kv_cache import default_budget_bytes
@@ -25,6 +26,7 @@ class EnginePlan:
 
     model_path: Path
     config: ModelConfig
+    own: ModelConfig  # the part of it that each rank computes
     options: EngineOptions
     device: torch.device
     dtype: torch.dtype
@@ -62,7 +64,8 @@ class EnginePlan:
         """
         options = self.options
         formats = f"{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
-        return f"{checkpoint_digest(self.model_path)}/{options.model_digest}/{formats}"
+        ranks = f"/{options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""  # they sum in parts
+        return f"{checkpoint_digest(self.model_path)}/{options.model_digest}/{formats}{ranks}"
 
     def fit_pool(self, length: int, pool_tokens: int) -> int:
         """The context that a pool of so many tokens can hold: a sequence must fit alone, or it could never finish."""
@@ -86,14 +89,17 @@ def decide(model_path: Path, options: EngineOptions) -> EnginePlan:
             "a step must hold a token of each running sequence"
         )
     dtype = choose_dtype(options.dtype, config, on)
+    _check_ranks(options, on)
+    own = part_of(config, options.tensor_parallel_size)
     plan = EnginePlan(
         model_path=model_path,
         config=config,
+        own=own,
         options=options,
         device=on,
         dtype=dtype,
         kv_dtype=choose_kv_dtype(options.kv_cache_dtype, dtype),
-        max_model_len=_longest(config, options.max_model_len, _affordable_tokens(config, options, on)),
+        max_model_len=_longest(config, options.max_model_len, _affordable_tokens(own, options, on)),
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_batched_tokens,
         eos_token_ids=tuple(sorted({*config.eos_token_ids, *options.extra_eos_token_ids})),
@@ -105,6 +111,21 @@ def decide(model_path: Path, options: EngineOptions) -> EnginePlan:
     )
     _check_device(plan)
     return plan
+
+
+def _check_ranks(options: EngineOptions, device: torch.device) -> None:
+    """What cannot be together with ranks that share a model."""
+    ranks = options.tensor_parallel_size
+    if ranks < 1:
+        raise ModelRefusedError(f"tensor_parallel_size is {ranks}: at least 1 rank has to compute")
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise ModelRefusedError(f"tensor_parallel_size is {ranks}, and there are {torch.cuda.device_count()} GPUs here")
+    if ranks > 1 and options.max_adapters:
+        raise ModelRefusedError("adapters cannot be sharded: set either max_adapters to 0 or tensor_parallel_size to 1")
+    if ranks > 2 and options.deterministic:
+        raise ModelRefusedError(
+            f"deterministic is not possible with {ranks} ranks: more than two add up in an order that the batch decides"
+        )
 
 
 def _check_device(plan: EnginePlan) -> None:

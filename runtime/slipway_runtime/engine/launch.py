@@ -111,7 +111,7 @@ class EngineProcess:
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         code = await self._process.wait()
         await asyncio.sleep(LAST_WORD_SECONDS)  # a last word cancels this task
-        self._die(_how_it_ended(code), on_death)
+        self._die(how_it_ended("the engine process", code), on_death)
 
     def _die(self, error: str, on_death: Callable[[str], None]) -> None:
         assert self._watcher is not None
@@ -189,7 +189,7 @@ async def _until_loaded(
         if not loaded.done():
             await asyncio.wait({loaded}, timeout=LAST_WORD_SECONDS)
         if not loaded.done():
-            raise EngineNotLoadedError(_how_it_ended(process.returncode or 0))
+            raise EngineNotLoadedError(how_it_ended("the engine process", process.returncode or 0))
         return loaded.result()
     finally:
         ended.cancel()
@@ -201,10 +201,11 @@ def framed(start: EngineStart) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(who: str, code: int) -> str:
+    """A sentence about a process, from its exit code or, if that is negative, the signal that ended it."""
     if code == -9:
-        return "the engine process was killed (signal 9): out of memory, if nobody did it on purpose"
-    return f"the engine process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+        return f"{who} was killed (signal 9): out of memory, if nobody did it on purpose"
+    return f"{who} ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:

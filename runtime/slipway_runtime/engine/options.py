@@ -15,7 +15,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"  # auto (that of the weights), fp8, int8
     deterministic: bool = False  # arithmetic that no batch mate can change
     device: str = "auto"
-    threads: int = 0  # of torch
+    tensor_parallel_size: int = 1  # ranks that share the model: this process, and those that it starts
+    threads: int = 0  # of torch, all ranks together
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0

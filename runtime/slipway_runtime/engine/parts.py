@@ -4,15 +4,20 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.engine.decide import EnginePlan
+from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
 from slipway_runtime.models.adapters import HostAdapter, read_adapter
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.quantize import head_maker, matmul_maker
+from slipway_runtime.models.sharding import WHOLE, Share
 from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -29,8 +34,18 @@ from slipway_runtime.worker.kv_cache import (
 from slipway_runtime.worker.profile import check_remainder, widest_step_bytes
 
 
-def load_weights(plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None) -> Decoder:
-    """The decoder, read from disk; `on_news` hears how far that is."""
+def use_threads(options: EngineOptions) -> None:
+    """Of torch and of our own kernels, in this process: its part of them."""
+    threads = max(1, (options.threads or torch.get_num_threads()) // options.tensor_parallel_size)
+    # torch's elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
+    torch.set_num_threads(1 if options.deterministic else threads)
+    set_threads(threads)
+
+
+def load_weights(
+    plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None, share: Share = WHOLE
+) -> Decoder:
+    """The decoder, or this rank's share of it, read from disk; `on_news` hears how far that is."""
     told = 0
 
     def tell(done: int, total: int) -> None:
@@ -50,15 +65,20 @@ def load_weights(plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading]
             plan.device,
             matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
+            share,
         )
 
 
 def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize:
-    """How many blocks of KV there are: as asked for, or what the weights and the widest step leave."""
-    asked = plan.options.kv_cache_bytes
+    """How many blocks of KV there are: as asked for, or what the weights and the widest step leave.
+
+    With several ranks, as far as this one can see; each has every block, and in it the heads that it computes.
+    """
+    ranks = plan.options.tensor_parallel_size
+    asked = plan.options.kv_cache_bytes // ranks
     activations = widest_step_bytes(
         decoder,
-        plan.config,
+        plan.own,
         kernels,
         tokens=plan.max_num_batched_tokens,
         rows=plan.max_num_seqs,
@@ -68,11 +88,14 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
     )
     if asked:
         check_remainder(asked, activations, free_bytes(plan.device))
+    left = default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations)
+    if plan.device.type == "cpu":
+        left //= ranks  # who have one memory; the last that has loaded sees what all the others hold
     return size_cache(
-        plan.config,
+        plan.own,
         dtype=plan.kv_dtype,
         block_size=plan.options.block_size,
-        budget_bytes=asked or default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations),
+        budget_bytes=asked or left,
         # Memory nobody asked for is taken only as far as all rows at full length could use it.
         useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
     )
@@ -80,7 +103,8 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
 
 def make_tier(plan: EnginePlan, size: CacheSize) -> tuple[HostTier, HostArena] | None:
     """Host memory for cold blocks, who decides and who copies; None: it is off. Raises DoesNotFitError."""
-    asked, block_bytes = plan.options.kv_cache_host_bytes, size.bytes_per_token * size.block_size
+    asked = plan.options.kv_cache_host_bytes // plan.options.tensor_parallel_size
+    block_bytes = size.bytes_per_token * size.block_size
     if not asked:
         return None
     if (num_blocks := asked // block_bytes) < 1:

@@ -38,22 +38,39 @@ def main() -> int:
         news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         writer = threading.Thread(target=_write, args=(context, start.directory, news), name="write", daemon=True)
         writer.start()
-        failed = _serve(start, context, news.put)
-        news.put(failed)
-        news.put(None)
-        writer.join()
+
+        def say(last_word: EngineFailed) -> None:
+            news.put(last_word)
+            news.put(None)
+            writer.join()
+
+        def die(last_word: EngineFailed) -> None:
+            # On another thread: this one may wait in a sum for a rank that is gone.
+            say(last_word)
+            context.term()  # returns when it has left
+            os._exit(1)
+
+        say(_serve(start, context, news.put, die))
     return 1
 
 
-def _serve(start: EngineStart, context: "zmq.Context[zmq.Socket[bytes]]", tell: Callable[[News], None]) -> EngineFailed:
+def _serve(
+    start: EngineStart,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    tell: Callable[[News], None],
+    die: Callable[[EngineFailed], None],
+) -> EngineFailed:
     """Build an engine and step it until it fails; the failure."""
     # Only here: torch costs seconds, and the parent should hear at once that there is somebody.
     from slipway_runtime.engine.build import build_engine
+    from slipway_runtime.engine.ranks import RankDiedError
     from slipway_runtime.models.config import ModelRefusedError
 
     try:
-        engine = build_engine(Path(start.model_path), start.options, on_news=tell)
-    except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
+        engine = build_engine(
+            Path(start.model_path), start.options, on_news=tell, on_death=die, directory=Path(start.directory)
+        )
+    except (ModelRefusedError, FileNotFoundError, ValueError, RankDiedError) as refused:
         return EngineFailed(str(refused))
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told
         return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -62,6 +79,8 @@ def _serve(start: EngineStart, context: "zmq.Context[zmq.Socket[bytes]]", tell: 
     threading.Thread(target=_read, args=(context, start.directory, loop), name="read", daemon=True).start()
     try:
         loop.run(tell)
+    except RankDiedError as died:
+        return EngineFailed(str(died))
     except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must hear of it
         return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
     return EngineFailed("the step loop ended without a reason")

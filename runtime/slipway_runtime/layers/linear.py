@@ -1,6 +1,6 @@
 """A linear layer: y = x Wᵀ + b, and what an adapter adds to it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,9 @@ class LoraHook(Protocol):
         """x: (T, in)  y: (T, out), added to in place. Only called when `step.lora` is there."""
 
 
+Reduce = Callable[[Tensor], Tensor]  # the sum of a tensor over all ranks that share a layer, in place
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One of the checkpoint's matrices inside a merged one: the outputs `start` … `end`."""
@@ -28,14 +31,25 @@ class Part:
 
 
 class Linear:
-    """A matrix with its bias; `parts` says which of the checkpoint's matrices it holds, in the order of outputs."""
+    """A matrix with its bias; `parts` says which of the checkpoint's matrices it holds, in the order of outputs.
 
-    __slots__ = ("bias", "lora", "matmul", "parts")
+    With `reduce` it has some of the inputs only, and what it computes is one summand of y.
+    """
 
-    def __init__(self, matmul: Matmul, bias: Tensor | None = None, *, parts: tuple[Part, ...] = ()) -> None:
+    __slots__ = ("bias", "lora", "matmul", "parts", "reduce")
+
+    def __init__(
+        self,
+        matmul: Matmul,
+        bias: Tensor | None = None,
+        *,
+        parts: tuple[Part, ...] = (),
+        reduce: Reduce | None = None,
+    ) -> None:
         self.matmul = matmul
         self.bias = bias  # (out,)
         self.parts = parts
+        self.reduce = reduce
         self.lora: LoraHook | None = None
 
     def __call__(self, x: Tensor, step: StepContext | None = None) -> Tensor:
@@ -45,7 +59,7 @@ class Linear:
             y += self.bias
         if self.lora is not None and step is not None and step.lora is not None:
             self.lora(x, y, step)
-        return y
+        return y if self.reduce is None else self.reduce(y)
 
     @property
     def in_features(self) -> int:
@@ -63,7 +77,9 @@ class Linear:
         return self.matmul.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     @classmethod
-    def merged(cls, parts: Sequence[tuple[str, Tensor, Tensor | None]], make: MakeMatmul) -> "Linear":
+    def merged(
+        cls, parts: Sequence[tuple[str, Tensor, Tensor | None]], make: MakeMatmul, reduce: Reduce | None = None
+    ) -> "Linear":
         """One matrix whose output is the outputs of the parts, side by side: one call instead of several.
 
         parts: the checkpoint's name, weight (out, in) and bias (out,) of each.
@@ -76,4 +92,4 @@ class Linear:
         for name, own_weight, _ in parts:
             named.append(Part(name, start, start + len(own_weight)))
             start += len(own_weight)
-        return cls(make(weight), bias, parts=tuple(named))
+        return cls(make(weight), bias, parts=tuple(named), reduce=reduce)

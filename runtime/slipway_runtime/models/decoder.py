@@ -11,6 +11,7 @@ from slipway_runtime.layers.matmul import Dense, MakeMatmul
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.rotary import Rotary
 from slipway_runtime.models.config import ModelConfig
+from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.models.weights import Checkpoint
 
 
@@ -88,17 +89,29 @@ def load_decoder(
     device: torch.device,
     make_matmul: MakeMatmul = Dense,
     make_head: MakeMatmul = Dense,
+    share: Share = WHOLE,
 ) -> Decoder:
-    """Build the decoder from a checkpoint's tensors; `make_…` decides in which form its matrices compute."""
-    hidden, vocabulary = config.hidden_size, config.vocab_size
+    """Build the decoder, or a rank's share of it, from a checkpoint's tensors.
 
-    def linear(prefix: str, names: tuple[str, ...], out_sizes: tuple[int, ...], in_size: int, *, bias: bool) -> Linear:
+    `make_…` decides in which form its matrices compute.
+    """
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    own = part_of(config, share.size)
+
+    def side_by_side(prefix: str, names: tuple[str, ...], out_sizes: tuple[int, ...], *, bias: bool) -> Linear:
         parts = []
         for name, out_size in zip(names, out_sizes, strict=True):
-            weight = checkpoint.take(f"{prefix}.{name}.weight", out_size, in_size)
-            own_bias = checkpoint.take(f"{prefix}.{name}.bias", out_size) if bias else None
+            rows = share.of(out_size)
+            weight = checkpoint.take(f"{prefix}.{name}.weight", out_size, hidden, rows=rows)
+            own_bias = checkpoint.take(f"{prefix}.{name}.bias", out_size, rows=rows) if bias else None
             parts.append((f"{prefix}.{name}", weight, own_bias))
         return Linear.merged(parts, make_matmul)
+
+    def summed(name: str, in_size: int, *, bias: bool) -> Linear:
+        weight = checkpoint.take(f"{name}.weight", hidden, in_size)[:, share.of(in_size)].contiguous()
+        own_bias = checkpoint.take(f"{name}.bias", hidden) if bias else None
+        # The bias is in the sum once.
+        return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], make_matmul, share.reduce)
 
     def norm(name: str, size: int = hidden) -> RMSNorm:
         return RMSNorm(checkpoint.take(f"{name}.weight", size), config.rms_norm_eps, kernels)
@@ -110,20 +123,20 @@ def load_decoder(
         inner = config.intermediate_size
         return DecoderLayer(
             Attention(
-                linear(
-                    attention, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), hidden, bias=config.qkv_bias
+                side_by_side(
+                    attention, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), bias=config.qkv_bias
                 ),
-                linear(attention, ("o_proj",), (hidden,), q_size, bias=config.out_bias),
-                num_q_heads=config.num_q_heads,
-                num_kv_heads=config.num_kv_heads,
+                summed(f"{attention}.o_proj", q_size, bias=config.out_bias),
+                num_q_heads=own.num_q_heads,
+                num_kv_heads=own.num_kv_heads,
                 head_dim=config.head_dim,
                 q_norm=norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
                 k_norm=norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
                 window=config.window_of(index),
                 kernels=kernels,
             ),
-            linear(mlp, ("gate_proj", "up_proj"), (inner, inner), hidden, bias=config.mlp_bias),
-            linear(mlp, ("down_proj",), (hidden,), inner, bias=config.mlp_bias),
+            side_by_side(mlp, ("gate_proj", "up_proj"), (inner, inner), bias=config.mlp_bias),
+            summed(f"{mlp}.down_proj", inner, bias=config.mlp_bias),
             norm(f"{prefix}.input_layernorm"),
             norm(f"{prefix}.post_attention_layernorm"),
             kernels,

@@ -10,7 +10,7 @@ import mmap
 import struct
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +42,13 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.end - self.start
+
+    def rows(self, rows: slice) -> "Entry":
+        """Some rows of it, which lie side by side."""
+        start, stop, _ = rows.indices(self.shape[0])
+        size = self.nbytes // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, shape=shape, start=self.start + start * size, end=self.start + stop * size)
 
 
 class SafetensorsFile:

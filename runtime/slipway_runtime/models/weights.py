@@ -54,8 +54,8 @@ class Checkpoint:
         self._total = sum(entry.nbytes for _, entry in self._places.values())
         self.bytes = 0  # of what was handed out, as it lies in memory
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, which must have this shape."""
+    def take(self, name: str, *shape: int, rows: slice | None = None) -> Tensor:
+        """The tensor `name`, which must have this shape, or some of its rows: the others are not read."""
         if name not in self._places:
             raise ModelRefusedError(f"the checkpoint lacks the tensor {name}")
         file, entry = self._places[name]
@@ -63,8 +63,11 @@ class Checkpoint:
             raise ModelRefusedError(f"{name} has the shape {entry.shape}; config.json says {shape}")
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             raise ModelRefusedError(f"{name} holds {entry.dtype}: quantized checkpoints are not supported")
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        file.copy_into(tensor.view(-1), entry, self._tell)
+        wanted = entry if rows is None else entry.rows(rows)
+        tensor = torch.empty(wanted.shape, dtype=self._dtype, device=self._device)
+        file.copy_into(tensor.view(-1), wanted, self._tell)
+        if rows is not None:
+            self._tell(entry.nbytes - wanted.nbytes)
         with self._lock:
             self._left.discard(name)
             self.bytes += tensor.nbytes

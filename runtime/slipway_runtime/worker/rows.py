@@ -48,6 +48,14 @@ class Rows:
         if plan.drafts:
             self._write_drafts(plan)
 
+    def learn(self, plan: StepPlan, token_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Write what the rows of a plan drew, if that was elsewhere: from where the first draft stood."""
+        for index, kept in enumerate(token_ids):
+            if kept:
+                drafts = len(plan.drafts[index]) if plan.drafts else 0
+                start = plan.num_computed[index] + plan.num_new[index] - drafts
+                self.tokens[plan.rows[index], start : start + len(kept)] = kept
+
     def _write_drafts(self, plan: StepPlan) -> None:
         """Drafts stand where drawn tokens would: what is computed after them, and penalties, see them."""
         for row, computed, new, drafts in zip(plan.rows, plan.num_computed, plan.num_new, plan.drafts, strict=True):

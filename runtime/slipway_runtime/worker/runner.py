@@ -84,6 +84,18 @@ class Runner:
         scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
         return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
 
+    def follow(self, plan: StepPlan) -> None:
+        """Compute this rank's share of a plan that another one executes, and draws for: `learn` brings the tokens."""
+        self._rows.take_in(plan)
+        with torch.inference_mode():
+            self._copy_blocks(plan)
+            if plan.rows:
+                self.hidden(pack(plan, self._rows, self._block_size, self._device))
+
+    def learn(self, plan: StepPlan, token_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Take in what the rows of a plan drew on another rank, before anything later is followed."""
+        self._rows.learn(plan, token_ids)
+
     def record_graphs(self, record: Record) -> None:
         """Record the decode steps, if these kernels can be; `graphs` has them afterwards. Raises RuntimeError."""
         if (kernels := repeatable(self._kernels)) is None:

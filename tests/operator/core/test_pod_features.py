@@ -57,6 +57,18 @@ def test_each_feature_reaches_the_runtime():
     assert (settings.max_adapters, settings.max_cpu_adapters, settings.max_rank) == (2, 32, 64)
 
 
+@pytest.mark.capability("DD-3")
+def test_gpus_that_share_a_model_hear_of_it_and_have_memory_to_meet_in():
+    service = a_service(runtime={"tensorParallelSize": 2}, resources={"gpu": {"count": 2}})
+
+    assert settings_of(service).tensor_parallel_size == 2
+    assert {"name": "shm", "mountPath": "/dev/shm"} in server_of(service)["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod_of(service)["volumes"]
+    alone = a_service(resources={"gpu": {"count": 1}})
+    assert settings_of(alone).tensor_parallel_size == 1
+    assert "shm" not in {volume["name"] for volume in pod_of(alone)["volumes"]}
+
+
 def test_without_a_method_nobody_hears_how_much_to_guess():
     service = a_service(runtime={"speculation": {"maxTokens": 8}})
 

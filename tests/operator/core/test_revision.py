@@ -26,6 +26,7 @@ BASE = a_service(runtime={"maxModelLen": 2048})
         {"model": {"uri": BASE.spec.model.uri, "warmPrompts": [{"prompt": "a"}]}},
         {"runtime": {"maxModelLen": 2048, "quantization": "int8"}},
         {"runtime": {"maxModelLen": 2048, "deterministic": True}},
+        {"runtime": {"maxModelLen": 2048, "tensorParallelSize": 2}},
         {"runtime": {"maxModelLen": 2048, "kvCache": {"dtype": "int8"}}},
         {"runtime": {"maxModelLen": 2048, "speculation": {"method": "promptLookup"}}},
         {"runtime": {"maxModelLen": 2048, "lora": {}}},

@@ -1,0 +1,138 @@
+"""The process of one rank beyond the first: loads its share of the weights, and follows the plans of rank 0.
+
+    python -m slipway_runtime.engine.rank        # its standard input is a socket: RankStart, then orders; news go back
+
+It draws nothing, so it needs neither masks nor the sampler.
+"""
+
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from slipway_api import logs
+from slipway_runtime.engine.decide import decide
+from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
+from slipway_runtime.engine.ranks import RankLoaded, RankOrder, RankPool, RankSized, RankStart, RankStep
+from slipway_runtime.engine.shortage import shortage_refused
+from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.messages import EngineFailed, StepPlan
+from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.sharding import Share
+from slipway_runtime.worker.collective import Collective, PeerLostError
+from slipway_runtime.worker.kv_cache import allocate_cache
+from slipway_runtime.worker.runner import Runner
+
+_O = TypeVar("_O", RankPool, RankStep)
+
+
+class Leader:
+    """Rank 0, as the others see it. Its end is theirs, whatever they are at."""
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+        self._orders: queue.SimpleQueue[RankOrder] = queue.SimpleQueue()
+        self.start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+
+    def tell(self, news: RankLoaded | RankSized | EngineFailed) -> None:
+        """Send news."""
+        self._connection.send_bytes(msgspec.msgpack.encode(news))
+
+    def expect(self, kind: type[_O]) -> _O:
+        """Wait for the next order, which must be of this kind."""
+        order = self._orders.get()
+        assert isinstance(order, kind)
+        return order
+
+    def wait_for_the_end(self) -> None:
+        """Whose it was, rank 0 knows; and then it ends us."""
+        threading.Event().wait()
+
+    def _listen(self) -> None:
+        try:
+            decoder = msgspec.msgpack.Decoder(RankOrder)
+            while True:
+                self._orders.put(decoder.decode(self._connection.recv_bytes()))
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        except Exception as error:  # noqa: BLE001  whatever the main thread waits for, nobody will bring it
+            self.tell(EngineFailed(f"a rank cannot read its orders: {error}", traceback.format_exc()))
+            os._exit(1)
+
+
+def main() -> int:
+    """Be a rank; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # signals are for the server: it drains, and its end is ours
+    try:
+        leader = Leader(Connection(0))
+    except EOFError:
+        return 0
+    logs.configure("runtime", "WARNING")  # only what libraries complain of: rank 0 tells the rest
+    try:
+        follow(leader)
+    except PeerLostError:
+        leader.wait_for_the_end()
+    except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
+        leader.tell(EngineFailed(str(refused)))
+    except Exception as error:  # noqa: BLE001  whatever it was, rank 0 must hear of it
+        leader.tell(
+            EngineFailed(f"rank {leader.start.rank} failed: {type(error).__name__}: {error}", traceback.format_exc())
+        )
+    return 1
+
+
+def follow(leader: Leader) -> None:
+    """Load, then compute plans for as long as there are any."""
+    rank, options = leader.start.rank, leader.start.options
+    if options.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    plan = decide(Path(leader.start.model_path), options)
+    use_threads(options)
+    kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
+    collective = Collective(rank, options.tensor_parallel_size, plan.device)
+    share = Share(rank, options.tensor_parallel_size, collective.sum)
+    with shortage_refused("the weights", plan.device):
+        decoder = load_weights(plan, kernels, share=share)
+    leader.tell(RankLoaded(decoder.nbytes))
+    collective.join(Path(leader.start.store))
+    with shortage_refused("the KV cache", plan.device):
+        size = size_pool(plan, decoder, kernels)
+        leader.tell(RankSized(size.num_blocks))
+        size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
+        runner = Runner(
+            decoder,
+            allocate_cache(plan.own, size, plan.kv_dtype, plan.device),
+            kernels,
+            block_size=options.block_size,
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=min(plan.max_model_len, size.num_blocks * options.block_size),
+            eos_token_ids=plan.eos_token_ids,
+            device=plan.device,
+        )
+    with shortage_refused("cold KV blocks in host memory", plan.device):
+        if made := make_tier(plan, size):
+            _, runner.host = made
+    gc.collect()
+    gc.freeze()
+    before = StepPlan(step=0)
+    while True:
+        step = leader.expect(RankStep)
+        runner.learn(before, step.drawn)
+        runner.follow(step.plan)
+        before = step.plan
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""An engine whose model is shared by two processes says what one process says, and the two live and die together."""
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from slipway_runtime.engine.build import build_engine
+from slipway_runtime.engine.client import EngineClient, EngineDead
+from slipway_runtime.engine.decide import decide
+from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.launch import EngineProcess
+from slipway_runtime.engine.options import EngineOptions
+from slipway_runtime.engine.ranks import RankDiedError, Ranks
+from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, Sleep, StepPlan, StepResult
+from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.worker.runner import Runner
+from tests.runtime.checkpoints import a_checkpoint, greedy
+from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
+from tests.runtime.processes import children
+
+TINY = Path(__file__).parents[3] / "models" / "tiny"
+OPTIONS = EngineOptions(
+    max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, kv_cache_bytes=4 << 20, threads=1, device="cpu",
+    tensor_parallel_size=2,
+)  # fmt: skip
+SHARED = {
+    "tensor_parallel_size": 2, "speculation": "promptLookup", "overlap": True,
+    "kv_cache_host_bytes": 40 * BYTES_PER_BLOCK,
+}  # fmt: skip
+
+
+def is_gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def ranks_of(engine: int) -> list[int]:
+    """Among its children: torch starts others while it is imported."""
+    found = []
+    for child in children(engine):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110  of other processes
+            await asyncio.sleep(0.02)
+
+
+def assert_speaks_as(engine: Engine, model: PreTrainedModel) -> None:
+    """For an engine with too few blocks and with drafts."""
+    for length in (40, 4):  # the second time it finds prefixes
+        for index, prompt in enumerate(PROMPTS):
+            ask(engine, f"r{index}", prompt, max_tokens=length)
+        assert run(engine) == {f"r{index}": greedy(model, prompt, length) for index, prompt in enumerate(PROMPTS)}
+    stats = engine.stats(0.0)
+    assert min(stats.preemptions, stats.prefix_hits, stats.accepted_tokens, stats.demotions, stats.promotions) > 0
+
+
+@pytest.mark.capability("DD-3")
+def test_greedy_text_is_that_of_one_process_with_chunks_drafts_preemptions_and_prefix_hits(tmp_path):
+    model = a_checkpoint(tmp_path)
+    engine = an_engine(tmp_path, blocks=14, seqs=6, budget=32, **SHARED, device="cpu")
+    (rank,) = ranks_of(os.getpid())
+    whole = an_engine(tmp_path, blocks=14, seqs=6, budget=32)
+    assert engine.facts.num_blocks == whole.facts.num_blocks == 14
+    assert engine.facts.bytes_per_token == whole.facts.bytes_per_token
+    assert whole.facts.weight_bytes < engine.facts.weight_bytes < 2 * whole.facts.weight_bytes
+
+    assert_speaks_as(engine, model)
+    engine.control(Sleep(call=1), 0.0)
+    assert [reply.error for reply in engine.step(0.0).replies] == ["this engine does not sleep"]
+    os.kill(rank, signal.SIGSTOP)
+    threading.Timer(0.2, os.kill, (rank, signal.SIGKILL)).start()  # in the middle of a sum
+    ask(engine, "too late", PROMPTS[0])
+    with pytest.raises(RankDiedError, match="rank 1 of 2 was killed"):
+        run(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_say_what_one_process_says(tmp_path):
+    model = a_checkpoint(tmp_path)
+    assert_speaks_as(an_engine(tmp_path, blocks=14, seqs=6, budget=32, **SHARED, device="cuda", dtype="fp32"), model)
+
+
+@pytest.mark.capability("DD-3")
+def test_a_rank_that_dies_while_it_loads_is_told_in_a_sentence(tmp_path):
+    a_checkpoint(tmp_path)
+    deaths: queue.SimpleQueue[EngineFailed] = queue.SimpleQueue()
+    ranks = Ranks(decide(tmp_path, OPTIONS), on_death=deaths.put)
+    (rank,) = ranks_of(os.getpid())
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(ModelRefusedError, match="rank 1 of 2 was killed"):
+        ranks.loaded()
+    assert "rank 1 of 2 was killed" in deaths.get(timeout=60).error
+
+
+def test_after_a_step_that_failed_on_one_rank_none_is_tried(tmp_path):
+    """The others wait within it for a sum; one of the next step would look the same to them."""
+
+    class OutOfMemory(Runner):
+        def __init__(self) -> None: ...
+
+        def execute(self, plan: StepPlan, masks: object = None) -> StepResult:
+            raise MemoryError
+
+    a_checkpoint(tmp_path)
+    ranks = Ranks(decide(tmp_path, OPTIONS), on_death=lambda _: None)
+    with pytest.raises(MemoryError):
+        ranks.execute(OutOfMemory(), StepPlan(step=1))
+    with pytest.raises(RankDiedError, match="has failed on rank 0"):
+        ranks.execute(OutOfMemory(), StepPlan(step=2))
+
+
+def test_who_lets_go_of_ranks_ends_them(tmp_path):
+    a_checkpoint(tmp_path)
+    (meeting := tmp_path / "meeting").mkdir()
+    ranks = Ranks(decide(tmp_path, OPTIONS), directory=meeting, on_death=lambda _: None)
+    (rank,) = ranks_of(os.getpid())
+    del ranks
+    assert is_gone(rank)
+    assert list(meeting.iterdir()) == []
+
+
+@pytest.mark.capability("DD-3")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3: the 2 key-value heads cannot be divided by it"),
+        ({"tensor_parallel_size": 0}, "at least 1 rank"),
+        ({"tensor_parallel_size": 2, "max_adapters": 1}, "adapters cannot be sharded"),
+        ({"tensor_parallel_size": 4, "deterministic": True}, "not possible with 4 ranks"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shared_is_refused_before_anything_is_started(settings, sentence, tmp_path):
+    a_checkpoint(tmp_path)
+    before = children(os.getpid())
+    with pytest.raises(ModelRefusedError, match=sentence):
+        build_engine(tmp_path, **settings)
+    assert children(os.getpid()) == before
+
+
+def a_request(id: str, **more: Any) -> Request:
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    return Request(id=id, prompt_token_ids=(1, 1146, 1134, 264, 467), params=params, arrived=0.0, **more)
+
+
+async def answer(client: EngineClient, id: str, **more: Any) -> list[int]:
+    return [token async for output in client.generate(a_request(id, **more)) for token in output.token_ids]
+
+
+async def stopped_after_its_answers(directory: Path) -> None:
+    transport = await EngineProcess.launch(TINY, OPTIONS, run_directory=directory)
+    (rank,) = ranks_of(transport.pid)
+    client, whole = EngineClient(transport), build_engine(TINY, OPTIONS, tensor_parallel_size=1)
+    await client.start()
+    choice = Grammar(kind="choice", text='["yes", "no"]')
+    text, same, bound = await asyncio.gather(
+        answer(client, "a"), answer(client, "b"), answer(client, "c", grammar=choice)
+    )
+    whole.add(a_request("alone"), 0.0)
+    assert text == same == run(whole)["alone"]
+    assert 0 < len(bound) < len(text)
+    await client.stop()  # a kill -9, and nothing else
+    await until(lambda: is_gone(rank))
+
+
+async def ended_by_its_rank(directory: Path) -> None:
+    transport = await EngineProcess.launch(TINY, OPTIONS, run_directory=directory)
+    (rank,) = ranks_of(transport.pid)
+    client = EngineClient(transport)
+    await client.start()
+    os.kill(rank, signal.SIGKILL)  # while nobody asks for anything
+    async with asyncio.timeout(60):
+        await client.wait_dead()
+    assert client.error == "rank 1 of 2 was killed (signal 9): out of memory, if nobody did it on purpose"
+    with pytest.raises(EngineDead):
+        await answer(client, "after")
+    await until(lambda: is_gone(transport.pid))
+    await client.stop()
+
+
+@pytest.mark.capability("DD-3")
+async def test_two_processes_answer_as_one_and_neither_outlives_the_other(tmp_path):
+    await asyncio.gather(stopped_after_its_answers(tmp_path), ended_by_its_rank(tmp_path))
+    assert list(tmp_path.iterdir()) == [], "their sockets and files are gone"
