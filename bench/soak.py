@@ -35,7 +35,7 @@ def measure() -> Section:
             "requests",
             float(report.sent),
             "",
-            f"{report.finished} finished, {report.left} left, {report.failed} failed",
+            f"{report.finished} finished, {report.left} left, {report.failed} failed {report.failures or ''}".rstrip(),
         ),
         *_figures("API process", api, minutes, note="aim: under 200 MB (191 MiB), no growth"),
         *_figures("engine process", engine, minutes),
