@@ -47,7 +47,7 @@ test: preflight setup ## all tests: unit, real API server, user stories on the l
 	@$(MAKE) --no-print-directory test-cluster
 
 test-unit: setup ## tests that need no cluster
-	$(PYTEST) -m 'not apiserver and not cluster and not gpu and not kernels'
+	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels'
 
 test-apiserver: cluster-binary ## tests against the real kube-apiserver
 	$(PYTEST) -m apiserver

@@ -11,6 +11,7 @@ from e2e.cluster.guard import (
     pytest_sessionfinish,
     pytest_sessionstart,
     pytest_terminal_summary,
+    pytest_testnodedown,
 )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "pytest_sessionfinish",
     "pytest_sessionstart",
     "pytest_terminal_summary",
+    "pytest_testnodedown",
 ]
 
 

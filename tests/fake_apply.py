@@ -4,7 +4,6 @@ Apply knows fields as paths; a list is one atomic field unless its name is in `L
 is kept by manager; what a manager no longer mentions, and nobody else wants, is removed.
 """
 
-import copy
 from typing import Any
 
 Object = dict[str, Any]
@@ -26,6 +25,13 @@ SETS = {"finalizers"}
 IDENTITY = {("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace"), ("metadata", "uid")}
 
 
+def copied(value: Any) -> Any:
+    """A deep copy of JSON, several times as fast as `copy.deepcopy`: it copies at every write."""
+    if isinstance(value, dict):
+        return {key: copied(one) for key, one in value.items()}
+    return [copied(one) for one in value] if isinstance(value, list) else value
+
+
 class FailedTest(Exception):  # noqa: N818
     """A `test` of a JSON patch, or a path that is not there."""
 
@@ -40,7 +46,7 @@ def apply_patch(live: Object, applied: Object, owners: Owners, manager: str) -> 
         for path, value in wanted.items()
         if any(path in paths for paths in others.values()) and present.get(path) != value
     ]
-    result = copy.deepcopy(live)
+    result = copied(live)
     dropped = owners.get(manager, frozenset()) - wanted.keys()
     for path in sorted(dropped, key=_removal_order):
         if not any(path in paths for paths in others.values()):
@@ -74,7 +80,7 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 def json_patch(target: Object, operations: list[dict[str, Any]]) -> Object:
     """RFC 6902: add, remove, replace, test."""
-    result: Any = copy.deepcopy(target)
+    result: Any = copied(target)
     for operation in operations:
         *parents, last = [step.replace("~1", "/").replace("~0", "~") for step in operation["path"].split("/")[1:]]
         holder = result
@@ -144,7 +150,7 @@ def _set(root: Object, path: Path, value: Any) -> None:
             if step[0] is not None:
                 holder = holder[index]
         elif following is None:
-            holder[step] = copy.deepcopy(value)
+            holder[step] = copied(value)
         else:
             holder = holder.setdefault(step, [] if isinstance(following, tuple) else {})
 

@@ -6,7 +6,6 @@ generation, `/status` apart from the rest, label and field selectors, ownership 
 """
 
 import base64
-import copy
 import json
 import re
 import uuid
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.fake_apply import Owners, apply_patch, release_changed
+from tests.fake_apply import Owners, apply_patch, copied, release_changed
 
 Object = dict[str, Any]
 Where = tuple[str, str]  # (namespace, name)
@@ -108,14 +107,14 @@ class Store:
                 yield step.version, "MODIFIED" if was else "ADDED", step.new
             elif was:
                 assert step.old is not None
-                gone = copy.deepcopy(step.at_deletion or step.old)
+                gone = copied(step.at_deletion or step.old)
                 gone["metadata"]["resourceVersion"] = str(step.version)
                 yield step.version, "DELETED", gone
 
     # Writing
 
     def create(self, kind: str, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
-        new = copy.deepcopy(body)
+        new = copied(body)
         meta = new.setdefault("metadata", {})
         if not meta.get("name"):
             if not meta.get("generateName"):
@@ -141,7 +140,7 @@ class Store:
     ) -> Object:
         """Replace or patch: `change` gets a copy and returns the whole object."""
         kept = self._find(kind, where)
-        new = change(copy.deepcopy(kept.body))
+        new = change(copied(kept.body))
         asked = new.get("metadata", {}).get("resourceVersion")
         if asked and asked != kept.body["metadata"]["resourceVersion"]:
             raise Refused(409, "the object has been modified; please apply your changes to the latest version")
@@ -169,7 +168,7 @@ class Store:
             self._find(kind, where).owners = owners
             return created, True
         kept = self._find(kind, where)
-        body = copy.deepcopy(body)
+        body = copied(body)
         if not subresource:
             body.pop("status", None)
         wanted_uid = body.get("metadata", {}).get("uid")
@@ -191,7 +190,7 @@ class Store:
         seconds = self._grace(kind, kept.body, grace)
         if not meta.get("finalizers") and not seconds:
             return self._remove(kind, kept, dry_run=dry_run)
-        new = copy.deepcopy(kept.body)
+        new = copied(kept.body)
         shortened = seconds < new["metadata"].get("deletionGracePeriodSeconds", seconds + 1)
         if "deletionTimestamp" not in new["metadata"] or shortened:
             new["metadata"]["deletionTimestamp"] = _stamp(self._now())
@@ -202,7 +201,7 @@ class Store:
         """Create or replace everything, status included: for tests that play kubelet or user."""
         where = (body["metadata"].get("namespace", ""), body["metadata"]["name"])
         kept = self._kinds.get(kind, {}).get(where)
-        new = copy.deepcopy(body)
+        new = copied(body)
         if kept is not None:
             server_owned = ("uid", "creationTimestamp", "generation", "resourceVersion", "deletionTimestamp")
             new["metadata"] |= {key: kept.body["metadata"][key] for key in server_owned if key in kept.body["metadata"]}
@@ -273,7 +272,7 @@ class Store:
         return "deletionTimestamp" in meta and not meta.get("finalizers") and not meta.get("deletionGracePeriodSeconds")
 
     def _remove(self, kind: str, kept: _Kept, *, dry_run: bool, last: Object | None = None) -> Object:
-        gone = copy.deepcopy(last or kept.body)
+        gone = copied(last or kept.body)
         if dry_run:
             return gone
         meta = gone["metadata"]
@@ -291,7 +290,7 @@ def _only_its_half(old: Object, new: Object, subresource: str) -> Object:
     if old.get("kind") == "Pod" and not subresource and _without_images(old_spec) != _without_images(new_spec):
         raise Refused(422, "Pod is invalid: spec: Forbidden: pod updates may not change fields other than images")
     if subresource == "status":
-        result = copy.deepcopy(old)
+        result = copied(old)
         result["status"] = new.get("status", {})
         return result
     result = {key: value for key, value in new.items() if key != "status"}

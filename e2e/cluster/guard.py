@@ -2,12 +2,14 @@
 
 Before: when a selected test needs the local cluster, the machine is checked and the
 binary is built, in plain sight and outside any test's time limit. After: a process that
-tests started and left running makes the session fail, and is named.
+tests started and left running makes the session fail, and is named; with several processes of tests (pytest-xdist)
+each looks after what its own tests started, and the one that collects the results says so.
 """
 
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +18,13 @@ from e2e.cluster.places import cache_folder
 NEEDING = {"apiserver", "cluster"}  # fixtures that need the binary
 COMPANIONS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
 _before = pytest.StashKey[set[int]]()
+_left = pytest.StashKey[list[str]]()
 _needing = pytest.StashKey[set[str]]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[_before] = set(_children())
+    session.config.stash[_left] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -40,13 +44,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             pytest.exit(str(missing), returncode=pytest.ExitCode.USAGE_ERROR)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of tests has ended; one that crashed has told nothing, and its test has failed."""
+    node.config.stash[_left] += getattr(node, "workeroutput", {}).get("left", [])
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    left = {pid: _command_line(pid) for pid in _children() if pid not in session.stash.get(_before, set())}
-    left = {pid: line for pid, line in left.items() if line and not any(name in line for name in COMPANIONS)}
-    if left:
-        for pid, line in left.items():
-            print(f"\nleft running by the tests: {pid} {line}")
+    before = session.stash.get(_before, set())
+    running = {pid: _command_line(pid) for pid in _children() if pid not in before}
+    ours = [f"{pid} {line}" for pid, line in running.items() if line and not any(name in line for name in COMPANIONS)]
+    left = session.config.stash.get(_left, []) + ours
+    if hasattr(session.config, "workeroutput"):  # somebody else says it
+        session.config.workeroutput["left"] = left
+    elif left:
+        for process in left:
+            print(f"\nleft running by the tests: {process}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -38,6 +38,7 @@ Deliver = Callable[[str | None, Mapping[str, Any]], None]
 """(event type, object): where the shell hands over what it saw; called in the shell's thread."""
 
 KOPF_CONNECTIONS = 16  # without a bound, a thousand objects at start are a thousand TLS handshakes
+BACKOFF_SECONDS = 1.0  # the first; each is twice the one before
 BACKOFF_CAP_SECONDS = 30.0
 JOIN_SECONDS = 5.0
 
@@ -61,7 +62,7 @@ class EndlessBackoff:
     """1, 2, 4 … 30, 30 s for ever, each up to a quarter shorter: an outage of the API server must not end kopf."""
 
     def __iter__(self) -> Iterator[float]:
-        seconds = 1.0
+        seconds = BACKOFF_SECONDS
         while True:
             yield seconds * random.uniform(0.75, 1.0)  # noqa: S311  spreads replicas, protects nothing
             seconds = min(BACKOFF_CAP_SECONDS, seconds * 2)

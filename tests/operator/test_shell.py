@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 
 from slipway_kube.resources import INFERENCE_SERVICES
+from slipway_operator import main
 from slipway_operator.main import EndlessBackoff, Shell, kopf_settings
 from tests.operator.discovery import DiscoverableApiServer
 
@@ -16,6 +17,12 @@ Seen = list[tuple[str | None, str]]
 
 def a_service(name: str = "chat") -> dict:
     return {"metadata": {"name": name, "namespace": "team"}, "spec": {"model": {"uri": "file:///models/tiny"}}}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries again at once."""
+    monkeypatch.setattr(main, "BACKOFF_SECONDS", 0.02)
 
 
 @asynccontextmanager
@@ -68,6 +75,7 @@ async def test_watches_only_the_namespaces_that_it_is_told():
         assert lists == {INFERENCE_SERVICES.path("team")}
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("status", [500, 503, 403])
 async def test_an_api_server_that_refuses_does_not_end_it(status):
     async with DiscoverableApiServer() as server:
@@ -89,6 +97,7 @@ async def test_a_cut_connection_does_not_end_it_and_later_changes_arrive():
             await until(lambda: any(name == "code" for _, name in seen))
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_is_started_again_should_kopf_itself_end():
     restarts = []
     async with DiscoverableApiServer() as server:

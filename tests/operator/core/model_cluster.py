@@ -29,8 +29,9 @@ TICK = timedelta(seconds=1)
 class ModelPod:
     """A pod, and what its kubelet and its runtime know beyond the API."""
 
-    replica: Replica
+    replica: Replica  # without its sample, which is new at each second
     loads_for: float
+    sample: Sample | None = None
     running: int = 0
     kv: float = 0.0
     waiting: int = 0
@@ -81,7 +82,7 @@ class ModelCluster:
         assert self.service is not None
         return Observed(
             service=self.service,
-            replicas=tuple(pod.replica for pod in self.pods.values()),
+            replicas=tuple(replace(pod.replica, sample=pod.sample) for pod in self.pods.values()),
             nodes=dict(self.nodes),
             defaults=DEFAULTS,
             token_digests=digests,
@@ -241,10 +242,10 @@ class ModelCluster:
         """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
         facts = (
             self.service and (self.service.metadata, self.service.spec),
-            tuple(replace(pod.replica, sample=None) for pod in self.pods.values()),
+            tuple(pod.replica for pod in self.pods.values()),
             tuple(self.nodes.values()),
         )
-        samples = [pod.replica.sample for pod in self.pods.values() if pod.replica.sample and pod.answers]
+        samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
         is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0
         is_due = self.due is not None and self.now >= self.due
         is_woken = facts != self._facts or is_busy or is_due
@@ -282,8 +283,9 @@ class ModelCluster:
         if pod.drains:
             pod.waiting = 0  # what waits gets its turn
         if pod.answers and pod.loads_for <= 0:
-            sample = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
-            pod.replica = replace(pod.replica, sample=sample)
+            pod.sample = Sample(
+                at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains
+            )
 
     def run(self, seconds: float) -> "ModelCluster":
         for _ in range(int(seconds)):

@@ -1,6 +1,6 @@
 """KV events, read as a router of vLLM's fleet reads them: a real subscriber, and the structs of its documentation."""
 
-import socket
+import os
 from collections.abc import Iterator
 
 import msgspec
@@ -43,22 +43,11 @@ class AllBlocksClearedEvent(Event, tag="AllBlocksCleared"):
 DECODER = msgspec.msgpack.Decoder(EventBatch)
 
 
-def two_free_ports() -> int:
-    for _ in range(50):
-        with socket.socket() as one, socket.socket() as next_one:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            try:
-                next_one.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no two ports side by side are free")
-
-
 @pytest.fixture
 def endpoint() -> str:
-    return f"tcp://127.0.0.1:{two_free_ports()}"
+    """Two ports side by side are free on an address of the loopback that no other process has."""
+    pid = os.getpid()
+    return f"tcp://127.{1 + pid // 62_500 % 250}.{pid // 250 % 250}.{1 + pid % 250}:5557"
 
 
 @pytest.fixture
@@ -80,11 +69,20 @@ def subscribed(context, endpoint: str, publisher: KvEventPublisher):
     subscriber = context.socket(zmq.SUB)
     subscriber.subscribe(b"")
     subscriber.connect(endpoint)
+    last = -1
     while not subscriber.poll(50):
         publisher.publish([AllBlocksCleared()])
-    while subscriber.poll(300):
-        last = subscriber.recv_multipart()
-    return subscriber, int.from_bytes(last[1], "big")
+        last += 1
+    arrives(subscriber, last)
+    return subscriber, last
+
+
+def arrives(subscriber, wanted: int) -> None:
+    """Read on until the batch of this number."""
+    number = -1
+    while number != wanted:
+        assert subscriber.poll(10_000)
+        number = int.from_bytes(subscriber.recv_multipart()[1], "big")
 
 
 def test_a_subscriber_of_vllm_reads_our_events(endpoint, publisher, context):
@@ -131,9 +129,10 @@ def test_a_subscriber_hears_which_memory_a_block_is_in(endpoint, publisher, cont
 
 
 def test_missed_batches_are_told_again(endpoint, publisher, context):
-    _, last = subscribed(context, endpoint, publisher)
+    subscriber, last = subscribed(context, endpoint, publisher)
     for _ in range(3):
         publisher.publish([AllBlocksCleared()])
+    arrives(subscriber, last + 3)
     dealer = context.socket(zmq.DEALER)
     dealer.connect(replay_endpoint(endpoint))
     dealer.send_multipart((b"", (last + 1).to_bytes(8, "big")))

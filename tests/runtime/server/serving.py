@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
+import pytest
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from slipway_api.runtime_api import StartupTimes
-from slipway_runtime.engine.build import build_engine
+from slipway_runtime.engine import build
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.thread import EngineThread
@@ -41,7 +42,12 @@ def tiny_tokenizer() -> TokenizerFiles:
 
 
 def tiny_engine(**options: Any) -> Engine:
-    return build_engine(TINY, **({"max_num_seqs": 4, "kv_cache_bytes": 16 * 2**20, "device": "cpu"} | options))
+    """A cold one: each test has its own, and warming it takes longer than the test. (`engine/test_warmup.py`)"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_warm_up", lambda *_: None)
+        return build.build_engine(
+            TINY, **({"max_num_seqs": 4, "kv_cache_bytes": 16 * 2**20, "device": "cpu"} | options)
+        )
 
 
 class Steps:
@@ -187,8 +193,14 @@ async def a_replica(
         async with (
             listening(serving, "127.0.0.1", 0) as port,
             listening(admin_app(replica, token_digests=token_digests), "127.0.0.1", 0) as admin_port,
-            httpx.AsyncClient(timeout=30) as http,
-            AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai,
+            # Nothing here is encrypted: reading the machine's certificates would cost more than most tests.
+            httpx.AsyncClient(timeout=30, verify=False) as http,
+            AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1",
+                api_key="none",
+                max_retries=0,
+                http_client=DefaultAsyncHttpxClient(verify=False),
+            ) as openai,
         ):
             with ThreadPoolExecutor(2) as threads:
                 adapters = AdapterRegistry(

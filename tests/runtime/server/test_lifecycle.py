@@ -83,9 +83,10 @@ async def test_a_dead_engine_is_neither_ready_nor_healthy():
 @pytest.mark.capability("RD-1")
 async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
     async with a_replica() as replica:
-        async with replica.streaming("Tell me a story.", ignore_eos=True, max_tokens=400) as stream:
+        async with replica.streaming("Tell me a story.", ignore_eos=True, max_tokens=40) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
+            replica.steps.hold()
 
             answer = await replica.admin("/drain", "POST", json={"timeoutSeconds": 30, "reason": "test"})
             status = DrainStatus.model_validate_json(answer.content)
@@ -97,6 +98,7 @@ async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
             again = await replica.admin("/drain", "POST")
             assert DrainStatus.model_validate_json(again.content).draining
 
+            replica.steps.let_go()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"

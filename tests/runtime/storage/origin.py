@@ -24,7 +24,7 @@ class Origin:
     claims: dict[str, int] = field(default_factory=dict)  # sizes that are lies
     stall_after: int | None = None  # total body bytes, then every answer hangs until `go_on`, and breaks
     go_on: threading.Event = field(default_factory=threading.Event)
-    stalled: threading.Event = field(default_factory=threading.Event)
+    stalled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # one for each that hangs
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -85,7 +85,7 @@ def an_origin() -> Iterator[Origin]:
             for first in range(0, len(content), 16_384):
                 piece = content[first : first + 16_384]
                 if origin.stall_after is not None and origin.total_sent + len(piece) > origin.stall_after:
-                    origin.stalled.set()
+                    origin.stalled.release()
                     origin.go_on.wait()
                     raise BrokenPipeError("whoever asked is gone")
                 with origin.lock:
