@@ -185,9 +185,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "maxOutputTokens must be below maxModelLen",
     ),
     (
-        "more GPUs than a node has",
-        {"runtime": {"tensorParallelSize": 17}, "resources": {"gpu": {"count": 17}}},
-        "less than or equal to 16",
+        "more ranks than a node has GPUs",
+        {"runtime": {"tensorParallelSize": 17}, "resources": {"gpu": {"count": 16}}},
+        "tensorParallelSize in body should be less than or equal to 16",
     ),
     (
         "adapters over several GPUs",
