@@ -186,7 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "more ranks than a node has GPUs",
-        {"runtime": {"tensorParallelSize": 17}, "resources": {"gpu": {"count": 16}}},
+        {"runtime": {"tensorParallelSize": 17}, "resources": {"gpu": {"count": 0}}},
         "tensorParallelSize in body should be less than or equal to 16",
     ),
     (
