@@ -88,7 +88,7 @@ def adapters() -> Iterator[Figure]:
     # Adapters pay with blocks, up to half of them: all eight must fit, or one waits while the others are measured.
     limits = {"dtype": "fp32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_bytes": 1 << 30}
     without = build_engine(checkpoint("135m"), **limits)
-    with_them = build_engine(checkpoint("135m"), max_adapters=8, max_cpu_adapters=16, max_rank=8, **limits)
+    with_them = build_engine(checkpoint("135m"), max_adapters=8, max_cpu_adapters=8, max_rank=8, **limits)
     yield _cost("adapters enabled, none asked", with_them, without, _eight)
     for modules in (
         ("q_proj", "v_proj"),

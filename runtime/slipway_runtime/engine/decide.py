@@ -47,7 +47,8 @@ class EnginePlan:
             return None
         shared = block_bytes if self.device.type == "cpu" else 0
         largest = slot_bytes(self.config, self.max_rank, self.dtype.itemsize)
-        most = min(pool.total // 2, -(-self.max_cpu_adapters * largest // block_bytes))
+        # Each pays whole blocks: all that were asked for must fit, however little of its last block one fills.
+        most = min(pool.total // 2, self.max_cpu_adapters * -(-largest // block_bytes))
         return Residency(
             pool,
             max_adapters=self.max_adapters,

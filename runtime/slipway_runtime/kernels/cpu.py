@@ -54,9 +54,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """residual += x in place, then rms_norm(residual). Both contiguous."""
     out = torch.empty_like(residual)
     rows, size = x.shape
-    _native.add_rms_norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps
-    )  # fmt: skip
+    _native.add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, eps)
     return out
 
 

@@ -7,9 +7,12 @@ import pytest
 from transformers import PreTrainedModel
 
 from slipway_runtime.engine.build import build_engine
+from slipway_runtime.engine.decide import decide
 from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import FinishReason, LoadAdapter, Output, Reply, Request, SamplingParams, UnloadAdapter
-from slipway_runtime.models.adapters import adapter_digest
+from slipway_runtime.models.adapters import adapter_digest, slot_bytes
+from slipway_runtime.scheduling.block_pool import BlockPool
 from tests.runtime.adapter_folders import ATTENTION, an_adapter, merged
 from tests.runtime.checkpoints import a_checkpoint, greedy
 
@@ -157,3 +160,17 @@ def test_the_embedded_adapters_name_the_model_they_were_made_for():
 
     for name in ("sailor", "json"):
         assert read_adapter_config(ADAPTERS / name).base_digest == weights_digest(TINY)
+
+
+@pytest.mark.capability("ML-1")
+@pytest.mark.parametrize("rank", [3, 8, 13])
+def test_as_many_adapters_as_were_asked_for_stay_in_memory_at_the_largest_rank(rank):
+    plan = decide(TINY, EngineOptions(max_adapters=2, max_cpu_adapters=9, max_rank=rank, device="cpu"))
+    size = slot_bytes(plan.config, rank, plan.dtype.itemsize)
+    for block_bytes in (size - 1, size // 3, size // 2 + 7, size * 2):  # the last block that one pays for is not full
+        residency = plan.residency(BlockPool(200, 16), block_bytes)
+        assert residency is not None
+        for number in range(9):
+            residency.loading(f"adapter-{number}")
+            residency.loaded(f"adapter-{number}", num_bytes=size, rank=rank)
+        assert residency.take_dropped() == ()
