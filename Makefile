@@ -68,16 +68,16 @@ check: setup ## lint, types, contracts, generated files
 	$(BIN)/lint-imports
 	$(BIN)/python -m slipway_api.crd --check
 	$(BIN)/python -m tests.capabilities --check
-	$(BIN)/python -m tests.rooms --check
+	$(BIN)/python -m tests.code_map --check
 
 format: setup ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: setup ## write the generated files: crds/, the chart's copy, docs/capabilities.md, docs/rooms.md
+generate: setup ## write the generated files: crds/, the chart's copy, docs/capabilities.md, docs/code-map.md
 	$(BIN)/python -m slipway_api.crd
 	$(BIN)/python -m tests.capabilities
-	$(BIN)/python -m tests.rooms
+	$(BIN)/python -m tests.code_map
 
 bench: cluster-binary ## measure, and print ratios against named peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench

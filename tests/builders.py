@@ -23,8 +23,8 @@ from slipway_operator.core.observed import (
     Replica,
     Sample,
 )
-from slipway_operator.core.pod import pod_name
-from slipway_operator.core.revision import Revision, resolve
+from slipway_operator.core.service.pod import pod_name
+from slipway_operator.core.service.revision import Revision, resolve
 
 T0 = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 IMAGE = "slipway/runtime:test"

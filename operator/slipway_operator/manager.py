@@ -21,20 +21,20 @@ from slipway_kube.lease import Elector
 from slipway_kube.recorder import Recorder
 from slipway_kube.writer import Write, Writer
 from slipway_operator.clock import SYSTEM, Clock
+from slipway_operator.controller.executor import Executor, StaleView
+from slipway_operator.controller.queue import QueueClosed, WorkQueue
+from slipway_operator.controller.reconciler import Decide, Reconciler, Refused
 from slipway_operator.core.observed import Defaults
-from slipway_operator.core.plan import plan
-from slipway_operator.executor import Executor, StaleView
-from slipway_operator.freshness import Freshness
+from slipway_operator.core.service.plan import plan
+from slipway_operator.inputs.freshness import Freshness
+from slipway_operator.inputs.observer import Observer
+from slipway_operator.inputs.scraper import Scraper
+from slipway_operator.inputs.world import World
 from slipway_operator.masters import Masters
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.observer import Observer
 from slipway_operator.probes import Verdict
-from slipway_operator.reconciler import Decide, Reconciler, Refused
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
-from slipway_operator.scraper import Scraper
 from slipway_operator.settings import OperatorSettings
-from slipway_operator.workqueue import QueueClosed, WorkQueue
-from slipway_operator.world import World
 
 log = structlog.get_logger()
 

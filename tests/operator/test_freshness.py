@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slipway_kube.errors import Unreachable
-from slipway_operator.freshness import Freshness
+from slipway_operator.inputs.freshness import Freshness
 from tests.operator.virtual_time import run_in_virtual_time
 
 

@@ -10,10 +10,10 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
+from slipway_operator.controller.memory import Memory
+from slipway_operator.controller.store import StoredService
 from slipway_operator.core.observed import Defaults, Namesake, Sample
-from slipway_operator.memory import Memory
-from slipway_operator.observer import Observer, PodIndex, node_facts, replica
-from slipway_operator.services import StoredService
+from slipway_operator.inputs.observer import Observer, PodIndex, node_facts, replica
 
 CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
 

@@ -8,7 +8,7 @@ import pytest
 
 from slipway_api.runtime_api import BlockCounts, QueueCounts, Signals, State
 from slipway_operator.core.observed import Capacity, Sample
-from slipway_operator.scraper import Scraper, Target, matters
+from slipway_operator.inputs.scraper import Scraper, Target, matters
 from tests.operator.virtual_time import run_in_virtual_time
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipway_api.types import ServiceKey
-from slipway_operator.services import ServiceStore
+from slipway_operator.controller.store import ServiceStore
 
 CHAT = ServiceKey("team", "chat")
 

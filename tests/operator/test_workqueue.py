@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipway_operator.workqueue import QueueClosed, WorkQueue
+from slipway_operator.controller.queue import QueueClosed, WorkQueue
 from tests.operator.virtual_time import run_in_virtual_time
 
 

@@ -19,7 +19,7 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
 )
 from slipway_operator.core.observed import Failure, Node, Observed, PastRecommendation, Replica, Sample
-from slipway_operator.core.plan import Plan, plan
+from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import DEFAULTS, T0, UID, digests
 
 TICK = timedelta(seconds=1)

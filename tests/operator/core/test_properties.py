@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipway_operator.core.plan import plan
+from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited
 from tests.operator.core.model_cluster import ModelCluster
 

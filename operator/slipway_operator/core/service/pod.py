@@ -13,9 +13,9 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_spec import KVDtype, Quantization, Runtime, SpeculationMethod
-from slipway_operator.core import model_access
-from slipway_operator.core.drain import GRACE_AFTER_DRAIN_SECONDS
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service import model_access
+from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
+from slipway_operator.core.service.revision import Revision
 
 USER: Final = 65532  # the "nonroot" of distroless images
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"

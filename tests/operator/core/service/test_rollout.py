@@ -3,8 +3,8 @@
 import pytest
 
 from slipway_api.inference_service import RollingUpdate
-from slipway_operator.core import rollout
 from slipway_operator.core.health import judge
+from slipway_operator.core.service import rollout
 from tests.builders import T0, a_pod, a_service, edited, minutes
 from tests.operator.core.model_cluster import ModelCluster
 

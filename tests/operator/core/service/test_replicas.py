@@ -5,8 +5,8 @@ import pytest
 from slipway_api.inference_status import AttemptStatus
 from slipway_operator.core.health import Stage, judge, stage
 from slipway_operator.core.observed import Node
-from slipway_operator.core.replicas import assign, backoff
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service.replicas import assign, backoff
+from slipway_operator.core.service.revision import Revision
 from tests.builders import IMAGE, T0, a_pod, minutes, seconds
 
 REVISION = Revision("rrrrr22222", IMAGE)

@@ -21,8 +21,8 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event, earliest
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
 from slipway_operator.core.observed import Node
-from slipway_operator.core.pod import pod_name
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service.pod import pod_name
+from slipway_operator.core.service.revision import Revision
 
 FIRST_BACKOFF: Final = timedelta(seconds=10)
 LONGEST_BACKOFF: Final = timedelta(seconds=300)

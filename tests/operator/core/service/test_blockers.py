@@ -6,7 +6,7 @@ import pytest
 
 from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_operator.core.observed import Capacity
-from slipway_operator.core.plan import plan
+from slipway_operator.core.service.plan import plan
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
 
 GATED = {"credentialsSecretRef": {"name": "hf"}}

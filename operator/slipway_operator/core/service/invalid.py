@@ -13,7 +13,7 @@ from slipway_api.conditions import ConditionStatus, ConditionType, Reason, remov
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.route import route
+from slipway_operator.core.service.route import route
 
 ADVICE: Final = "correct it; until then its replicas are left as they are"
 

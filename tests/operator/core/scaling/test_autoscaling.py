@@ -8,9 +8,9 @@ import pytest
 from slipway_api.autoscaling import Autoscaling, MetricType
 from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
-from slipway_operator.core.autoscaling import Past, Recommendation, decide
 from slipway_operator.core.observed import PastRecommendation, Sample
-from slipway_operator.core.signals import Readings
+from slipway_operator.core.scaling.autoscaling import Past, Recommendation, decide
+from slipway_operator.core.scaling.signals import Readings
 from tests.builders import T0, minutes, seconds
 
 

@@ -8,7 +8,7 @@ from slipway_api.conditions import ConditionStatus, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.types import ServiceKey
 from slipway_operator.core.observed import Namesake
-from slipway_operator.core.plan import Plan, plan
+from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import T0, a_service, minutes, seen
 
 pytestmark = pytest.mark.capability("OP-2")

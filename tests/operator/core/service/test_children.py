@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipway_operator.core.children import children, disruption_budget, kube_service
+from slipway_operator.core.service.children import children, disruption_budget, kube_service
 from tests.builders import UID, a_service
 
 

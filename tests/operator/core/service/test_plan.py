@@ -4,7 +4,7 @@ import pytest
 
 from slipway_api.conditions import ConditionStatus
 from slipway_operator.core.actions import AddFinalizer, ApplyChild, CreatePod
-from slipway_operator.core.plan import plan
+from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited, seen
 from tests.operator.core.model_cluster import T0, ModelCluster
 

@@ -10,11 +10,11 @@ from typing import Final
 
 from slipway_api.conditions import Reason
 from slipway_api.runtime_api import ReadyReason
-from slipway_operator.core.blockers import blocker, is_quota, sentence
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed
-from slipway_operator.core.replicas import Assignment
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service.blockers import blocker, is_quota, sentence
+from slipway_operator.core.service.replicas import Assignment
+from slipway_operator.core.service.revision import Revision
 
 SENTENCES_SHOWN: Final = 3
 

@@ -7,7 +7,7 @@ follows from a change of status, so it is told once, however often the pass repe
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.actions import Event
-from slipway_operator.core.status import Decided
+from slipway_operator.core.service.status import Decided
 
 
 def news(before: InferenceServiceStatus, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:

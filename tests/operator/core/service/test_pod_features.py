@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from slipway_operator.core.pod import arguments, build_pod
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service.pod import arguments, build_pod
+from slipway_operator.core.service.revision import Revision
 from slipway_runtime.command_line import arguments_of, serve_settings
 from slipway_runtime.settings import RuntimeSettings
 from tests.builders import a_service

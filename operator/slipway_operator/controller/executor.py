@@ -23,6 +23,8 @@ from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, Stat
 from slipway_kube.objects import Pod
 from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
+from slipway_operator.controller.memory import Memory
+from slipway_operator.controller.store import ServiceStore, StoredService
 from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
@@ -33,10 +35,8 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
 )
 from slipway_operator.core.observed import Failure
-from slipway_operator.memory import Memory
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address, ReplicaClient, ReplicaError
-from slipway_operator.services import ServiceStore, StoredService
 
 log = structlog.get_logger()
 

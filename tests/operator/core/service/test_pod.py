@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slipway_operator.core.pod import build_pod
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service.pod import build_pod
+from slipway_operator.core.service.revision import Revision
 from tests.builders import UID, a_service
 
 REVISION = Revision("bcdfghjklm", "slipway/runtime:1")

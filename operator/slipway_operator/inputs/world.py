@@ -20,11 +20,11 @@ from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
 from slipway_kube.informer import Change, Informer, OnChange
 from slipway_kube.objects import Key, Node, Pod
+from slipway_operator.controller.store import ServiceStore, key_of
+from slipway_operator.inputs.observer import PodIndex, node_facts, service_of
+from slipway_operator.inputs.scraper import Target
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.observer import PodIndex, node_facts, service_of
 from slipway_operator.replica_client import Address
-from slipway_operator.scraper import Target
-from slipway_operator.services import ServiceStore, key_of
 
 log = structlog.get_logger()
 

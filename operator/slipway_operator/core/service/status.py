@@ -41,15 +41,15 @@ from slipway_api.inference_status import (
     ScalingDecision,
     SignalStatus,
 )
-from slipway_operator.core import rollout
-from slipway_operator.core.autoscaling import HISTORY_LENGTH, Recommendation
-from slipway_operator.core.explain import Trouble, explain
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.replicas import Assignment
-from slipway_operator.core.revision import Revision
-from slipway_operator.core.rollout import RolloutStep
-from slipway_operator.core.route import route
+from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Recommendation
+from slipway_operator.core.service import rollout
+from slipway_operator.core.service.explain import Trouble, explain
+from slipway_operator.core.service.replicas import Assignment
+from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.rollout import RolloutStep
+from slipway_operator.core.service.route import route
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6

@@ -14,9 +14,9 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Key, Node, Pod, Terminated
+from slipway_operator.controller.memory import Memory
+from slipway_operator.controller.store import StoredService, key_of
 from slipway_operator.core import observed as seen
-from slipway_operator.memory import Memory
-from slipway_operator.services import StoredService, key_of
 
 SampleOf = Callable[[str], seen.Sample | None]
 NamesakesOf = Callable[[ServiceKey], Iterable[StoredService]]

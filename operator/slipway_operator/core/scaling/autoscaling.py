@@ -18,7 +18,7 @@ from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.actions import earliest
 from slipway_operator.core.observed import PastRecommendation
-from slipway_operator.core.signals import Readings, Value, live_demand, measure, replicas_for
+from slipway_operator.core.scaling.signals import Readings, Value, live_demand, measure, replicas_for
 
 HISTORY_LENGTH: Final = 5  # what status keeps
 

@@ -17,11 +17,11 @@ from typing import Final
 
 from slipway_api import names
 from slipway_api.conditions import Condition, ConditionType, Reason, find_condition
-from slipway_operator.core import model_access
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
-from slipway_operator.core.replicas import Assignment
-from slipway_operator.core.revision import Revision
+from slipway_operator.core.service import model_access
+from slipway_operator.core.service.replicas import Assignment
+from slipway_operator.core.service.revision import Revision
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
 

@@ -22,15 +22,15 @@ from slipway_kube.client import Client
 from slipway_kube.errors import Conflict, NotFound
 from slipway_kube.recorder import reference
 from slipway_kube.writer import Writer
+from slipway_operator.controller.executor import Executor, StaleView
+from slipway_operator.controller.memory import Memory
+from slipway_operator.controller.reading import read
+from slipway_operator.controller.store import ServiceStore, StoredService
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, DrainPod, Event
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.plan import Plan
-from slipway_operator.executor import Executor, StaleView
-from slipway_operator.memory import Memory
+from slipway_operator.core.service.plan import Plan
+from slipway_operator.inputs.observer import Observer
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.observer import Observer
-from slipway_operator.reading import read
-from slipway_operator.services import ServiceStore, StoredService
 
 log = structlog.get_logger()
 

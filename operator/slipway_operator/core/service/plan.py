@@ -16,7 +16,6 @@ from slipway_api import names
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStatus
-from slipway_operator.core import autoscaling, rollout, signals
 from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
@@ -26,18 +25,20 @@ from slipway_operator.core.actions import (
     Steps,
     earliest,
 )
-from slipway_operator.core.autoscaling import Recommendation
-from slipway_operator.core.children import children
-from slipway_operator.core.drain import DrainRules, let_go
-from slipway_operator.core.explain import no_room
 from slipway_operator.core.health import Member, Stage, judge, next_change
-from slipway_operator.core.invalid import invalid_status
-from slipway_operator.core.news import news, warnings
 from slipway_operator.core.observed import Observed, PastRecommendation
-from slipway_operator.core.pod import build_pod, pod_name
-from slipway_operator.core.replicas import assign
-from slipway_operator.core.revision import Revision, resolve
-from slipway_operator.core.status import Decided, build_status, farewell_status, progress_deadline
+from slipway_operator.core.scaling import autoscaling, signals
+from slipway_operator.core.scaling.autoscaling import Recommendation
+from slipway_operator.core.service import rollout
+from slipway_operator.core.service.children import children
+from slipway_operator.core.service.drain import DrainRules, let_go
+from slipway_operator.core.service.events import news, warnings
+from slipway_operator.core.service.explain import no_room
+from slipway_operator.core.service.invalid import invalid_status
+from slipway_operator.core.service.pod import build_pod, pod_name
+from slipway_operator.core.service.replicas import assign
+from slipway_operator.core.service.revision import Revision, resolve
+from slipway_operator.core.service.status import Decided, build_status, farewell_status, progress_deadline
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # idle replicas are silent news: look whether they still answer
 FAREWELL_PATIENCE: Final = timedelta(

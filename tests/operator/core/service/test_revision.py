@@ -4,8 +4,8 @@ import pytest
 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus, RevisionStatus
-from slipway_operator.core import revision
-from slipway_operator.core.revision import digest, inputs, resolve
+from slipway_operator.core.service import revision
+from slipway_operator.core.service.revision import digest, inputs, resolve
 from tests.builders import a_service, edited, promised
 
 BASE = a_service(runtime={"maxModelLen": 2048})

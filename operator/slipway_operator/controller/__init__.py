@@ -1,0 +1,1 @@
+"""Queue, reconciler and executor: the machinery that carries plans out."""

@@ -1,0 +1,1 @@
+"""What one InferenceService needs: pods, rollout, drain, children, status. Pure."""

@@ -1,0 +1,1 @@
+"""What is observed: watches of the cluster and samples of the replicas."""
