@@ -43,6 +43,7 @@ log = structlog.get_logger()
 LEASE_NAME = "slipway-operator"
 WORKERS = 8
 DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
+LOAD_PASSES_PER_SECOND = 200.0  # 1,000 busy services: each gets a pass every 5 s; 20 of them: every 0.1 s
 RESYNC_SECONDS = (300.0, 600.0)
 FINISH_SECONDS = 1.0  # a clean stop hands over within two seconds, so work in hand gets one
 
@@ -288,8 +289,11 @@ class Manager:
         else:
             self._scraper.watch(target)
 
-    def _wake_after_sample(self, service: tuple[str, str]) -> None:
-        self._queue.add(Key(INFERENCE_SERVICES.kind, *service), Urgency.BACKGROUND)
+    def _wake_after_sample(self, service: tuple[str, str], is_load: bool) -> None:
+        """Wake the service of a sample that matters; passes for load alone have a rate, whatever the fleet's size."""
+        key = Key(INFERENCE_SERVICES.kind, *service)
+        pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
+        self._queue.add_after(key, pause, Urgency.BACKGROUND)
 
     def _count_write(self, write: Write, outcome: str) -> None:
         resource = f"{write.resource.plural}/{write.subresource}" if write.subresource else write.resource.plural
