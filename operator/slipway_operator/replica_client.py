@@ -1,7 +1,7 @@
 """The admin port of one runtime pod: ask for its signals, tell it to drain.
 
-Every call has a deadline and all calls together have a bound, so that a thousand silent pods cost a thousand
-timeouts spread over time, never a thousand sockets at once.
+Every call has a deadline. How many run at once, and whose turn it is, is for the callers to say: scrapes and drains
+are bounded apart, each fairly between services (`controller.isolation`).
 """
 
 import asyncio
@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import aiohttp
 from pydantic import ValidationError
-from yarl import URL
 
 from slipway_api import names
 from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
+from slipway_operator.keepalive import KeptConnections
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -52,7 +51,7 @@ class Address:
 
 
 class Tokens(Protocol):
-    """Whoever knows what opens a pod's admin port."""
+    """Knows what opens a pod's admin port."""
 
     def tokens(self, namespace: str, pod: str) -> list[str]:
         """Tokens to try, the likeliest first."""
@@ -67,15 +66,13 @@ class Dial(Protocol):
         """The HTTP status and the body of the replica's answer."""
 
 
-def direct(session: aiohttp.ClientSession, *, port: int = names.ADMIN_PORT) -> Dial:
-    """Dial the pod's own address: inside the cluster. The caller owns the session."""
+def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dial:
+    """Dial the pod's own address: inside the cluster. The caller owns the connections."""
 
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        url = URL.build(scheme="http", host=replica.ip, port=port, path=path)
-        async with session.request(method, url, headers=headers, data=body, allow_redirects=False) as response:
-            return response.status, await response.read()
+        return await connections.request(method, replica.ip, port, path, headers, body)
 
     return dial
 
@@ -103,12 +100,10 @@ class ReplicaClient:
         tokens: Tokens,
         *,
         timeout_seconds: float = 2.0,
-        max_concurrent: int = 64,
     ) -> None:
         self._dial = dial
         self._tokens = tokens
         self._timeout = timeout_seconds
-        self._slots = asyncio.Semaphore(max_concurrent)
 
     async def signals(self, replica: Address) -> Signals:
         """Its load, now."""
@@ -130,14 +125,13 @@ class ReplicaClient:
     async def _call(
         self, method: str, replica: Address, path: str, answer: type[BodyT], body: Body | None = None
     ) -> BodyT:
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._timeout):
-                    raw = await self._open(method, replica, path, body)
-            except TimeoutError as exc:
-                raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
-            except (aiohttp.ClientError, KubeError, OSError) as exc:
-                raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
+        try:
+            async with asyncio.timeout(self._timeout):
+                raw = await self._open(method, replica, path, body)
+        except TimeoutError as exc:
+            raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
+        except (KubeError, OSError) as exc:
+            raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
         try:
             return answer.model_validate_json(raw)
         except ValidationError as exc:

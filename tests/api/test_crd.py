@@ -15,9 +15,9 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("profile", "warmPool", "routing", "budget", "slo", "availability", "suspend", "restartAt", "experimental"),
+    *("profile", "warmPool", "routing", "budget", "slo", "suspend", "restartAt", "experimental"),
     *("scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
-    *("shape", "cache", "upgradePolicy", "upgradeWindow"),
+    *("shape", "cache", "upgradePolicy", "upgradeWindow", "podDisruptionBudget", "protectStartup"),
 }
 
 

@@ -3,10 +3,10 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
+from slipway_operator.keepalive import KeptConnections
 from slipway_operator.masters import Masters, MissingMaster
 from slipway_operator.replica_client import (
     Address,
@@ -34,8 +34,11 @@ def masters_in(directory, current: bytes, previous: bytes | None = None) -> Mast
 
 @asynccontextmanager
 async def a_client(masters: Masters, port: int, **options):
-    async with aiohttp.ClientSession() as session:
-        yield ReplicaClient(direct(session, port=port), masters, **options)
+    connections = KeptConnections()
+    try:
+        yield ReplicaClient(direct(connections, port=port), masters, **options)
+    finally:
+        connections.close()
 
 
 async def test_asks_for_signals_with_the_token_of_the_pod(tmp_path):
@@ -121,26 +124,6 @@ async def test_nonsense_is_refused_not_believed(tmp_path):
     async with runtime.serving(), a_client(masters_in(tmp_path, NEW), runtime.port) as client:
         with pytest.raises(ReplicaRefused, match="not a Signals"):
             await client.signals(CHAT)
-
-
-async def test_no_more_calls_at_once_than_allowed(tmp_path):
-    open_now, most = 0, 0
-
-    async def slow(reader, writer):
-        nonlocal open_now, most
-        open_now += 1
-        most = max(most, open_now)
-        await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.02)
-        open_now -= 1
-        writer.close()
-
-    server = await asyncio.start_server(slow, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, a_client(masters_in(tmp_path, NEW), port, max_concurrent=3) as client:
-        await asyncio.gather(*(client.signals(CHAT) for _ in range(12)), return_exceptions=True)
-
-    assert most == 3
 
 
 async def test_dials_an_ipv6_pod(tmp_path):

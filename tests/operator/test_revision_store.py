@@ -3,8 +3,8 @@
 import pytest
 
 from slipway_kube.resources import CONTROLLER_REVISIONS, PODS
+from tests.operator.simulated_cluster import NAMESPACE, simulated_cluster
 from tests.operator.test_reconciling import ready
-from tests.operator.town import NAMESPACE, a_town
 from tests.operator.virtual_time import run_in_virtual_time
 
 
@@ -13,29 +13,29 @@ def test_replicas_lost_while_a_rollout_cannot_start_come_back_from_the_store_aft
     """Finding 2: the new revision never starts; the next operator has only the store to build the old one from."""
 
     async def story() -> None:
-        async with a_town(tmp_path) as town:
-            town.apply("chat", replicas=2)
-            first = town.start_operator()
-            await ready(town, replicas=2)
-            await town.quiet(5)
-            stable = town.status("chat")["currentRevision"]
-            args = town.pods("chat")[0]["spec"]["containers"][0]["args"]
-            town.start_seconds = 10_000.0
-            town.apply("chat", model={"uri": "file:///models/other"})
-            await town.until(lambda: len(town.pods("chat")) == 3, "the replica of the new revision")
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=2)
+            first = cluster.start_operator()
+            await ready(cluster, replicas=2)
+            await cluster.quiet(5)
+            stable = cluster.status("chat")["currentRevision"]
+            args = cluster.pods("chat")[0]["spec"]["containers"][0]["args"]
+            cluster.start_seconds = 10_000.0
+            cluster.apply("chat", model={"uri": "file:///models/other"})
+            await cluster.until(lambda: len(cluster.pods("chat")) == 3, "the replica of the new revision")
             first.kill()
-            town.start_operator()
-            await town.quiet(30)
-            lost = town.serving("chat")[0]
-            town.server.delete(PODS, NAMESPACE, lost, grace=0)
+            cluster.start_operator()
+            await cluster.quiet(30)
+            lost = cluster.serving("chat")[0]
+            cluster.server.delete(PODS, NAMESPACE, lost, grace=0)
 
             def rebuilt() -> list[dict]:
-                labels = [(one, one["metadata"]["labels"]) for one in town.live("chat")]
+                labels = [(one, one["metadata"]["labels"]) for one in cluster.live("chat")]
                 return [pod for pod, label in labels if label["slipway.dev/revision"] == stable]
 
-            await town.until(lambda: len(rebuilt()) == 2, "the replica of the stable revision")
+            await cluster.until(lambda: len(rebuilt()) == 2, "the replica of the stable revision")
             assert [one["spec"]["containers"][0]["args"] for one in rebuilt()] == [args, args]
-            assert len(town.live("chat")) == 3
+            assert len(cluster.live("chat")) == 3
 
     run_in_virtual_time(story())
 
@@ -45,24 +45,27 @@ def test_a_revision_of_another_owner_is_waited_out_and_named(tmp_path):
     """A service that is deleted and applied again finds the store of the one before, until it is collected."""
 
     async def story() -> None:
-        async with a_town(tmp_path) as town:
-            town.apply("chat", replicas=1)
-            first = town.start_operator()
-            await ready(town, replicas=1)
-            await town.quiet(5)
-            [revision] = town.server.objects(CONTROLLER_REVISIONS, NAMESPACE)
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=1)
+            first = cluster.start_operator()
+            await ready(cluster, replicas=1)
+            await cluster.quiet(5)
+            [revision] = cluster.server.objects(CONTROLLER_REVISIONS, NAMESPACE)
             await first.stop()
-            town.delete("chat")
-            town.start_operator()
-            await town.until(lambda: town.service("chat") is None and not town.pods(), "the end of the service")
-            stranger = {"metadata": {"name": revision["metadata"]["name"], "namespace": NAMESPACE}, "revision": 1}
-            town.server.put(CONTROLLER_REVISIONS, stranger)
-            town.apply("chat", replicas=1)
-            await town.until(
-                lambda: "belongs to another owner" in town.condition("chat", "Ready").get("message", ""), "the sentence"
+            cluster.delete("chat")
+            cluster.start_operator()
+            await cluster.until(
+                lambda: cluster.service("chat") is None and not cluster.pods(), "the end of the service"
             )
-            assert town.pods("chat") == []
-            town.server.delete(CONTROLLER_REVISIONS, NAMESPACE, revision["metadata"]["name"])
-            await ready(town, replicas=1)
+            stranger = {"metadata": {"name": revision["metadata"]["name"], "namespace": NAMESPACE}, "revision": 1}
+            cluster.server.put(CONTROLLER_REVISIONS, stranger)
+            cluster.apply("chat", replicas=1)
+            await cluster.until(
+                lambda: "belongs to another owner" in cluster.condition("chat", "Ready").get("message", ""),
+                "the sentence",
+            )
+            assert cluster.pods("chat") == []
+            cluster.server.delete(CONTROLLER_REVISIONS, NAMESPACE, revision["metadata"]["name"])
+            await ready(cluster, replicas=1)
 
     run_in_virtual_time(story())

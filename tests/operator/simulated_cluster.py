@@ -1,9 +1,9 @@
 """A small cluster in virtual time: API server, kubelet, garbage collector, runtimes, and real operator processes.
 
-    async with a_town(tmp_path) as town:
-        town.apply("chat", replicas=2)
-        operator = town.start_operator()
-        await town.until(lambda: len(town.serving("chat")) == 2)
+    async with simulated_cluster(tmp_path) as cluster:
+        cluster.apply("chat", replicas=2)
+        operator = cluster.start_operator()
+        await cluster.until(lambda: len(cluster.serving("chat")) == 2)
         operator.kill()                         # kill -9: nothing of it runs or writes any more
 
 Everything of the operator is real except the network, the clock and kopf, whose place a plain watch takes.
@@ -26,7 +26,8 @@ from slipway_api.runtime_api import DrainStatus, Signals
 from slipway_kube.errors import KubeError, Unreachable
 from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
 from slipway_operator.clock import Clock
-from slipway_operator.manager import Manager
+from slipway_operator.controller.kinds import Kind
+from slipway_operator.manager import KINDS, Manager, Registration
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address
 from slipway_operator.settings import OperatorSettings
@@ -67,15 +68,17 @@ class Severable(InProcessClient):
         reply = await super()._exchange(method, path, **options)
         self._process.check()
         if is_write:
-            await self._process.after_write()
+            await self._process.after_write(f"{method} {path}")
         return reply
 
 
 class Process:
     """One operator process."""
 
-    def __init__(self, town: "Town", identity: str, *, dies_after_writes: int | None = None) -> None:
-        self._town = town
+    def __init__(
+        self, cluster: "SimulatedCluster", identity: str, *, pod_uid: str = "", dies_after_writes: int | None = None
+    ) -> None:
+        self._cluster = cluster
         self._left = dies_after_writes
         self.writes: list[str] = []
         self.is_dead = False
@@ -83,22 +86,27 @@ class Process:
         self.lost: list[str] = []
         self.metrics = OperatorMetrics()
         self._stop = asyncio.Event()
-        client, lease_client = Severable(town.server, self), Severable(town.server, self)
+        client, lease_client = Severable(cluster.server, self), Severable(cluster.server, self)
         self.manager = Manager(
             OperatorSettings(
                 namespace="slipway-system",
                 identity=identity,
-                master_directory=town.master_directory,
+                pod_uid=pod_uid,
+                master_directory=cluster.master_directory,
                 gateway_url="http://gateway",
             ),
             client,
             lease_client,
-            town.dial,
+            cluster.dial,
             self.metrics,
             on_lost=self._lose,
-            clock=town.clock,
+            clock=cluster.clock,
+            kinds=cluster.kinds,
         )
-        self._tasks = [asyncio.create_task(self.manager.run(self._stop)), asyncio.create_task(self._watch(client))]
+        self._tasks = [
+            asyncio.create_task(self._live()),
+            *(asyncio.create_task(self._watch(client, kind)) for kind in self.manager.kinds.values()),
+        ]
 
     @property
     def is_leader(self) -> bool:
@@ -114,7 +122,9 @@ class Process:
             await asyncio.Event().wait()
         self.writes.append(what)
 
-    async def after_write(self) -> None:
+    async def after_write(self, what: str) -> None:
+        self._cluster.on_write(what)
+        await asyncio.sleep(self._cluster.write_seconds)
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -132,7 +142,8 @@ class Process:
         """SIGTERM."""
         self._stop.set()
         await self._tasks[0]
-        self._tasks[1].cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def end(self) -> None:
         self.kill()
@@ -142,24 +153,32 @@ class Process:
         self.lost.append(reason)
         self.kill()
 
-    async def _watch(self, client: Severable) -> None:
+    async def _live(self) -> None:
+        """As `handlers` has it: start, be asked to stop, stop."""
+        try:
+            await self.manager.start()
+            await self._stop.wait()
+        finally:
+            await self.manager.stop()
+
+    async def _watch(self, client: Severable, kind: Kind) -> None:
         """As kopf does: list, watch, list again after a gap, and never say what vanished in it."""
-        path = INFERENCE_SERVICES.path()
+        path = kind.resource.path()
         while True:
             with contextlib.suppress(KubeError):
                 version = ""
                 async for page in client.list_pages(path):
                     version = page.metadata.resource_version
                     for item in page.items or ():
-                        self.manager.world.saw_service(None, msgspec.json.decode(item))
+                        self.manager.heard(kind.name, None, msgspec.json.decode(item))
                 async for line in client.watch(path, resource_version=version):
                     event = msgspec.json.decode(line)
                     if event["type"] in ("ADDED", "MODIFIED", "DELETED") and not self.is_dead:
-                        self.manager.world.saw_service(event["type"], event["object"])
+                        self.manager.heard(kind.name, event["type"], event["object"])
             await asyncio.sleep(1.0)
 
 
-class Town:
+class SimulatedCluster:
     """The cluster around the operators."""
 
     def __init__(self, master_directory: Path) -> None:
@@ -172,8 +191,13 @@ class Town:
         self.start_seconds = 1.0
         self.stop_seconds = 0.5
         self.kubelet_works = True
+        self.write_seconds = 0.0
+        self.on_write: Callable[[str], None] = lambda _what: None
+        self.silent: Callable[[str], bool] = lambda _pod: False
+        self.sampled: list[tuple[float, str]] = []  # when which pod answered for its signals
         self.most_live_pods = 0
         self.processes: list[Process] = []
+        self.kinds: tuple[Registration, ...] = KINDS
         self._since: dict[str, float] = {}
         self.server.put(NODES, {"metadata": {"name": "node-a"}, "status": {"conditions": [_condition("Ready", self)]}})
 
@@ -290,6 +314,8 @@ class Town:
     ) -> tuple[int, bytes]:
         """The admin ports of all pods."""
         await asyncio.sleep(0.001)
+        if self.silent(replica.pod):
+            await asyncio.Event().wait()
         pod = self.server.get(PODS, replica.namespace, replica.pod)
         if pod is None or replica.pod not in self.runtimes:
             raise ConnectionRefusedError(replica.pod)
@@ -302,6 +328,7 @@ class Town:
             runtime.drained_with.append(msgspec.json.decode(body or b"{}").get("timeoutSeconds"))
             drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
+        self.sampled.append((self.time(), replica.pod))
         signals = Signals(
             boot_id=pod["metadata"]["uid"],
             kv_usage=runtime.kv_usage,
@@ -313,8 +340,9 @@ class Town:
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
-    def start_operator(self, *, dies_after_writes: int | None = None) -> Process:
-        process = Process(self, f"operator-{len(self.processes)}", dies_after_writes=dies_after_writes)
+    def start_operator(self, identity: str = "", *, pod_uid: str = "", dies_after_writes: int | None = None) -> Process:
+        identity = identity or f"operator-{len(self.processes)}"
+        process = Process(self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes)
         self.processes.append(process)
         return process
 
@@ -331,23 +359,23 @@ class Town:
 
 
 @asynccontextmanager
-async def a_town(master_directory: Path) -> AsyncIterator[Town]:
-    """A town for as long as the block lasts."""
-    town = Town(master_directory)
-    kubelet = asyncio.create_task(town.run_kubelet())
+async def simulated_cluster(master_directory: Path) -> AsyncIterator[SimulatedCluster]:
+    """A cluster for as long as the block lasts."""
+    cluster = SimulatedCluster(master_directory)
+    kubelet = asyncio.create_task(cluster.run_kubelet())
     try:
-        yield town
+        yield cluster
         assert not kubelet.done(), kubelet
     finally:
-        for process in town.processes:
+        for process in cluster.processes:
             await process.end()
         kubelet.cancel()
         await asyncio.gather(kubelet, return_exceptions=True)
 
 
-def _condition(kind: str, town: Town, *, is_true: bool = True) -> Object:
+def _condition(kind: str, cluster: SimulatedCluster, *, is_true: bool = True) -> Object:
     try:
-        now = town.now()
+        now = cluster.now()
     except RuntimeError:
         now = T0
     return {"type": kind, "status": str(is_true), "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
