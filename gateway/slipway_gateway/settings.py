@@ -26,7 +26,7 @@ class GatewaySettings:
     admin_port: int = ADMIN_PORT
     namespace: str = "slipway-system"
     pod_name: str = ""
-    master_directory: Path = Path("/etc/slipway/admin")
+    key_directory: Path = Path("/etc/slipway/gateway")  # the gateway's own key: current, and previous while rotating
     watch_namespaces: tuple[str, ...] = ()  # empty: all
     log_level: str = "INFO"
     propagation_seconds: float = 5.0  # after SIGTERM, until clients and load balancers know that we go
@@ -66,7 +66,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> G
         ),
         namespace=env.text("SLIPWAY_NAMESPACE", defaults.namespace),
         pod_name=env.text("POD_NAME", defaults.pod_name),
-        master_directory=Path(env.text("SLIPWAY_MASTER_DIR", str(defaults.master_directory))),
+        key_directory=Path(env.text("SLIPWAY_GATEWAY_KEY_DIR", str(defaults.key_directory))),
         watch_namespaces=env.list("SLIPWAY_WATCH_NAMESPACES"),
         log_level=env.text("SLIPWAY_LOG_LEVEL", defaults.log_level).upper(),
         # On a laptop there is no load balancer to wait for.

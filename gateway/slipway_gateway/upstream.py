@@ -116,8 +116,15 @@ class Silence:
 class Upstream:
     """The connections to all replicas."""
 
-    def __init__(self, timeouts: UpstreamTimeouts | None = None) -> None:
+    def __init__(
+        self,
+        timeouts: UpstreamTimeouts | None = None,
+        *,
+        serving_headers: Callable[[Endpoint], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        """`serving_headers` are added to each request: they prove to the endpoint that a gateway sends it."""
         timeouts = timeouts or UpstreamTimeouts()
+        self._serving_headers = serving_headers
         self._silence_seconds = timeouts.silence_seconds
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect_seconds)
         self._session: aiohttp.ClientSession | None = None
@@ -169,6 +176,7 @@ class Upstream:
         """Send the request; returns with the answer's headers."""
         assert self._session is not None, "used outside `async with`"
         url = URL(endpoint.url + path, encoded=True)
+        headers = {**headers, **self._serving_headers(endpoint)}
         try:
             async with asyncio.timeout(self._silence_seconds):
                 return await self._session.post(url, data=body, headers=headers, allow_redirects=False)

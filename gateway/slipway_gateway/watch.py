@@ -52,12 +52,14 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
     if not (serving and service and pod.is_ready and pod.status.pod_ip) or pod.is_terminating:
         return None
     address = pod.status.pod_ip
+    digests = pod.metadata.annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
     host = f"[{address}]" if ":" in address else address
     return Endpoint(
         name=f"{pod.namespace}/{pod.name}",
         service=f"{pod.namespace}/{service}",
         revision=pod.labels.get(names.LABEL_REVISION, ""),
         url=f"http://{host}:{port}",
+        token_digests=tuple(filter(None, digests.split(","))),
     )
 
 

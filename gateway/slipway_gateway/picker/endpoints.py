@@ -13,6 +13,7 @@ class Endpoint:
     service: str  # <namespace>/<name>
     revision: str
     url: str  # http://10.0.0.7:8000
+    token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it wants none
 
 
 @dataclass(frozen=True, slots=True)
