@@ -104,6 +104,7 @@ class Manager:
             self.world.services.namesakes,
             defaults=Defaults(runtime_image=settings.runtime_image, gateway_url=settings.gateway_url),
             token_digests=masters.digests,
+            asking_since=lambda: self._scraper.asking_since,
         )
         executor = Executor(
             client, writer, replicas, self.world.services, self.world.address_of, metrics, now=clock.now

@@ -74,6 +74,7 @@ class Observer:
         *,
         defaults: seen.Defaults,
         token_digests: seen.TokenDigests,
+        asking_since: Callable[[], datetime | None] = lambda: None,
     ) -> None:
         self._pods = pods
         self._nodes = nodes
@@ -81,6 +82,7 @@ class Observer:
         self._namesakes = namesakes
         self._defaults = defaults
         self._token_digests = token_digests
+        self._asking_since = asking_since
 
     def observe(self, key: ServiceKey, service: InferenceService, memory: Memory, *, fault: str = "") -> seen.Observed:
         """Everything that a decision about `service` may know, now."""
@@ -101,6 +103,7 @@ class Observer:
             defaults=self._defaults,
             token_digests=self._token_digests,
             recommendations=memory.recommendations,
+            asking_since=self._asking_since(),
             taken_names=memory.taken_names,
             applied=dict(memory.applied),
             failures=memory.failures,
