@@ -111,6 +111,7 @@ class Manager:
             ),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
+            asking_since=lambda: self._scraper.asking_since,
         )
         executor = Executor(
             client, writer, replicas, self.world.services, self.world.address_of, metrics, now=clock.now

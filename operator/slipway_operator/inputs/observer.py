@@ -77,6 +77,7 @@ class Observer:
         token_digests: seen.TokenDigests,
         serving_digests: seen.ServingDigests,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        asking_since: Callable[[], datetime | None] = lambda: None,
     ) -> None:
         self._pods = pods
         self._nodes = nodes
@@ -86,6 +87,7 @@ class Observer:
         self._token_digests = token_digests
         self._serving_digests = serving_digests
         self._random_bytes = random_bytes
+        self._asking_since = asking_since
 
     def observe(self, key: ServiceKey, service: InferenceService, memory: Memory, *, fault: str = "") -> seen.Observed:
         """Everything that a decision about `service` may know, now."""
@@ -108,6 +110,7 @@ class Observer:
             serving_digests=self._serving_digests,
             nonce_seed=self._random_bytes(32),
             recommendations=memory.recommendations,
+            asking_since=self._asking_since(),
             taken_names=memory.taken_names,
             applied=dict(memory.applied),
             failures=memory.failures,

@@ -82,6 +82,12 @@ class Scraper(Generic[AddressT, KeyT]):
         self._samples: dict[str, Sample] = {}
         self._due: dict[str, float] = {}
         self._in_flight: dict[str, asyncio.Task[None]] = {}
+        self._asking_since: datetime | None = None
+
+    @property
+    def asking_since(self) -> datetime:
+        """When `run` began: a replica without a sample is silent only if there was time to ask it."""
+        return self._asking_since or self._now()
 
     def sample(self, uid: str) -> Sample | None:
         """The newest sample of one replica, however old."""
@@ -89,6 +95,7 @@ class Scraper(Generic[AddressT, KeyT]):
 
     async def run(self) -> None:
         """Ask for ever; cancel to stop."""
+        self._asking_since = self._now()
         try:
             while True:
                 self._tick(asyncio.get_running_loop().time())

@@ -67,6 +67,7 @@ class ModelCluster:
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
         self.recommendations: tuple[PastRecommendation, ...] = ()
+        self.asking_since = T0
         self.load = lambda world: None  # sets running, waiting and kv of the ready pods
         self.lose_status_writes = False
         self.image_is_broken = False
@@ -89,6 +90,7 @@ class ModelCluster:
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
+            asking_since=self.asking_since,
             taken_names=self.taken,
             applied=dict(self.applied),
             failures=self.failures,
@@ -138,6 +140,9 @@ class ModelCluster:
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
+        self.asking_since = self.now
+        for pod in self.pods.values():
+            pod.sample = None  # what replicas told the leader before
         self.due = self.now  # it looks at everything once
 
     def _do(self, action: Any, observed: Observed) -> None:

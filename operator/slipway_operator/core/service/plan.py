@@ -143,20 +143,23 @@ def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> 
         wanted=current,
         slots_in_backoff=len(resting),
         stale_after=timedelta(seconds=policy.missing_metrics.stale_after_seconds),
+        asking_since=observed.asking_since,
         now=now,
     )
+    condition = find_condition(service.status.conditions, ConditionType.SCALING_ACTIVE)
     past = autoscaling.Past(
         current=current,
         history=(service.status.autoscaling or AutoscalingStatus()).history,
         recommendations=observed.recommendations,
         silent_since=_silent_since(service),
+        verdict=condition.reason if condition else "",
     )
     return autoscaling.decide(
         policy,
         readings,
         past,
         max_num_seqs=service.spec.runtime.max_num_seqs,
-        no_room=no_room(observed, members),
+        capacity_shortage=no_room(observed, members),
         now=now,
     )
 

@@ -44,7 +44,7 @@ from slipway_api.inference_status import (
 )
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Recommendation
+from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
 from slipway_operator.core.service import rollout
 from slipway_operator.core.service.explain import Trouble, explain
 from slipway_operator.core.service.replicas import Assignment
@@ -93,7 +93,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         update_revision=decided.revision.hash,
         revisions=_revisions(observed, decided, current),
         attempts=decided.assignment.attempts,
-        autoscaling=_autoscaling(before, decided, now),
+        autoscaling=_autoscaling(service, decided, now),
         capacity=_capacity(decided) or before.capacity,
     )
 
@@ -165,9 +165,9 @@ def _capacity(decided: Decided) -> CapacityStatus | None:
 # --- autoscaling ------------------------------------------------------------------------------------------------------
 
 
-def _autoscaling(before: InferenceServiceStatus, decided: Decided, now: datetime) -> AutoscalingStatus | None:
-    scaling = decided.scaling
-    if scaling is None:
+def _autoscaling(service: InferenceService, decided: Decided, now: datetime) -> AutoscalingStatus | None:
+    scaling, policy, before = decided.scaling, service.spec.autoscaling, service.status
+    if scaling is None or policy is None:
         return None
     known = before.autoscaling or AutoscalingStatus()
     was = before.desired_replicas
@@ -176,7 +176,7 @@ def _autoscaling(before: InferenceServiceStatus, decided: Decided, now: datetime
         change = ScalingDecision(
             time=now.replace(microsecond=0), from_=was, to=decided.desired, reason=scaling.reason[:1024]
         )
-        history = (change, *history)[:HISTORY_LENGTH]
+        history = with_change(history, change, policy)
     if history is known.history and not _moved(known, scaling, now):
         return known
     return AutoscalingStatus(
@@ -349,6 +349,8 @@ def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionS
         return ConditionStatus.TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale"
     status = ConditionStatus.UNKNOWN if scaling.is_active is None else ConditionStatus(str(scaling.is_active))
     was = find_condition(before.conditions, ConditionType.SCALING_ACTIVE)
+    if was is not None and scaling.keeps_condition:
+        return was.status, Reason(was.reason), was.message
     is_news = (
         was is None
         or was.reason != scaling.verdict
