@@ -47,7 +47,10 @@ HEADER_TENANT: Final = "x-slipway-tenant"
 HEADER_PRIORITY: Final = "x-slipway-priority"
 HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
 HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
-INTERNAL_HEADERS: Final = frozenset({HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS})
+HEADER_SERVING_TOKEN: Final = "x-slipway-serving-token"  # noqa: S105  the name of a header
+INTERNAL_HEADERS: Final = frozenset(
+    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN}
+)
 
 # The admin token travels here: `pods/proxy` strips Authorization.
 HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"  # noqa: S105  the name of a header
