@@ -147,7 +147,7 @@ class Running:
 
     async def until(self, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """Wait for the engine's numbers to say so."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not condition(stats := self.client.stats()):  # noqa: ASYNC110  the engine's numbers are asked for
                 await asyncio.sleep(0.01)
         return stats
@@ -196,7 +196,7 @@ async def a_replica(
             listening(serving, "127.0.0.1", 0) as port,
             listening(admin_app(replica, token_digests=token_digests), "127.0.0.1", 0) as admin_port,
             # Nothing here is encrypted: reading the machine's certificates would cost more than most tests.
-            httpx.AsyncClient(timeout=30, verify=False) as http,
+            httpx.AsyncClient(timeout=120, verify=False) as http,
             AsyncOpenAI(
                 base_url=f"http://127.0.0.1:{port}/v1",
                 api_key="none",

@@ -102,7 +102,7 @@ async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await replica.replica.drained()
         assert replica.client.stats().finished == 1
         assert (await replica.admin("/metrics")).status_code == 200, "a drained replica still shows its numbers"
@@ -125,7 +125,7 @@ async def test_at_the_deadline_of_a_drain_a_stream_ends_with_an_error_event():
 
         assert json.loads(rest[-2][6:])["error"]["message"] == DRAINED_OUT
         assert rest[-1] == "data: [DONE]"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await replica.replica.drained()
 
 
