@@ -46,7 +46,7 @@ class Replica:
         raise NotImplementedError
 
     async def logged(self, message: str) -> dict[str, Any]:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(300):
             while True:
                 for line in self.log:
                     if line["message"] == message:
@@ -74,7 +74,7 @@ class Process(Replica):
         return self.process.returncode is not None
 
     async def ended(self) -> int:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             return await self.process.wait()
 
     def terminate(self) -> None:
@@ -97,7 +97,7 @@ class Here(Replica):
         return self.task.done()
 
     async def ended(self) -> int:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             return await self.task
 
     def terminate(self) -> None:

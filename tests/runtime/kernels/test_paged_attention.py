@@ -1,5 +1,6 @@
 """The Triton kernels of attention against their definition."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, reference
 from slipway_runtime.kernels import paged_attention as kernels
+from tests.runtime.kernels import tolerance
 from tests.runtime.paging import paged
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # absolute, for values of N(0, 1)
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCALE = 0.3
+LARGEST = 5.0  # of some million values of N(0, 1); a score is a sum of head_dim products, so √head_dim times as large
 PADDING = (-1, 1)  # a token without a sequence: length 0
-ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]
+ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TYPES]
 # The interpreter's dot takes the bits of a bfloat16 for an integer: that type needs a GPU.
 every_type = pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16), *ON_GPU], indirect=["device"]
@@ -38,18 +41,32 @@ class Step:
     block_size: int
 
     def reference(self, window: int | None) -> Tensor:
-        """By the definition, in float32; padding counts as zero."""
+        """By the definition, in float64; padding counts as zero."""
         real = self.num_computed + self.num_new > 0
         tokens = torch.from_numpy(np.repeat(real, self.num_new))
+        like = torch.zeros(1, dtype=torch.float64)
         plan = reference.plan_attention(
-            self.num_computed[real], self.num_new[real], self.tables[real], self.block_size, torch.zeros(1)
+            self.num_computed[real], self.num_new[real], self.tables[real], self.block_size, like
         )
-        out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2])
-        cache = self.cache if kv_pages.is_quantized(self.cache.dtype) else self.cache.float()
+        out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2], dtype=torch.float64)
+        cache = self.cache if kv_pages.is_quantized(self.cache.dtype) else self.cache.double()
         out[tokens] = reference.paged_attention(
-            self.q[tokens].float(), self.kv[tokens].float(), cache, plan, SCALE, window
+            self.q[tokens].double(), self.kv[tokens].double(), cache, plan, SCALE, window
         )
         return out
+
+    @property
+    def tolerance(self) -> float:
+        """Most that float32 may lose on the way to the result."""
+        head_dim = self.q.shape[2]
+        return tolerance.of_attention(
+            head_dim=head_dim,
+            keys=int((self.num_computed + self.num_new).max()),
+            scale=SCALE,
+            largest_value=LARGEST,
+            largest_score=SCALE * LARGEST * math.sqrt(head_dim),
+            dtype=self.q.dtype,
+        )
 
     def triton(self, device: torch.device, window: int | None = None) -> Tensor:
         """By the kernels; what a table holds behind the end of its sequence is a trap."""
@@ -60,9 +77,8 @@ class Step:
         return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE, window).cpu()
 
     def agrees(self, device: torch.device, window: int | None = None) -> None:
-        tolerance = TOLERANCE[self.q.dtype]
-        ours = self.triton(device, window).float()
-        torch.testing.assert_close(ours, self.reference(window), atol=tolerance, rtol=tolerance)
+        ours = self.triton(device, window).double()
+        torch.testing.assert_close(ours, self.reference(window), atol=self.tolerance, rtol=0)
 
 
 def a_step(

@@ -147,7 +147,7 @@ class Running:
 
     async def until(self, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """Wait for the engine's numbers to say so."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not condition(stats := self.client.stats()):  # noqa: ASYNC110  the engine's numbers are asked for
                 await asyncio.sleep(0.01)
         return stats
@@ -159,6 +159,7 @@ async def a_replica(
     limits: QueueLimits | None = None,
     defaults: SamplingDefaults | None = None,
     token_digests: tuple[str, ...] = (),
+    serving_token_digests: tuple[str, ...] = (),
     max_output_tokens: int = 0,
     max_body_bytes: int = 2**20,
     max_open_requests: int = 64,
@@ -187,6 +188,7 @@ async def a_replica(
         max_body_bytes=max_body_bytes,
         max_open_requests=max_open_requests,
         adapter_endpoints=adapter_endpoints,
+        token_digests=serving_token_digests,
     )
     await client.start()
     try:
@@ -194,7 +196,7 @@ async def a_replica(
             listening(serving, "127.0.0.1", 0) as port,
             listening(admin_app(replica, token_digests=token_digests), "127.0.0.1", 0) as admin_port,
             # Nothing here is encrypted: reading the machine's certificates would cost more than most tests.
-            httpx.AsyncClient(timeout=30, verify=False) as http,
+            httpx.AsyncClient(timeout=120, verify=False) as http,
             AsyncOpenAI(
                 base_url=f"http://127.0.0.1:{port}/v1",
                 api_key="none",
