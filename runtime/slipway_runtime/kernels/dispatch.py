@@ -60,7 +60,7 @@ class Kernels(Protocol):
     def add_lora(self, x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
         """x: (T, in)  y: (T, out), to which each token's adapter adds in place."""
 
-    def forbid(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
+    def apply_bitmask(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
         """logits: (D, V), changed in place  places: (M,) rows  words: (M, W) int32, a bit for each token."""
 
     def penalize(

@@ -7,8 +7,8 @@ the splits of a sequence, has another order than a prompt; so here every row is 
 from slipway_runtime.kernels.gpu import (
     add_lora,
     add_rms_norm,
+    apply_bitmask,
     draw,
-    forbid,
     paged_attention,
     penalize,
     plan_lora,
@@ -21,8 +21,8 @@ from slipway_runtime.kernels.paged_attention import plan_in_one_order as plan_at
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "apply_bitmask",
     "draw",
-    "forbid",
     "paged_attention",
     "penalize",
     "plan_attention",

@@ -105,6 +105,7 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
         shrunk, weights.b, weights.ranks_on_device, weights.columns_on_device, plan.order, plan.work, y,
         y.stride(0), num_tokens,
         NUM_SPLITS=num_splits, OUT=weights.columns[-1], BLOCK_N=BLOCK_OUT, BLOCK_M=CHUNK, **shape,
+        ALIGNED=all(column % 16 == 0 for column in weights.columns),
     )  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def _shrink(
 def _expand(
     shrunk, b, ranks, columns, order, work, y, y_stride, num_tokens,
     NUM_SPLITS: tl.constexpr, OUT: tl.constexpr, NUM_SLOTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BLOCK_N outputs of one part. Grid: (chunks, J, blocks of the widest part)."""
     chunk = tl.program_id(0)
@@ -154,8 +155,11 @@ def _expand(
     first = tl.load(work + 3 * chunk + 1)
     count = tl.load(work + 3 * chunk + 2)
     rank = tl.load(ranks + part * NUM_SLOTS + slot)
-    start = tl.load(columns + part) + tl.program_id(2) * BLOCK_N
+    start = tl.load(columns + part)
     end = tl.load(columns + part + 1)
+    if ALIGNED:
+        start, end = tl.multiple_of(start, 16), tl.multiple_of(end, 16)
+    start += tl.program_id(2) * BLOCK_N
     if (rank == 0) | (count == 0) | (start >= end):
         return
 
@@ -169,10 +173,26 @@ def _expand(
         acc += tl.load(shrunk + place[:, None] + r[None, :], mask=ours, other=0.0)
     row = (r.to(tl.int64) * NUM_SLOTS + slot) * OUT
     wanted = (r < rank)[:, None] & (n < end)[None, :]
-    matrix = tl.load(b + row[:, None] + n[None, :], mask=wanted, other=0.0).to(tl.float32)
-    added = tl.dot(acc, matrix, input_precision="ieee")
+    matrix = tl.load(b + row[:, None] + n[None, :], mask=wanted, other=0.0)
+    added = _multiply(acc, matrix)
     token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
     place = y + token[:, None] * y_stride + n[None, :]
     ours = (m < count)[:, None] & (n < end)[None, :]
     before = tl.load(place, mask=ours, other=0.0).to(tl.float32)
     tl.store(place, (before + added).to(y.dtype.element_ty), mask=ours)
+
+
+@triton.jit
+def _multiply(sums, matrix):
+    """float32 times the matrix's type, on tensor cores. (M, R) · (R, N) -> (M, N), float32.
+
+    With bfloat16 both halves of a float32 are multiplied: what is lost is below 2^-16 of a sum. float16 has not the
+    range for that, so it goes through three products of tf32, as float32 does.
+    """
+    if matrix.dtype == tl.bfloat16:
+        high = sums.to(tl.bfloat16)
+        low = (sums - high.to(tl.float32)).to(tl.bfloat16)
+        product = tl.dot(low, matrix, tl.dot(high, matrix))
+    else:
+        product = tl.dot(sums, matrix.to(tl.float32), input_precision="tf32x3")
+    return product

@@ -159,7 +159,7 @@ def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: i
     if merge:
         _merge[(rows, num_heads)](
             partial, stats, out, plan.lengths, splits, SPLIT_TOKENS=plan.split, MOST_SPLITS=MAX_SPLITS,
-            HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim),
+            HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), BLOCK_S=_power_of_two(MAX_SPLITS),
         )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
     return tl.maximum(tl.cdiv(length, tokens), 1), tokens  # padding has one too: it writes its zeros
 
 
-@triton.jit(do_not_specialize=["table_stride", "q_token_stride", "q_head_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _decode(
     q, cache, scales, out, partial, stats, lengths, tables,
     table_stride, q_token_stride, q_head_stride, window, scale_log2,
@@ -303,33 +303,32 @@ def _decode(
 def _merge(
     partial, stats, out, lengths, stride,
     SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """The splits of one row and head, weighed by their sums; `stride` of them have room. Grid: (rows, Hq)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     d = tl.arange(0, BLOCK_D)
-    maximum = float("-inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    split = tl.arange(0, BLOCK_S)
     num_splits, _ = _splits_of(tl.load(lengths + row), SPLIT_TOKENS, MOST_SPLITS)
-    for split in range(num_splits):
-        place = (row * stride + split) * num_heads + head
-        part = tl.load(partial + place * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-        part_maximum = tl.load(stats + 2 * place)
-        higher = tl.maximum(maximum, part_maximum)
-        shrink = tl.exp2(maximum - higher)
-        weight = tl.exp2(part_maximum - higher)
-        acc = acc * shrink + part * weight
-        total = total * shrink + tl.load(stats + 2 * place + 1) * weight
-        maximum = higher
+    ours = split < num_splits
+    place = (row * stride + split) * num_heads + head
+    maximum = tl.load(stats + 2 * place, mask=ours, other=float("-inf"))
+    sums = tl.load(stats + 2 * place + 1, mask=ours, other=0.0)
+    parts = tl.load(
+        partial + place[:, None] * HEAD_DIM + d[None, :], mask=ours[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
+    weight = tl.exp2(maximum - tl.max(maximum, 0))
+    total = tl.sum(sums * weight, 0)
+    acc = tl.sum(parts * weight[:, None], 0)
     attended = acc / tl.where(total > 0, total, 1.0)
     place = (row * num_heads + head) * HEAD_DIM
     tl.store(out + place + d, attended.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit(
-    do_not_specialize=["num_chunks", "table_stride", "q_token_stride", "q_head_stride", "window"],
+    do_not_specialize=["num_chunks", "table_stride", "window"],
     do_not_specialize_on_alignment=["lengths", "tables"],  # they begin behind as many rows as decode
 )
 def _extend(

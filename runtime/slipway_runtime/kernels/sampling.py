@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 
-__all__ = ["draw", "forbid"]
+__all__ = ["apply_bitmask", "draw"]
 
 BLOCK = 8192  # tokens of a program
 LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
@@ -50,28 +50,38 @@ def draw(
     where = torch.empty(num_rows, tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _threshold[(num_rows,)](
-        logits, temperature, top_k, top_p, min_p, thresholds, logits.stride(0), V=vocabulary, BLOCK=block
+        logits, temperature, top_k, top_p, min_p, thresholds, logits.stride(0), V=vocabulary, BLOCK=block, num_warps=16
     )
     _best_of_tiles[(num_rows, tiles)](
-        logits, temperature, seeds, positions, thresholds, best, where, logits.stride(0), V=vocabulary, BLOCK=block
+        logits,
+        temperature,
+        seeds,
+        positions,
+        thresholds,
+        best,
+        where,
+        logits.stride(0),
+        V=vocabulary,
+        BLOCK=block,
+        num_warps=16,
     )
     _best_of_rows[(num_rows,)](best, where, tokens, TILES=tiles, BLOCK=triton.next_power_of_2(tiles))
     return tokens
 
 
-def forbid(logits: Tensor, places: Tensor, words: Tensor) -> None:
+def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:
     """-inf for what the masks do not allow, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32."""
     if not len(places):
         return
     vocabulary = logits.shape[1]
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
-    _forbid[(len(places), triton.cdiv(vocabulary, block))](
+    _apply_bitmask[(len(places), triton.cdiv(vocabulary, block))](
         logits, places, words, logits.stride(0), words.shape[1], V=vocabulary, BLOCK=block
     )
 
 
 @triton.jit(do_not_specialize=["stride", "num_words"])
-def _forbid(logits, places, words, stride, num_words, V: tl.constexpr, BLOCK: tl.constexpr):
+def _apply_bitmask(logits, places, words, stride, num_words, V: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (M, blocks of the vocabulary)."""
     mask = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +117,7 @@ def _above(row, temperature, key, maximum, V: tl.constexpr, BLOCK: tl.constexpr)
     return count, mass
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _threshold(
     logits, temperatures, top_ks, top_ps, min_ps, thresholds, stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -170,7 +180,7 @@ def _least_above(row, temperature, key, V: tl.constexpr, BLOCK: tl.constexpr):
     return least
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _best_of_tiles(
     logits, temperatures, seeds, positions, thresholds, best, where, stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -51,7 +51,7 @@ def rope_and_store(
     return qkv[:, :num_q_heads]
 
 
-@triton.jit(do_not_specialize=["token_stride", "head_stride", "cos_stride", "sin_stride"])
+@triton.jit
 def _rope_and_store(
     qkv, cos, sin, cache, scales, slots, q_weight, k_weight,
     token_stride, head_stride, cos_stride, sin_stride, eps,
@@ -98,7 +98,9 @@ def _rope_and_store(
             x, y = tl.div_rn(x, scale), tl.div_rn(y, scale)
             if WHOLE:
                 x, y = (x + HALF_TO_EVEN) - HALF_TO_EVEN, (y + HALF_TO_EVEN) - HALF_TO_EVEN
-            a, b = x.to(cache.dtype.element_ty), y.to(cache.dtype.element_ty)
+            code_a, code_b = x.to(cache.dtype.element_ty), y.to(cache.dtype.element_ty)
+        else:
+            code_a, code_b = a, b
         place = cache + number * page + (slot % BLOCK_SIZE) * (2 * HALF) + d
-        tl.store(place, a, mask=ours)
-        tl.store(place + HALF, b, mask=ours)
+        tl.store(place, code_a, mask=ours)
+        tl.store(place + HALF, code_b, mask=ours)

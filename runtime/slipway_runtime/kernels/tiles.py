@@ -35,7 +35,12 @@ def tuned(kernel: str, *, head_dim: int, itemsize: int, device: torch.device) ->
     """What was measured best for heads of this size and keys of so many bytes; empty: nobody measured."""
     if device.type != "cuda":
         return {}
-    return dict(_TABLE.get(_capability(device), {}).get(kernel, {}).get(shape_of(head_dim, itemsize), {}))
+    return lookup(_capability(device), kernel, head_dim=head_dim, itemsize=itemsize)
+
+
+def lookup(capability: str, kernel: str, *, head_dim: int, itemsize: int) -> dict[str, int]:
+    """The table's entry for a compute capability, such as "sm90"; empty: it has none."""
+    return dict(_TABLE.get(capability, {}).get(kernel, {}).get(shape_of(head_dim, itemsize), {}))
 
 
 def shape_of(head_dim: int, itemsize: int) -> str:

@@ -25,7 +25,7 @@ def forbid(
     places = np.array(masks.draws if masks is not None else (), dtype=np.int64)
     if masks is not None and len(places):
         words = torch.frombuffer(bytearray(masks.words), dtype=torch.int32).view(len(places), -1)
-        kernels.forbid(logits, torch.from_numpy(places).to(logits.device), words.to(logits.device))
+        kernels.apply_bitmask(logits, torch.from_numpy(places).to(logits.device), words.to(logits.device))
     first = np.flatnonzero(bound & np.append(True, row_ids[1:] != row_ids[:-1]))
     for place in np.setdiff1d(first, places).tolist():
         scores = logits[place, list(ends)]

@@ -24,7 +24,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "paged_attention": "paged_attention",
         "plan_lora": "lora",
         "add_lora": "lora",
-        "forbid": "sampling",
+        "apply_bitmask": "sampling",
         "penalize": "reference_sampling",
         "draw": "sampling",
     }

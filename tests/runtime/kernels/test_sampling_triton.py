@@ -112,7 +112,7 @@ def test_masks_bar_what_they_do_not_allow(implementation, words, device):
     allowed = np.unpackbits(packed.numpy().view(np.uint8), axis=1, bitorder="little")
     wide = torch.randn(4, 80).to(device)
     before, scores = wide.cpu().clone(), wide[:, :75]
-    implementation.forbid(scores, torch.tensor([3, 1], device=device), packed.to(device))
+    implementation.apply_bitmask(scores, torch.tensor([3, 1], device=device), packed.to(device))
     expected = before.clone()
     for place, row in ((3, allowed[0]), (1, allowed[1])):
         for token in range(75):
