@@ -45,6 +45,8 @@ class AttemptStatus(Struct):
     """Failures in a row; they set the backoff."""
     not_before: Time | None = None
     """No new attempt before this moment."""
+    last_end: str = Field(default="", max_length=256)
+    """How the attempt before this one ended: the exit code and the termination message of its server."""
 
 
 class SignalStatus(Struct):

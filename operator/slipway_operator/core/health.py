@@ -29,7 +29,8 @@ from slipway_operator.core.observed import Node, Replica
 NODE_LOST: Final = timedelta(seconds=30)
 
 IMAGE_ERRORS: Final = frozenset(
-    {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
+    | {"ImageInspectError", "RegistryUnavailable"}
 )
 
 
@@ -107,11 +108,16 @@ def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[int, bo
     the newest goes, because its cache knows the least.
     """
     replica = member.replica
-    standing = _WORST_FIRST.index(member.stage) if member.stage in _WORST_FIRST else len(_WORST_FIRST)
     sample = replica.sample
     requests = sample.requests if sample else 1_000_000
     usage = sample.kv_usage if sample else 1.0
+    standing = severity(member.stage)
     return standing, not is_cordoned(replica, nodes), requests, usage, -replica.created_at.timestamp(), replica.name
+
+
+def severity(stage: Stage) -> int:
+    """The position of a stage from worst to best: which replica is named, or removed, first."""
+    return _WORST_FIRST.index(stage) if stage in _WORST_FIRST else len(_WORST_FIRST)
 
 
 def stage(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timedelta, now: datetime) -> Stage:

@@ -103,6 +103,7 @@ class Replica:
     ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
+    was_ready: bool = False  # the startup probe of the present run has succeeded
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     last_word: str = ""  # the termination message that the runtime left when it last ended

@@ -153,6 +153,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         ready_since=ready.last_transition_time if ready is not None and pod.is_ready else None,
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
+        was_ready=server is not None and bool(server.started),
         restarts=server.restart_count if server is not None else 0,
         last_exit=_last_exit(pod),
         last_word=_last_word(pod),

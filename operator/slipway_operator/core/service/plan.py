@@ -34,9 +34,9 @@ from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, let_go
 from slipway_operator.core.service.events import news, warnings
-from slipway_operator.core.service.explain import no_room
 from slipway_operator.core.service.invalid import invalid_status
 from slipway_operator.core.service.pod import build_pod, pod_name
+from slipway_operator.core.service.problems import find_capacity_shortage
 from slipway_operator.core.service.replicas import assign
 from slipway_operator.core.service.revision import Revision, resolve
 from slipway_operator.core.service.status import Decided, build_status, farewell_status, progress_deadline
@@ -159,7 +159,7 @@ def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> 
         readings,
         past,
         max_num_seqs=service.spec.runtime.max_num_seqs,
-        capacity_shortage=no_room(observed, members),
+        capacity_shortage=find_capacity_shortage(observed, members),
         now=now,
     )
 

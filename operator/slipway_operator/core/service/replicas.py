@@ -198,6 +198,7 @@ class _Slots:
                 attempt=used + 1,
                 failures=failures,
                 not_before=(self._now + pause).replace(microsecond=0) if pause else None,
+                last_end=because[:256],
             )
             if because:
                 in_how_long = f" in {int(pause.total_seconds())}s" if pause else ""

@@ -46,7 +46,7 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
 from slipway_operator.core.service import rollout
-from slipway_operator.core.service.explain import Trouble, explain
+from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
@@ -223,21 +223,21 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     told = service.status.conditions
     if service.status.update_revision != decided.revision.hash:
         told = remove_condition(told, ConditionType.RECONCILING)  # another rollout: its clock starts now
-    trouble = explain(observed, decided.members, decided.revision, decided.assignment, now=now)
-    stalled = trouble.stalled or _past_deadline(observed, decided, trouble, now)
+    problems = find_problems(observed, decided.members, decided.revision, decided.assignment, now=now)
+    stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal told
         told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
 
-    status, reason, message = _readiness(service.status.conditions, decided, ready, trouble, stalled)
+    status, reason, message = _readiness(service.status.conditions, decided, ready, problems, stalled)
     tell(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
     tell(
         ConditionType.WORKLOAD_AVAILABLE,
         enough,
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
-        trouble.sentence(ready, decided.desired),
+        problems.summarize(ready, decided.desired),
     )
     tell(ConditionType.ROUTE_READY, *route(observed, ready))
 
@@ -262,11 +262,11 @@ def _readiness(
     before: tuple[Condition, ...],
     decided: Decided,
     ready: int,
-    trouble: Trouble,
+    problems: Problems,
     stalled: tuple[Reason, str] | None,
 ) -> tuple[ConditionStatus, Reason, str]:
     """The table on top."""
-    sentence = trouble.sentence(ready, decided.desired)
+    sentence = problems.summarize(ready, decided.desired)
     if decided.desired == 0:
         return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, "no replicas are asked for"
     if ready >= decided.desired:
@@ -279,9 +279,9 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    if trouble.waits_for_gpu:
+    if problems.waits_for_gpu:
         return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
-    return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if trouble.downloads else Reason.LOADING, sentence
+    return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
 
 
 def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
@@ -311,7 +311,9 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     return max(moments) + deadline if moments else None
 
 
-def _past_deadline(observed: Observed, decided: Decided, trouble: Trouble, now: datetime) -> tuple[Reason, str] | None:
+def _past_deadline(
+    observed: Observed, decided: Decided, problems: Problems, now: datetime
+) -> tuple[Reason, str] | None:
     """No progress for progressDeadlineSeconds; stays so until there is progress or another revision is asked for."""
     if _is_settled(decided):
         return None
@@ -326,7 +328,7 @@ def _past_deadline(observed: Observed, decided: Decided, trouble: Trouble, now: 
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds
     new = sum(one.is_ready and one.replica.revision == decided.revision.hash for one in decided.members)
-    sentence = trouble.sentence(new, decided.desired, f" of revision {decided.revision.hash}")
+    sentence = problems.summarize(new, decided.desired, decided.revision.hash)
     return (
         Reason.PROGRESS_DEADLINE_EXCEEDED,
         f"no progress for {seconds}s: {sentence}; fix the spec, or set it back to the revision before",

@@ -113,6 +113,13 @@ class AutoscaledService(RuleBasedStateMachine):
             self.kv, self.waiting = (0.0, 0) if self.waiting else (5.0, 200)
             self.wait(2)
 
+    @rule(steps=st.integers(4, 12))
+    def grow_step_by_step(self, steps):
+        self.silent = 0
+        for _ in range(steps):
+            self.kv, self.waiting = 0.93 * self.replicas, 0
+            self.wait(15)
+
     @rule(pause=st.sampled_from([1, 2, 15, 31, 120, 400, 1801]))
     def wait(self, pause):
         self.elapsed += seconds(pause)

@@ -1,11 +1,11 @@
-"""What only a person can change becomes Stalled, with the name of the thing to change."""
+"""What keeps a service from serving: one steady reason and sentence for one cause, with the thing to change."""
 
 from dataclasses import replace
 
 import pytest
 
 from slipway_api.conditions import ConditionStatus, find_condition
-from slipway_operator.core.observed import Capacity
+from slipway_operator.core.observed import Capacity, Node
 from slipway_operator.core.service.plan import plan
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
 
@@ -141,6 +141,140 @@ def test_a_download_is_told_apart_from_a_load(starting, reason):
     assert stalled is None
     assert (ready.status, ready.reason) == (ConditionStatus.UNKNOWN, reason)
     assert ("is downloading the model" in ready.message) == (starting == "Downloading")
+
+
+def told_over_time(service, *states: tuple[APod, ...]):
+    """Statuses and warnings of a service whose pods go through these states, a minute each."""
+    statuses, warnings = [], []
+    service = promised(service, service.fixed_replicas)
+    for minute, pods in enumerate(states):
+        made = plan(seen(service, *pods), T0 + minutes(minute))
+        warnings += [event for event in made.events if event.reason.type == "Warning"]
+        statuses.append(made.status)
+        service = service.model_copy(update={"status": made.status})
+    return statuses, warnings
+
+
+def texts(statuses):
+    """What the conditions of each status say."""
+    return [{(one.type, one.status, one.reason, one.message) for one in status.conditions} for status in statuses]
+
+
+@pytest.mark.capability("OP-5")
+def test_one_image_that_cannot_be_pulled_is_one_condition_and_one_warning_however_often_it_is_tried():
+    """Finding 17: ErrImagePull was no image error, so ImagePullFailed and Loading alternated at each retry."""
+    service = a_service(runtime={"image": "nowhere/runtime:1"})
+    error = 'rpc error: code = NotFound desc = failed to pull and unpack image "nowhere/runtime:1": not found'
+    failing = a_pod(service=service).but(waiting_reason="ErrImagePull", waiting_message=error)
+    back_off = a_pod(service=service).but(
+        waiting_reason="ImagePullBackOff",
+        waiting_message=f'Back-off pulling image "nowhere/runtime:1": ErrImagePull: {error}',
+    )
+
+    statuses, warnings = told_over_time(service, *[(failing,), (back_off,)] * 3)
+
+    assert find_condition(statuses[0].conditions, "Stalled").reason == "ImagePullFailed"
+    assert error in find_condition(statuses[0].conditions, "Ready").message
+    assert all(told == texts(statuses)[0] for told in texts(statuses))
+    assert len(warnings) == 1
+
+
+@pytest.mark.capability("OP-5")
+def test_a_replica_that_crashes_again_and_again_is_one_condition_and_one_warning():
+    """Finding 17: CrashLooping and Loading alternated with each run of the container."""
+    service = a_service()
+    pod = a_pod(service=service)
+    waits, runs = (
+        pod.crashing(restarts=3).but(last_exit="Error (exit code 1): out of memory"),
+        pod.loading().but(restarts=4, last_exit="Error (exit code 1): out of memory"),
+    )
+
+    statuses, warnings = told_over_time(service, (waits,), (runs,))
+
+    assert find_condition(statuses[0].conditions, "Stalled").reason == "CrashLooping"
+    assert texts(statuses)[0] == texts(statuses)[1]
+    assert [event.reason for event in warnings] == ["ReplicaUnhealthy"]
+    assert "ended 4 times" in warnings[0].message
+    assert "out of memory" in warnings[0].message
+
+
+@pytest.mark.capability("OP-5")
+def test_crash_looping_holds_for_the_next_attempt_and_ends_when_a_replica_is_ready():
+    """Finding 17: a replica that was replaced after five crashes began as Loading again."""
+    service = a_service()
+    crashed = a_pod(service=service).crashing(restarts=4)
+    successor = a_pod(service=service).slot(0, attempt=1).loading()
+
+    statuses, warnings = told_over_time(
+        service, (crashed,), (crashed.but(restarts=5),), (), (successor,), (successor.ready(),)
+    )
+
+    reasons = [find_condition(status.conditions, "Ready").reason for status in statuses]
+    assert reasons == ["CrashLooping"] * 4 + ["Available"]
+    assert len(warnings) == 2, "one that it crashes, one that it is replaced"
+    assert find_condition(statuses[-1].conditions, "Stalled") is None
+
+
+@pytest.mark.capability("OP-6")
+def test_a_download_that_fails_says_how_the_earlier_runs_ended_while_it_is_tried_again():
+    """Finding 22: DownloadingModel for minutes, without a word about why the earlier attempts ended."""
+    service = a_service(uri="hf://nobody/nothing")
+    ended = "Error (exit code 1): cannot serve hf://nobody/nothing: huggingface.co does not answer"
+    pod = a_pod(service=service).loading().says()
+    pod = pod.but(sample=replace(pod.replica.sample, starting="Downloading"))
+    again = pod.but(restarts=2, last_exit=ended)
+    waits = pod.crashing(restarts=1).but(last_exit=ended)
+
+    statuses, _ = told_over_time(service, (pod,), (waits,), (again,))
+
+    said = [find_condition(status.conditions, "Ready") for status in statuses]
+    assert [one.reason for one in said] == ["DownloadingModel"] * 3
+    assert "is downloading the model" in said[0].message
+    assert said[1].message == said[2].message
+    assert "ended 2 times and is started again" in said[1].message
+    assert "huggingface.co does not answer" in said[1].message
+
+
+@pytest.mark.capability("OP-6")
+def test_the_next_attempt_of_a_slot_says_how_the_attempt_before_it_ended():
+    """Finding 22: the next pod has no memory of its own, so status keeps the end of the one before."""
+    service = a_service(uri="hf://nobody/nothing")
+    ended = "Error (exit code 1): cannot serve hf://nobody/nothing: huggingface.co does not answer"
+    failed = a_pod(service=service).failed().but(last_exit=ended, phase_reason="")
+    successor = a_pod(service=service).slot(0, attempt=1).loading().says()
+    successor = successor.but(sample=replace(successor.replica.sample, starting="Downloading"))
+
+    statuses, _ = told_over_time(service, (failed,), (), (successor,))
+
+    assert ended in statuses[0].attempts[0].last_end
+    assert ended in find_condition(statuses[0].conditions, "Ready").message, "while the slot pauses"
+    said = find_condition(statuses[2].conditions, "Ready")
+    assert said.reason == "DownloadingModel"
+    assert "is downloading the model; the attempt before it: chat-" in said.message
+    assert ended in said.message
+
+
+def test_a_replica_that_was_ready_and_fails_its_probe_is_not_called_loading():
+    """C4: a hung replica "is loading" was what the condition said."""
+    service = a_service(replicas=2)
+    hung = a_pod(service=service).loading().but(was_ready=True)
+
+    statuses, _ = told_over_time(service, (hung, a_pod(service=service).slot(1).ready()))
+
+    said = find_condition(statuses[0].conditions, "Ready").message
+    assert said == f"1 of 2 replicas are ready; {hung.replica.name} is not ready any more: its readiness probe fails"
+
+
+def test_the_worst_problem_is_told_first():
+    """Severity has one order: the replica that is named first is also the one that a scale-down takes first."""
+    service = a_service(replicas=2)
+    stuck = a_pod(service=service).unschedulable()
+    lost = a_pod(service=service).slot(1).loading().on("node-2")
+    node = Node(name="node-2", ready=False, not_ready_since=T0 - minutes(1))
+    made = plan(seen(promised(service, 2), lost, stuck, nodes=(node,)), T0)
+
+    said = find_condition(made.status.conditions, "WorkloadAvailable").message
+    assert said.index("node node-2") < said.index("waits for a node")
 
 
 def holding(pod: APod, sequences: int, *, running: int = 0) -> APod:
