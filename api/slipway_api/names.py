@@ -44,6 +44,8 @@ HEADER_ADAPTER: Final = "x-slipway-adapter"
 HEADER_TOKENIZER: Final = "x-slipway-tokenizer"
 HEADER_PIN_REVISION: Final = "x-slipway-pin-revision"
 HEADER_REQUEST_ID: Final = "x-request-id"
+# On a refusal of a runtime: the engine has not taken the request, so sending it elsewhere repeats nothing.
+HEADER_NOT_STARTED: Final = "x-slipway-not-started"
 
 # Headers from gateway to runtime; the gateway removes them from what clients send.
 HEADER_TENANT: Final = "x-slipway-tenant"

@@ -10,7 +10,7 @@ ignored and every field that may grow has a default, so that an older side under
 | /drain    | POST   | yes   | DrainRequest (may be empty) | DrainStatus                         |
 | /undrain  | POST   | yes   |                             | DrainStatus                         |
 | /ready    | GET    | no    |                             | Ready, with 200 or 503              |
-| /health   | GET    | no    |                             | Health: 200 unless the engine died  |
+| /health   | GET    | no    |                             | Health: 200 unless it needs a restart |
 | /adapters | GET    | yes   |                             | AdapterList                         |
 | /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads     |
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
@@ -87,16 +87,21 @@ class Ready(Body):
 
 
 class Health(Body):
-    """Whether the process is worth keeping: not healthy means that only a restart can help."""
+    """Whether the process can recover by itself: not healthy means that only a restart can help."""
 
     healthy: bool
     message: str = ""
 
 
 class DrainRequest(Body):
-    """Stop accepting and finish what runs. Asking again is harmless; a shorter deadline replaces a longer one."""
+    """Stop accepting and finish what runs. Asking again is harmless; a shorter deadline replaces a longer one.
+
+    `/ready` answers 503 at once. New requests are still accepted for `refuse_after_seconds`, because routers and
+    kube-proxies learn of a pod that is not ready only after a while; after that they are refused with a 503.
+    """
 
     timeout_seconds: int | None = Field(default=None, ge=0)  # None: the pod's own --drain-timeout
+    refuse_after_seconds: int = Field(default=0, ge=0)
     reason: str = ""
 
 

@@ -120,9 +120,11 @@ class ReplicaClient:
         """Everything that a person wants to know of it."""
         return await self._call("GET", replica, names.PATH_STATE, State)
 
-    async def drain(self, replica: Address, *, timeout_seconds: int, reason: str) -> DrainStatus:
-        """Stop accepting, finish what runs; asking again is harmless."""
-        body = DrainRequest(timeout_seconds=timeout_seconds, reason=reason)
+    async def drain(
+        self, replica: Address, *, timeout_seconds: int, reason: str, refuse_after_seconds: int = 0
+    ) -> DrainStatus:
+        """Stop accepting, after a while where one is given, and finish what runs; asking again is harmless."""
+        body = DrainRequest(timeout_seconds=timeout_seconds, refuse_after_seconds=refuse_after_seconds, reason=reason)
         return await self._call("POST", replica, names.PATH_DRAIN, DrainStatus, body)
 
     async def undrain(self, replica: Address) -> DrainStatus:

@@ -26,6 +26,7 @@ from slipway_runtime.settings import (
     WarmPrompt,
 )
 
+REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 _KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _COUNTS: Final = (
@@ -98,6 +99,13 @@ def parser() -> argparse.ArgumentParser:
         help="a list of texts and of message lists to prefill; several lists are one",
     )
     serve.add_argument("--drain-timeout", type=float, default=0.0, metavar="SECONDS")
+    serve.add_argument(
+        "--hang-seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="/health fails when requests wait and no step was made for so long; above the longest step",
+    )
     serve.add_argument("--speculation", choices=("", *SPECULATIONS), default="", help="how tokens are guessed ahead")
     serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens guessed at most in one step")
     _add_adapter_flags(serve)
@@ -113,6 +121,13 @@ def parser() -> argparse.ArgumentParser:
 
     drain = verbs.add_parser("drain", help="ask the replica in this pod to finish what it has; returns when it has")
     drain.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS")
+    drain.add_argument(
+        "--refuse-after",
+        type=float,
+        default=REFUSE_AFTER_SECONDS,
+        metavar="SECONDS",
+        help="accept new requests for so long, until routers know that this pod is not ready",
+    )
 
     pull = verbs.add_parser("pull", help="bring a model into the cache, and print where it is")
     pull.add_argument("model_uri", metavar="MODEL")

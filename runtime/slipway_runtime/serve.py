@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ async def serve(settings: RuntimeSettings) -> int:
         ),
         drain_timeout=settings.drain_timeout,
         stall_seconds=settings.stall_seconds,
+        hang_seconds=settings.hang_seconds,
     )
     stop = _stop_signal(replica)
     serving = serving_app(
@@ -85,13 +87,16 @@ async def serve(settings: RuntimeSettings) -> int:
         token_digests=settings.serving_token_digests,
     )
     admin = admin_app(replica, token_digests=settings.admin_token_digests)
+    # The threads end after the ports: a request that came just before the end is answered, not met by a closed pool.
+    threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt")
     async with (
+        _closing(threads),
         listening(serving, settings.host, settings.port) as port,
         listening(admin, settings.admin_host, settings.admin_port) as admin_port,
     ):
         control = await serve_control(replica, settings.run_directory)
         log.info("listening", model=settings.model_name, port=port, admin_port=admin_port)
-        loading = asyncio.create_task(_load_and_run(settings, replica))
+        loading = asyncio.create_task(_load_and_run(settings, replica, threads))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -111,6 +116,14 @@ async def serve(settings: RuntimeSettings) -> int:
     return code
 
 
+@contextlib.asynccontextmanager
+async def _closing(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        threads.shutdown(wait=False)
+
+
 def _stop_signal(replica: Replica) -> asyncio.Event:
     """Set by SIGTERM and by Ctrl-C; a second one does not wait for what still runs."""
     stop = asyncio.Event()
@@ -125,7 +138,7 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
     return stop
 
 
-async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
+async def _load_and_run(settings: RuntimeSettings, replica: Replica, threads: ThreadPoolExecutor) -> int:
     """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
     began = time.monotonic()
 
@@ -151,25 +164,24 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
     client = EngineClient(transport, limits=limits)
     await client.start()
     try:
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt") as threads:
-            model = _model(settings, fetched, client, threads, replica.identity)
-            await load_adapters(model, settings.adapters)
-            await prefill(model, settings.warm_prompts)
-            times = StartupTimes(
-                download_seconds=round(fetched.seconds, 3),
-                load_seconds=round(client.facts.load_seconds, 3),
-                warmup_seconds=round(client.facts.warmup_seconds, 3),
-            )
-            if client.facts.graphs_failed:
-                log.warning("slower than it could be", reason=client.facts.graphs_failed)
-            replica.ready_with(model, times)
-            log.info(
-                "ready",
-                model=settings.model_name,
-                **times.model_dump(exclude_none=True),
-                total_seconds=round(time.monotonic() - began, 3),
-            )
-            await client.wait_dead()
+        model = _model(settings, fetched, client, threads, replica.identity)
+        await load_adapters(model, settings.adapters)
+        await prefill(model, settings.warm_prompts)
+        times = StartupTimes(
+            download_seconds=round(fetched.seconds, 3),
+            load_seconds=round(client.facts.load_seconds, 3),
+            warmup_seconds=round(client.facts.warmup_seconds, 3),
+        )
+        if client.facts.graphs_failed:
+            log.warning("slower than it could be", reason=client.facts.graphs_failed)
+        replica.ready_with(model, times)
+        log.info(
+            "ready",
+            model=settings.model_name,
+            **times.model_dump(exclude_none=True),
+            total_seconds=round(time.monotonic() - began, 3),
+        )
+        await client.wait_dead()
         log.error("the engine has died", reason=client.error)
         _leave_word(f"the engine has died: {client.error}")
         with contextlib.suppress(TimeoutError):

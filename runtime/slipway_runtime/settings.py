@@ -103,7 +103,8 @@ class RuntimeSettings:
     in_process: bool = False  # the engine as a thread of the API's process
     drain_timeout: float = 120.0
     max_body_bytes: int = 8 * 2**20
-    stall_seconds: float = 30.0  # a step loop that owes work and has not stepped for so long is not ready
+    stall_seconds: float = 30.0  # an engine that has work and made no step for so long is not ready
+    hang_seconds: float = 120.0  # and is restarted after so long: longer than any step, the first of a shape included
     threads: int = 0  # 0: torch decides; comes from OMP_NUM_THREADS
     legacy_metric_names: bool = False  # export metrics under the names of older vLLMs too
     log_level: str = "INFO"

@@ -80,13 +80,14 @@ async def test_drain_says_how_long_and_why_and_may_be_repeated(tmp_path):
     runtime = RuntimeDouble(digests=(digest(NEW),), running=3)
 
     async with runtime.serving(), a_client(masters_in(tmp_path, NEW), runtime.port) as client:
-        first = await client.drain(CHAT, timeout_seconds=30, reason="scale down 3 → 2")
+        first = await client.drain(CHAT, timeout_seconds=30, refuse_after_seconds=5, reason="scale down 3 → 2")
         again = await client.drain(CHAT, timeout_seconds=20, reason="scale down 3 → 2")
 
     assert first.draining
     assert not first.is_drained
     assert again == first
     assert [drain.timeout_seconds for drain in runtime.drains] == [30, 20]
+    assert [drain.refuse_after_seconds for drain in runtime.drains] == [5, 0]
     assert runtime.drains[0].reason == "scale down 3 → 2"
 
 

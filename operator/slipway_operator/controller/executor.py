@@ -226,7 +226,12 @@ class Executor:
         if address is None:
             return
         try:
-            await self._replicas.drain(address, timeout_seconds=action.timeout_seconds, reason=action.reason)
+            await self._replicas.drain(
+                address,
+                timeout_seconds=action.timeout_seconds,
+                refuse_after_seconds=action.refuse_after_seconds,
+                reason=action.reason,
+            )
         except ReplicaError as exc:
             log.info("replica did not take the drain; the plan repeats it", service=str(key), error=str(exc))
 

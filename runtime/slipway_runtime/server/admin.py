@@ -80,10 +80,11 @@ async def state(http: Request) -> Response:
 
 @routes.post(names.PATH_DRAIN)
 async def drain(http: Request) -> Response:
-    """Refuse new requests and finish the others; answers at once with how far it is."""
+    """Begin a drain; answers at once with how far it is."""
     replica: Replica = http.app.state.replica
-    asked = await _asked(http, DrainRequest, '{"timeoutSeconds": …, "reason": …}', or_empty=True)
-    return _wire(replica.drain(asked.timeout_seconds, asked.reason))
+    shape = '{"timeoutSeconds": …, "refuseAfterSeconds": …, "reason": …}'
+    asked = await _asked(http, DrainRequest, shape, or_empty=True)
+    return _wire(replica.drain(asked.timeout_seconds, asked.reason, refuse_after_seconds=asked.refuse_after_seconds))
 
 
 @routes.post(names.PATH_UNDRAIN)

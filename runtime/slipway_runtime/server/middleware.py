@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import Signals
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.errors import NOT_STARTED, ApiError
 from slipway_runtime.server.replica import Replica
 
 log = structlog.get_logger()
@@ -106,7 +106,7 @@ class ServingMiddleware:
             return ApiError(413, self._too_large, headers={"Connection": "close"})
         if scope["method"] == "POST" and self._open >= self._max_open_requests:
             reason = f"{self._open} requests are open, the limit is {self._max_open_requests}"
-            return ApiError(429, reason, headers={"Retry-After": "1", "retry-after-ms": "1000"})
+            return ApiError(429, reason, headers={"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED})
         return None
 
     @property

@@ -50,7 +50,8 @@ async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers(
 
 
 @pytest.mark.capability("RD-3")
-async def test_readiness_drops_while_the_step_loop_stalls_with_work_and_returns():
+async def test_readiness_drops_while_the_step_loop_stalls_with_work_then_health_and_both_return():
+    """Chaos C2: a hung engine is restarted by the kubelet."""
     async with a_replica() as replica:
         assert await ready_of(replica) == (200, ReadyReason.READY)
         replica.clock.ahead += 3600  # idle for an hour is no stall
@@ -63,19 +64,36 @@ async def test_readiness_drops_while_the_step_loop_stalls_with_work_and_returns(
         replica.clock.ahead += 31
         assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
         assert (await replica.admin("/health")).status_code == 200, "a restart would lose the streams"
+        replica.clock.ahead += 100
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+        hung = await replica.admin("/health")
+        assert hung.status_code == 503, "no step takes that long: only a restart can help"
+        assert "no step for 131 s" in hung.json()["message"]
 
         replica.steps.let_go()
         assert (await asking).status_code == 200
         assert await ready_of(replica) == (200, ReadyReason.READY)
+        assert (await replica.admin("/health")).status_code == 200
 
 
 @pytest.mark.capability("RD-3")
 async def test_a_dead_engine_is_neither_ready_nor_healthy():
     async with a_replica() as replica:
         replica.steps.failure = RuntimeError("broken")
-        assert (await replica.chat()).status_code == 503
+        during = await replica.chat()
+        assert during.status_code == 503
+        assert "x-slipway-not-started" not in during.headers, "the engine had taken it"
 
         assert await ready_of(replica) == (503, ReadyReason.ENGINE_DEAD)
+        messages = [{"role": "user", "content": "Hi"}]
+        for path, body in (
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/completions", {"prompt": "Hi"}),
+            ("/tokenize", {"prompt": "Hi"}),
+        ):
+            after = await replica.post(path, body)
+            assert after.status_code == 503, "chaos C3: another replica answers it"
+            assert (after.headers["retry-after"], after.headers["x-slipway-not-started"]) == ("1", "1")
         for answer in (await replica.admin("/health"), await replica.http.get(f"{replica.url}/health")):
             assert answer.status_code == 503
 
@@ -94,7 +112,7 @@ async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
             assert await ready_of(replica) == (503, ReadyReason.DRAINING)
             refused = await replica.chat()
             assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "1"
+            assert (refused.headers["retry-after"], refused.headers["x-slipway-not-started"]) == ("1", "1")
             again = await replica.admin("/drain", "POST")
             assert DrainStatus.model_validate_json(again.content).draining
 
@@ -111,6 +129,36 @@ async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
         assert not DrainStatus.model_validate_json(back.content).draining
         assert await ready_of(replica) == (200, ReadyReason.READY)
         assert (await replica.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.capability("RD-1")
+async def test_a_drain_takes_new_requests_until_every_router_knows():
+    """Finding 21: /ready is 503 at once; whoever has not heard of it yet is still served."""
+    async with a_replica() as replica:
+        asked = await replica.admin("/drain", "POST", json={"timeoutSeconds": 600, "refuseAfterSeconds": 500})
+        assert DrainStatus.model_validate_json(asked.content).draining
+        assert await ready_of(replica) == (503, ReadyReason.DRAINING)
+        assert (await replica.chat(max_tokens=1)).status_code == 200
+        await replica.admin("/drain", "POST", json={"timeoutSeconds": 600, "refuseAfterSeconds": 501})
+        drained = asyncio.create_task(replica.replica.drained())
+        assert (await replica.chat(max_tokens=1)).status_code == 200, "asked again, it takes requests as long as before"
+        assert not drained.done(), "more may come"
+
+        replica.replica.drain(600, refuse_after_seconds=0.01)
+        async with asyncio.timeout(60):
+            await drained
+        refused = await replica.chat(max_tokens=1)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+        await replica.admin("/undrain", "POST")
+        assert (await replica.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.capability("RD-1")
+async def test_a_drain_that_may_take_less_time_than_routers_need_refuses_at_its_deadline():
+    async with a_replica() as replica:
+        replica.replica.drain(0, refuse_after_seconds=500)
+        assert (await replica.chat(max_tokens=1)).status_code == 503
 
 
 @pytest.mark.capability("RD-2")
