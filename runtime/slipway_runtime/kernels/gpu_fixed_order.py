@@ -4,6 +4,7 @@ The kernels are those of `gpu`: they compute row by row, in tiles whose shape th
 the splits of a sequence, has another order than a prompt; so here every row is attended as a chunk.
 """
 
+from slipway_runtime.kernels.attention_plan import plan_in_one_order as plan_attention
 from slipway_runtime.kernels.gpu import (
     add_lora,
     add_rms_norm,
@@ -16,7 +17,6 @@ from slipway_runtime.kernels.gpu import (
     rope_and_store,
     swiglu,
 )
-from slipway_runtime.kernels.paged_attention import plan_in_one_order as plan_attention
 
 __all__ = [
     "add_lora",

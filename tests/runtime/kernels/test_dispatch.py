@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from slipway_runtime.kernels import fixed_order, gpu, paged_attention
+from slipway_runtime.kernels import attention_plan, fixed_order, gpu
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
 
 NAMES = [name for name in vars(Kernels) if not name.startswith("_")]
@@ -20,7 +20,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "add_rms_norm": "norms",
         "swiglu": "norms",
         "rope_and_store": "store_kv",
-        "plan_attention": "paged_attention",
+        "plan_attention": "attention_plan",
         "paged_attention": "paged_attention",
         "plan_lora": "lora",
         "add_lora": "lora",
@@ -36,7 +36,7 @@ def test_one_order_of_sums_is_served_on_either_device():
     chosen = kernels_for(torch.device("cuda"), torch.bfloat16, deterministic=True)
     differing = {name for name in NAMES if getattr(chosen, name) is not getattr(gpu, name)}
     assert differing == {"plan_attention"}
-    assert chosen.plan_attention is paged_attention.plan_in_one_order
+    assert chosen.plan_attention is attention_plan.plan_in_one_order
 
 
 @pytest.mark.capability("KN-1")

@@ -15,7 +15,17 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from slipway_runtime.engine.recording import record_or_say_why_not
-from slipway_runtime.kernels import gpu, lora, norms, paged_attention, reference, reference_lora, sampling, store_kv
+from slipway_runtime.kernels import (
+    attention_plan,
+    gpu,
+    lora,
+    norms,
+    paged_attention,
+    reference,
+    reference_lora,
+    sampling,
+    store_kv,
+)
 from slipway_runtime.kernels.dispatch import Kernels, repeatable
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, StepPlan
@@ -158,9 +168,9 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
 
 @pytest.mark.capability("KN-5")
 def test_rows_behind_the_batch_are_padding():
-    plan = paged_attention.plan_to_repeat(4, 32, BLOCK, torch.empty(0))
-    paged_attention.refill(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
-    paged_attention.refill(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
+    plan = attention_plan.plan_to_repeat(4, 32, BLOCK, torch.empty(0))
+    attention_plan.refill(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
+    attention_plan.refill(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
     assert plan.lengths.tolist() == [5, 8, 0, 0]
     assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [0, 0], [0, 0]]
 
