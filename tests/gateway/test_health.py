@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from slipway_gateway.breaker import TRUSTED, BreakerPolicy, after_failure, after_success, asked_to_stay_away
 
 POLICY = BreakerPolicy(failures=3, first_seconds=1.0, most_seconds=30.0)
