@@ -45,6 +45,7 @@ class LoadPlan:
     slo: Slo = field(default_factory=Slo)
     cold_requests: int = 0  # the first so many are reported apart
     request_timeout_seconds: float = 300.0
+    retry_429: bool = True  # False: first attempts are what counts, and a 429 is a failure like any other
 
     def __post_init__(self) -> None:
         refuse_unless_loopback(self.base_url)
@@ -86,13 +87,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What came of a plan. A 429 that a retry honoured is not a failure; it is counted apart."""
+    """Result of a load run. A request that was answered after a 429 is not a failure; it is counted as retried."""
 
     sent: int
     finished: int
     failed: int
     left: int = 0
     retries_429: int
+    retried: int = 0  # requests that were answered, but not at the first attempt
     failures: dict[str, int] = field(default_factory=dict)  # sentence -> how often
     revisions: dict[str, int] = field(default_factory=dict)  # which revision answered how often
     seconds: float = 0.0

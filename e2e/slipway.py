@@ -211,12 +211,23 @@ class Slipway:
     @contextmanager
     def api_server_away(self, cluster: Cluster) -> Iterator[None]:
         """The API server is down inside the block. When it is back it refuses everybody until it has read its roles."""
+        with self._outage(cluster.stop_apiserver, cluster.start_apiserver):
+            yield
+
+    @contextmanager
+    def etcd_away(self, cluster: Cluster) -> Iterator[None]:
+        """etcd is down inside the block: the API server runs, and can neither read nor write."""
+        with self._outage(cluster.stop_etcd, cluster.start_etcd):
+            yield
+
+    @contextmanager
+    def _outage(self, stop: Callable[[], None], start: Callable[[], None]) -> Iterator[None]:
         started = datetime.now(UTC)
-        cluster.stop_apiserver()
+        stop()
         try:
             yield
         finally:
-            cluster.start_apiserver()
+            start()
             wait_for("the API server is back", lambda: self.core.list_node().items)
             self.outages.append((started, datetime.now(UTC) + RELEARNING))
 
@@ -232,17 +243,20 @@ class Slipway:
         return f"http://127.0.0.1:{self.access.port(GATEWAY)}/v1"
 
     def openai(self) -> openai.OpenAI:
-        """The stock client, pointed at the gateway."""
-        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=120, max_retries=4)
+        """The stock client, pointed at the gateway; it does not retry, so what it meets is what happened."""
+        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=120, max_retries=0)
 
-    def load(self, model: str, *, concurrency: int, seconds: float, max_tokens: int = 64) -> "Load":
-        """Load from now on, in the background."""
+    def load(
+        self, model: str, *, concurrency: int, seconds: float, max_tokens: int = 64, retry_429: bool = False
+    ) -> "Load":
+        """Start load in the background. First attempts count, unless `retry_429` says that overload is expected."""
         plan = LoadPlan(
             base_url=self.base_url,
             model=model,
             concurrency=concurrency,
             duration_seconds=seconds,
             max_tokens=max_tokens,
+            retry_429=retry_429,
         )
         return Load(plan)
 

@@ -159,6 +159,23 @@ class Cluster(Access):
         if wait:
             self._wait_for(self._api_ready, "the API server", limit=60)
 
+    def stop_etcd(self, how: int = signal.SIGKILL) -> None:
+        """etcd is away; what it holds stays in the memory of the cluster's /var/lib."""
+        self.programs.pop("etcd").stop(how)
+
+    def start_etcd(self) -> None:
+        """etcd is back; return when the API server is ready again."""
+        self._start("cluster", "etcd", components.etcd(self._binary, self._pki))
+        self._wait_for(self._api_ready, "the API server", limit=120)
+
+    def signal_program(self, name: str, how: int) -> None:
+        """Signal a component, such as "kube-apiserver": SIGSTOP makes it hang, SIGCONT lets it go on."""
+        os.kill(self.programs[name].pid, how)
+
+    def is_up(self, node: str) -> bool:
+        """Whether the node has power; one that is cut off has."""
+        return node in self._spaces
+
     def start_controllers(self) -> None:
         """Start the controller manager; only a light cluster runs without."""
         if "kube-controller-manager" not in self.programs:
