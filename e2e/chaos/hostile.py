@@ -32,7 +32,8 @@ def connections(port: int, count: int, first: bytes) -> Iterator[list[socket.soc
     try:
         for _ in range(count):
             opened.append(socket.create_connection(("127.0.0.1", port), timeout=10))
-            opened[-1].sendall(first)
+            with contextlib.suppress(OSError):  # refused while it sends: a closed connection is what we may get
+                opened[-1].sendall(first)
         yield opened
     finally:
         for one in opened:
