@@ -1,4 +1,4 @@
-"""Load on an OpenAI endpoint, and what its users would have felt: TTFT, ITL, tokens, failures.
+"""Load on an OpenAI endpoint, and what its users measure: TTFT, ITL, tokens, failures.
 
     python -m bench.load --base-url http://127.0.0.1:8000/v1 --model tiny --concurrency 8 --duration 30
 
@@ -24,7 +24,7 @@ from bench.plan import LoadPlan, LoadReport, Percentiles, Progress, Slo
 from bench.stream import ReaderLeft, ShedError, StreamFailedError, Timings, chat_stream
 from bench.workload import MIXES, Conversation, Workload
 
-MAX_SECONDS_SHED = 120.0  # a request told 429 for longer than this has failed
+MAX_SECONDS_SHED = 120.0  # a request answered with 429 for longer than this has failed
 
 
 async def run_load(
@@ -100,7 +100,7 @@ class _Load:
             return
 
     async def conversation(self, session: aiohttp.ClientSession) -> None:
-        """One user, turn after turn; she gives up after a failure."""
+        """One conversation, turn after turn; a failure ends it."""
         self.users += 1
         conversation = self.plan.workload.conversation(random.Random(f"{self.plan.seed}/{self.users}"))
         while not conversation.over and self.may_send():
@@ -156,7 +156,7 @@ class _Load:
                 waited += shed.retry_after_seconds
                 if waited > MAX_SECONDS_SHED:
                     raise StreamFailedError(f"429 for more than {MAX_SECONDS_SHED:.0f} s") from shed
-                # Jitter on top, so that those who were refused together do not come back together.
+                # Jitter on top, so that requests refused together are not repeated together.
                 await asyncio.sleep(shed.retry_after_seconds * self.draw.uniform(1.0, 1.2))
             else:
                 if attempts:

@@ -1,4 +1,4 @@
-"""What a run of load is asked for, and what it reports. Pure: no network, no clock."""
+"""Plan and report of a load run. Pure: no network, no clock."""
 
 import ipaddress
 import math
@@ -15,13 +15,13 @@ MAX_CONCURRENCY = 1024
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to count as good."""
+    """Latency limits that a request must meet to count as good."""
 
     ttft_seconds: float = 1.0
     itl_seconds: float = 0.1  # the mean over one answer
 
     def kept_by(self, timings: Timings) -> bool:
-        """Whether a finished request felt good."""
+        """Whether a finished request met both limits."""
         mean_gap = sum(timings.gaps) / len(timings.gaps) if timings.gaps else 0.0
         return timings.ttft <= self.ttft_seconds and mean_gap <= self.itl_seconds
 

@@ -20,7 +20,7 @@ from e2e.chaos.matrix import run_matrix, table
 from e2e.chaos.stage import AUTO, FIXED, Stage
 from e2e.cluster import build, preflight
 from e2e.cluster.launch import GATEWAY, Cluster
-from e2e.cluster.places import cluster_folder
+from e2e.cluster.paths import cluster_folder
 from e2e.slipway import Slipway
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)

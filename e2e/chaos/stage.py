@@ -1,4 +1,4 @@
-"""What faults are injected into: two services under load, and the words to break and to mend them."""
+"""The system under test: two services under load, the targets of faults, and the primitives that faults are made of."""
 
 import contextlib
 import json
@@ -71,7 +71,7 @@ class Stage:
         doubles = [slot for name in (FIXED, AUTO) for slot in checks.double_slots(self.slipway, name)]
         return [f"double slot {slot}" for slot in doubles] + [f"orphan {pod}" for pod in checks.orphans(self.slipway)]
 
-    # Who is to be broken
+    # Targets
 
     def operators(self) -> list[str]:
         """Names of the operator's pods, the leader first."""
@@ -95,7 +95,7 @@ class Stage:
         """The names of all ready replicas of the fixed service."""
         return [pod.metadata.name for pod in checks.ready_pods(self.slipway, FIXED)]
 
-    # Breaking
+    # Faults
 
     def kubectl(self, *arguments: str) -> str:
         """kubectl as the administrator."""

@@ -50,7 +50,7 @@ def test_streams_run_on_while_the_api_server_is_away_and_a_dead_replica_is_avoid
 
     with clean.api_server_away(breakable):
         for process in processes:
-            os.kill(process, signal.SIGSTOP)  # it answers nothing, and nobody can say so
+            os.kill(process, signal.SIGSTOP)  # it answers nothing, and its readiness cannot change
         try:
             time.sleep(2)
             for process in processes:

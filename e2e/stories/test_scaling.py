@@ -1,4 +1,4 @@
-"""Load comes and goes; replicas follow, and nobody's request fails."""
+"""Replicas follow the load, and no request fails."""
 
 import re
 
