@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from e2e.cluster import claim, detached
+from e2e.cluster import detached, launcher_lock
 from e2e.cluster.access import Access
-from e2e.cluster.places import cluster_folder
+from e2e.cluster.paths import cluster_folder
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     if options.verb == "up":
         up_until_stopped(folder, options)
     elif options.verb == "stop":
-        found = [claim.stop(each) for each in (all_folders() if options.all else [folder])]
+        found = [launcher_lock.stop(each) for each in (all_folders() if options.all else [folder])]
         print("stopped" if any(found) else "nothing was running")
     elif options.verb == "build":
         from e2e.cluster import build, preflight
@@ -76,7 +76,7 @@ def up_until_stopped(folder: Path, options: argparse.Namespace) -> None:
             while not cluster.ended:
                 time.sleep(1)
             raise SystemExit(f"{', '.join(cluster.ended)} ended; see {cluster.logs}")
-    except claim.BusyError as busy:
+    except launcher_lock.BusyError as busy:
         raise SystemExit(str(busy)) from None
 
 

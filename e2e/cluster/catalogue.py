@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from e2e.cluster.places import SYSTEM_PATH
+from e2e.cluster.paths import SYSTEM_PATH
 
 DEFAULT_USER = 65532
 CODE = ("api", "kube", "operator", "runtime", "gateway")  # folders of the checkout with code that images run

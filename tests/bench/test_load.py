@@ -84,7 +84,21 @@ async def test_a_429_is_obeyed_counted_apart_and_no_failure():
         report = await load(runtime, max_requests=4)
 
     assert (report.sent, report.finished, report.failed, report.retries_429) == (4, 4, 0, 3)
+    assert 1 <= report.retried <= 3, "requests, not attempts"
     assert report.shed_wait.p50 > 0
+
+
+async def test_a_429_is_a_failure_where_first_attempts_count():
+    async def full(runtime, request):
+        from aiohttp import web
+
+        return web.json_response({}, status=429, headers={"retry-after-ms": "20"})
+
+    async with Runtime(full) as runtime:
+        report = await load(runtime, max_requests=2, retry_429=False)
+
+    assert report.failures == {"status 429": 2}
+    assert report.retried == report.retries_429 == 0
 
 
 async def test_the_open_loop_does_not_wait_for_answers():

@@ -1,4 +1,4 @@
-"""One thread for all containers of a node: it carries their output to the log files and notices when they end."""
+"""One epoll thread for all containers of a node: reads their output for the log files, and sees when they end."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from collections.abc import Callable
 CHUNK = 65536
 
 
-class Pump:
-    """Calls back when a descriptor can be read; callbacks run one at a time, on the pump's own thread."""
+class Poller:
+    """Calls a function when a descriptor can be read; one call at a time, on the poller's own thread."""
 
     def __init__(self) -> None:
         self._poll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
-        threading.Thread(target=self._run, name="pump", daemon=True).start()
+        threading.Thread(target=self._run, name="poller", daemon=True).start()
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Call `callback` whenever `fd` can be read, until `close(fd)`."""

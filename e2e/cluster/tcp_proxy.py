@@ -1,8 +1,7 @@
-"""Passes TCP connections on, byte by byte as they come: nothing is collected, and each side's end is the other's.
+"""A TCP proxy that forwards bytes as they arrive, without buffering.
 
-A stream of tokens must arrive token by token, so Nagle's delay is off. When one side has
-said all it has, only that direction is closed; when it breaks, the other breaks too; and
-a side that reads slowly slows the other down.
+A stream of tokens must arrive token by token, so Nagle's delay is off. When one side closes its direction, only that
+direction is closed; when a side is reset, so is the other; and a side that reads slowly slows the other down.
 """
 
 import asyncio
@@ -19,13 +18,13 @@ CONNECT_LIMIT = 5.0  # seconds
 Resolve = Callable[[], Address | None]
 
 
-class Side(asyncio.Protocol):
-    """One of the two connections; what arrives here leaves through `other`."""
+class Connection(asyncio.Protocol):
+    """One of the two connections; what arrives here is written to `peer`."""
 
-    def __init__(self, other: "Side | None" = None) -> None:
-        self.other = other
+    def __init__(self, peer: "Connection | None" = None) -> None:
+        self.peer = peer
         self.transport: asyncio.Transport | None = None
-        self.has_ended = False  # this side will send nothing more
+        self.has_ended = False  # EOF was received: this side sends nothing more
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -33,39 +32,39 @@ class Side(asyncio.Protocol):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        self._far.write(data)
+        self._peer_transport.write(data)
 
     def eof_received(self) -> bool:
         self.has_ended = True
-        if self.other is not None and self.other.has_ended:
-            self._far.close()  # what is still to be sent is sent first
+        if self.peer is not None and self.peer.has_ended:
+            self._peer_transport.close()  # what is still to be sent is sent first
             return False
         with contextlib.suppress(OSError):
-            self._far.write_eof()
+            self._peer_transport.write_eof()
         return True  # the other direction stays open
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.other is not None and self.other.transport is not None:
+        if self.peer is not None and self.peer.transport is not None:
             if error or not self.has_ended:
-                _break(self.other.transport)
+                _break(self.peer.transport)
             else:
-                self.other.transport.close()
+                self.peer.transport.close()
 
     def pause_writing(self) -> None:
-        self._far.pause_reading()
+        self._peer_transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._far.resume_reading()
+        self._peer_transport.resume_reading()
 
     @property
-    def _far(self) -> asyncio.Transport:
-        assert self.other is not None
-        assert self.other.transport is not None
-        return self.other.transport
+    def _peer_transport(self) -> asyncio.Transport:
+        assert self.peer is not None
+        assert self.peer.transport is not None
+        return self.peer.transport
 
 
-class Accepted(Side):
-    """The side that was dialled: it finds out where to go on to, and holds what comes until it is there."""
+class AcceptedConnection(Connection):
+    """The accepted connection: resolves and dials its target, and keeps the bytes that arrive until that is done."""
 
     def __init__(self, resolve: Callable[[Address], Address | None]) -> None:
         super().__init__()
@@ -77,14 +76,14 @@ class Accepted(Side):
         self._connecting = asyncio.ensure_future(self._connect())
 
     def data_received(self, data: bytes) -> None:
-        if self.other is None:
+        if self.peer is None:
             self._early.append(data)
             cast(asyncio.Transport, self.transport).pause_reading()
         else:
             super().data_received(data)
 
     def eof_received(self) -> bool:
-        if self.other is None:
+        if self.peer is None:
             self.has_ended = True
             return True
         return super().eof_received()
@@ -95,9 +94,9 @@ class Accepted(Side):
         if target is None:
             _break(near)
             return
-        other = Side(self)
+        peer = Connection(self)
         try:
-            connection = asyncio.get_running_loop().create_connection(lambda: other, *target)
+            connection = asyncio.get_running_loop().create_connection(lambda: peer, *target)
             far, _ = await asyncio.wait_for(connection, CONNECT_LIMIT)
         except (OSError, TimeoutError):
             _break(near)
@@ -105,7 +104,7 @@ class Accepted(Side):
         if near.is_closing():
             _break(far)
             return
-        self.other = other
+        self.peer = peer
         far.write(b"".join(self._early))
         if self.has_ended:
             far.write_eof()
@@ -115,7 +114,7 @@ class Accepted(Side):
 
 
 def _break(transport: asyncio.Transport) -> None:
-    """End a connection so that the other end sees a failure (a reset), not the regular end of what was said."""
+    """Reset a connection, so that the other end sees a failure and not a regular end."""
     with contextlib.suppress(OSError):
         given = transport.get_extra_info("socket")
         given.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

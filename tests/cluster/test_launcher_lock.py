@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster.claim import BusyError, Claim, Process, is_claimed, stop
+from e2e.cluster.launcher_lock import BusyError, LauncherLock, Process, is_locked, stop
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def a_sleeper() -> subprocess.Popen[bytes]:
 
 
 def test_a_folder_is_refused_while_another_launcher_has_it(folder: Path) -> None:
-    claim = Claim(folder)
-    assert is_claimed(folder)
+    lock = LauncherLock(folder)
+    assert is_locked(folder)
 
     with pytest.raises(BusyError, match=r"running in .* already"):
-        Claim(folder)
+        LauncherLock(folder)
 
-    claim.release()
-    assert not is_claimed(folder)
-    Claim(folder).release()
+    lock.release()
+    assert not is_locked(folder)
+    LauncherLock(folder).release()
 
 
 def test_a_folder_with_other_things_in_it_is_never_emptied(folder: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_folder_with_other_things_in_it_is_never_emptied(folder: Path) -> None
     (folder / "thesis.txt").touch()
 
     with pytest.raises(SystemExit, match="has other things in it"):
-        Claim(folder)
+        LauncherLock(folder)
 
     assert (folder / "thesis.txt").exists()
 
@@ -47,15 +47,15 @@ def test_what_a_dead_launcher_left_is_ended_by_the_next_one(folder: Path) -> Non
     with a_sleeper() as left:
         # The launcher was killed, and a child that it had forked still holds its lock.
         program = (
-            "import os, sys, time; from pathlib import Path; from e2e.cluster.claim import Claim\n"
-            f"Claim(Path({str(folder)!r})).holds({left.pid})\n"
+            "import os, sys, time; from pathlib import Path; from e2e.cluster.launcher_lock import LauncherLock\n"
+            f"LauncherLock(Path({str(folder)!r})).write_namespaces({left.pid})\n"
             "if os.fork() == 0: time.sleep(2)\n"
             "else: os._exit(9)\n"
         )
         subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False)
-        assert not is_claimed(folder)
+        assert not is_locked(folder)
 
-        Claim(folder).release()
+        LauncherLock(folder).release()
 
         assert left.wait(5) == -signal.SIGKILL
 

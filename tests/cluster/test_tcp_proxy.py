@@ -1,4 +1,4 @@
-"""Connections that pass through the relay, with real sockets."""
+"""Connections that pass through the proxy, with real sockets."""
 
 import asyncio
 import struct
@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from e2e.cluster.relay import Accepted
 from e2e.cluster.service_table import Address
+from e2e.cluster.tcp_proxy import AcceptedConnection
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def relayed() -> AsyncIterator[tuple[Streams, Streams]]:
-    """The client's and the server's end of one connection with a relay in between."""
+async def proxied() -> AsyncIterator[tuple[Streams, Streams]]:
+    """The client's and the server's end of one connection with a proxy in between."""
     arrived: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
     far = await asyncio.start_server(lambda r, w: arrived.set_result((r, w)), "127.0.0.1", 0)
-    async with _relay_to(far.sockets[0].getsockname()) as address:
+    async with _proxy_to(far.sockets[0].getsockname()) as address:
         client = await asyncio.open_connection(*address)
         client[1].write(b"hello")
         server = await asyncio.wait_for(arrived, 5)
@@ -30,22 +30,22 @@ async def relayed() -> AsyncIterator[tuple[Streams, Streams]]:
 
 
 @asynccontextmanager
-async def _relay_to(target: Address | None) -> AsyncIterator[Address]:
+async def _proxy_to(target: Address | None) -> AsyncIterator[Address]:
     loop = asyncio.get_running_loop()
-    relay = await loop.create_server(lambda: Accepted(lambda _: target), "127.0.0.1", 0)
-    yield relay.sockets[0].getsockname()
-    relay.close()
+    proxy = await loop.create_server(lambda: AcceptedConnection(lambda _: target), "127.0.0.1", 0)
+    yield proxy.sockets[0].getsockname()
+    proxy.close()
 
 
 async def test_each_piece_arrives_as_it_was_sent() -> None:
-    async with relayed() as ((reader, _), (_, server)):
+    async with proxied() as ((reader, _), (_, server)):
         for token in (b"once", b"upon", b"a", b"time"):
             server.write(token)
             assert await asyncio.wait_for(reader.read(100), 5) == token
 
 
 async def test_a_client_that_has_said_all_still_hears_the_answer() -> None:
-    async with relayed() as ((reader, writer), (server_reader, server)):
+    async with proxied() as ((reader, writer), (server_reader, server)):
         writer.write_eof()
         assert await asyncio.wait_for(server_reader.read(), 5) == b""
 
@@ -55,7 +55,7 @@ async def test_a_client_that_has_said_all_still_hears_the_answer() -> None:
 
 
 async def test_the_end_of_the_server_is_the_end_for_the_client() -> None:
-    async with relayed() as ((reader, writer), (server_reader, server)):
+    async with proxied() as ((reader, writer), (server_reader, server)):
         server.write(b"bye")
         server.write_eof()
         assert await asyncio.wait_for(reader.read(), 5) == b"bye"
@@ -67,7 +67,7 @@ async def test_the_end_of_the_server_is_the_end_for_the_client() -> None:
 
 @pytest.mark.parametrize("who", ["client", "server"])
 async def test_a_broken_side_breaks_the_other(who: str) -> None:
-    async with relayed() as ends:
+    async with proxied() as ends:
         (reader, writer), (other_reader, _) = ends if who == "client" else reversed(ends)
         sock = writer.get_extra_info("socket")
         sock.setsockopt(1, 13, struct.pack("ii", 1, 0))  # SO_LINGER: close means reset
@@ -79,7 +79,7 @@ async def test_a_broken_side_breaks_the_other(who: str) -> None:
 
 
 async def test_a_slow_reader_slows_the_writer_down() -> None:
-    async with relayed() as ((reader, _), (_, server)):
+    async with proxied() as ((reader, _), (_, server)):
         server.write(b"x" * 50_000_000)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(server.drain(), 0.5)  # much less than that fits on the way
@@ -88,7 +88,7 @@ async def test_a_slow_reader_slows_the_writer_down() -> None:
 
 
 async def test_a_connection_to_nowhere_is_refused_by_reset() -> None:
-    async with _relay_to(None) as address:
+    async with _proxy_to(None) as address:
         reader, writer = await asyncio.open_connection(*address)
         with pytest.raises(ConnectionResetError):
             await asyncio.wait_for(reader.read(), 5)
@@ -101,7 +101,7 @@ async def test_nothing_is_lost_that_was_said_before_the_other_side_was_there() -
         writer.close()
 
     far = await asyncio.start_server(upper, "127.0.0.1", 0)
-    async with _relay_to(far.sockets[0].getsockname()) as address:
+    async with _proxy_to(far.sockets[0].getsockname()) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"in a hurry")
         writer.write_eof()

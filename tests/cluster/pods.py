@@ -1,4 +1,4 @@
-"""What the stories about the local cluster are told with: pods by name, and waiting for what must come true."""
+"""Helpers of the local cluster's tests: pods by name, and waiting for conditions."""
 
 import time
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HOOKS = "from e2e.cluster.guard import pytest_sessionfinish, pytest_sessionstart, pytest_testnodedown\n"
+HOOKS = "from e2e.cluster.pytest_hooks import pytest_sessionfinish, pytest_sessionstart, pytest_testnodedown\n"
 FORGETFUL = """
 from subprocess import PIPE, Popen
 

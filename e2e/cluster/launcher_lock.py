@@ -1,8 +1,8 @@
-"""Who runs a cluster in a folder: one launcher at a time, and what a dead one left is ended.
+"""Lock of a cluster's folder: one launcher at a time; processes that a dead launcher left are ended.
 
-Beside the folder lies `<folder>.pid`: the launcher holds a lock on it while it lives and
-writes down who it is, and which process holds the cluster's namespaces. A process is
-named by its pid and the moment it started, so that a pid used again is never mistaken.
+Beside the folder lies `<folder>.pid`. The launcher locks it while it lives, and writes its own process and the process
+that holds the cluster's namespaces into it. A process is identified by its pid and its start time, so that a reused pid
+is never mistaken for it.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ class Process:
         return not self.alive
 
 
-class Claim:
-    """The right to run a cluster in `folder`, from construction to `release`."""
+class LauncherLock:
+    """The lock of `folder`, held from construction to `release`."""
 
     def __init__(self, folder: Path) -> None:
         if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
@@ -70,7 +70,7 @@ class Claim:
         self._write(launcher=Process.of(os.getpid()))
 
     def _take(self, folder: Path) -> None:
-        """Lock the pid file, and end what the last launcher left; refuse while that one lives."""
+        """Lock the pid file, and end the processes that the last launcher left; refuse while that launcher lives."""
         left = _read(self._file)
         # A child that the launcher forked may hold the lock longer than the launcher lives.
         if not _lock(self._file) and ("launcher" not in left or left["launcher"].alive):
@@ -84,8 +84,8 @@ class Claim:
                 raise BusyError(f"something still holds {_pid_file(folder)}, though its launcher is gone")
             time.sleep(0.05)
 
-    def holds(self, namespaces: int) -> None:
-        """Write down the process that holds the cluster's namespaces: ending it ends everything."""
+    def write_namespaces(self, namespaces: int) -> None:
+        """Write the process that holds the cluster's namespaces into the pid file: ending it ends everything."""
         self._write(launcher=Process.of(os.getpid()), namespaces=Process.of(namespaces))
 
     def _write(self, **processes: Process) -> None:
@@ -95,13 +95,13 @@ class Claim:
         self._file.flush()
 
     def release(self) -> None:
-        """The cluster is gone; somebody else may have the folder."""
+        """Unlock the folder for the next launcher."""
         self._file.seek(0)
         self._file.truncate()
         self._file.close()
 
 
-def is_claimed(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a launcher runs a cluster in `folder` now."""
     try:
         with _pid_file(folder).open() as file:

@@ -1,4 +1,4 @@
-"""The objects of one kind, kept up to date by a watch."""
+"""A cache of the objects of one kind, kept up to date by list and watch."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 PAUSE = 0.2  # seconds before the next attempt when the API server is away
 
 
-class Watched:
+class WatchCache:
     """A cache of objects, filled by a thread of its own; `changed` is called on that thread."""
 
     def __init__(self, api: str, path: str, tls: ssl.SSLContext, changed: Callable[[], None]) -> None:

@@ -1,9 +1,8 @@
-"""Guards a pytest session: what it needs is made before the first test, and nothing it started stays behind.
+"""pytest hooks: the local cluster's binary is built before the first test, and no process is left after the last.
 
-Before: when a selected test needs the local cluster, the machine is checked and the
-binary is built, in plain sight and outside any test's time limit. After: a process that
-tests started and left running makes the session fail, and is named; with several processes of tests (pytest-xdist)
-each looks after what its own tests started, and the one that collects the results says so.
+Before: when a selected test needs the local cluster, the machine is checked and the binary is built, with its output
+visible and outside any test's time limit. After: a process that tests started and left running fails the session, and
+is named; with pytest-xdist each worker checks its own children, and the controller reports them.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from e2e.cluster.places import cache_folder
+from e2e.cluster.paths import cache_folder
 
 NEEDING = {"apiserver", "cluster"}  # fixtures that need the binary
 COMPANIONS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # end with the interpreter
@@ -28,7 +27,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build what the selected tests need; a machine that cannot is told in one sentence."""
+    """Build what the selected tests need; exit with one sentence where the machine cannot."""
     needing = {item.nodeid for item in session.items if NEEDING & set(getattr(item, "fixturenames", ()))}
     session.config.stash[_needing] = needing
     if not needing or session.config.option.collectonly:
@@ -46,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A process of tests has ended; one that crashed has told nothing, and its test has failed."""
+    """Collect what a worker has left running; a worker that crashed reports nothing, and its test has failed."""
     node.config.stash[_left] += getattr(node, "workeroutput", {}).get("left", [])
 
 
@@ -56,7 +55,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     running = {pid: _command_line(pid) for pid in _children() if pid not in before}
     ours = [f"{pid} {line}" for pid, line in running.items() if line and not any(name in line for name in COMPANIONS)]
     left = session.config.stash.get(_left, []) + ours
-    if hasattr(session.config, "workeroutput"):  # somebody else says it
+    if hasattr(session.config, "workeroutput"):  # the controller reports it
         session.config.workeroutput["left"] = left
     elif left:
         for process in left:
@@ -65,7 +64,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where to look when a test on the cluster failed."""
+    """Print where the logs are when a test on the cluster failed."""
     failed = terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", [])
     needing = terminalreporter.config.stash.get(_needing, set())
     if any(report.nodeid in needing for report in failed):

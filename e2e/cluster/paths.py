@@ -1,4 +1,4 @@
-"""Where things of the local cluster live: the checkout, the cache, a folder for each cluster, the system's commands."""
+"""Paths of the local cluster: the checkout, the cache, the folder of each cluster, the system's commands."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def cache_folder() -> Path:
-    """Where builds, Go's caches and running clusters live: $SLIPWAY_CACHE, else ~/.cache/slipway."""
+    """The folder of builds, Go's caches and running clusters: $SLIPWAY_CACHE, else ~/.cache/slipway."""
     return Path(os.environ.get("SLIPWAY_CACHE") or Path.home() / ".cache" / "slipway").resolve()
 
 
