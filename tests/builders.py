@@ -189,6 +189,7 @@ def seen(
     applied: Mapping[str, str] | None = None,
     namesakes: tuple[Namesake, ...] = (),
     fault: str = "",
+    ready_before: frozenset[str] | None = None,
 ) -> Observed:
     """The snapshot of a service and these pods."""
     return Observed(
@@ -205,6 +206,7 @@ def seen(
         applied=applied or {},
         namesakes=namesakes,
         fault=fault,
+        ready_before=ready_before,
     )
 
 

@@ -98,6 +98,17 @@ def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
 
     assert (facts.waiting_reason, facts.waiting_message, facts.restarts) == ("CrashLoopBackOff", "back-off 40s", 4)
     assert facts.last_exit == "OOMKilled (exit code 137)"
+    assert not facts.was_ready
+    assert not facts.is_terminated
+
+
+def test_the_kubelet_tells_whether_the_present_run_was_ready_and_whether_it_has_ended():
+    hung = {"name": "server", "started": True, "ready": False, "state": {"running": {}}}
+    ended = {"name": "server", "started": False, "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+
+    assert replica(a_pod(status={"containerStatuses": [hung]}), None).was_ready
+    facts = replica(a_pod(status={"containerStatuses": [ended]}), None)
+    assert (facts.was_ready, facts.is_terminated, facts.last_exit) == (False, True, "Error (exit code 137)")
 
 
 def test_the_word_that_the_runtime_left_goes_into_one_line():
@@ -178,12 +189,15 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
         defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
         token_digests=lambda namespace, name, nonce: (f"{namespace}/{name}/{nonce}",),
         serving_digests=lambda namespace, service: (f"{namespace}/{service}",),
+        asking_since=lambda: at("2026-01-01T00:00:00+00:00"),
     )
     service = InferenceService.model_validate(
         {"metadata": {"name": "chat", "namespace": "team"}, "spec": {"model": {"uri": "file:///models/tiny"}}}
     )
 
-    observed = observer.observe(CHAT, service, Memory(taken_names=frozenset({"chat-abcde-9-0"})))
+    observed = observer.observe(
+        CHAT, service, Memory(taken_names=frozenset({"chat-abcde-9-0"}), ready=frozenset({"x"}))
+    )
 
     assert [one.sample for one in observed.replicas] == [sample]
     assert list(observed.nodes) == ["node-a"]
@@ -191,3 +205,5 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
     assert observed.namesakes == (Namesake(key=ServiceKey("team", "talk"), created_at=None),)
     assert observed.taken_names == {"chat-abcde-9-0"}
     assert observed.token_digests("team", "chat-abcde-0-0", "n") == ("team/chat-abcde-0-0/n",)
+    assert observed.ready_before == {"x"}
+    assert observed.asking_since == at("2026-01-01T00:00:00+00:00")

@@ -15,6 +15,8 @@ class Memory:
 
     recommendations: tuple[PastRecommendation, ...] = ()
     """What the stabilisation windows look back over."""
+    ready: frozenset[str] | None = None
+    """Names of the replicas that were ready in the last pass; None before the first one."""
     taken_names: frozenset[str] = frozenset()
     """Pod names that belong to somebody else."""
     applied: dict[str, str] = field(default_factory=dict)

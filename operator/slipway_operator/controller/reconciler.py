@@ -136,6 +136,7 @@ class Reconciler:
         if plan.status is not None:
             await self._write_status(key, stored, service, plan.status)
         self._record(key, stored, plan.events, observed, left=execution.left)
+        memory.ready = plan.ready  # only now: a pass that fails before has told nobody of the difference
         if execution.failure is not None:
             raise Refused(f"{execution.failure.action}: {execution.failure.reason}: {execution.failure.message}")
         return plan.requeue_after

@@ -104,6 +104,7 @@ class Replica:
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
     was_ready: bool = False  # the startup probe of the present run has succeeded
+    is_terminated: bool = False  # the present run has ended, and the kubelet has not said yet what comes next
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     last_word: str = ""  # the termination message that the runtime left when it last ended
@@ -188,6 +189,7 @@ class Observed:
     """Random bytes of this pass: the core derives from them what must not be guessed."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
+    ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
     asking_since: datetime | None = None  # when this operator began to ask replicas for signals; None: long ago
     taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours
     applied: Mapping[str, str] = field(default_factory=dict)

@@ -68,6 +68,7 @@ class ModelCluster:
         self.failures: tuple[Failure, ...] = ()
         self.recommendations: tuple[PastRecommendation, ...] = ()
         self.asking_since = T0
+        self.ready_before: frozenset[str] | None = None
         self.load = lambda world: None  # sets running, waiting and kv of the ready pods
         self.lose_status_writes = False
         self.image_is_broken = False
@@ -91,6 +92,7 @@ class ModelCluster:
             nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
             asking_since=self.asking_since,
+            ready_before=self.ready_before,
             taken_names=self.taken,
             applied=dict(self.applied),
             failures=self.failures,
@@ -134,12 +136,14 @@ class ModelCluster:
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += made.events
+        self.ready_before = self.ready_before if self.lose_status_writes else made.ready
         self._check()
         return made
 
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
+        self.ready_before = None
         self.asking_since = self.now
         for pod in self.pods.values():
             pod.sample = None  # what replicas told the leader before

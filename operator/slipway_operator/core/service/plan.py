@@ -33,7 +33,7 @@ from slipway_operator.core.service import rollout
 from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, let_go
-from slipway_operator.core.service.events import news, warnings
+from slipway_operator.core.service.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.invalid import invalid_status
 from slipway_operator.core.service.pod import build_pod, pod_name
 from slipway_operator.core.service.problems import find_capacity_shortage
@@ -56,6 +56,7 @@ class Plan:
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None  # seconds until something changes by time alone; None: sleep until woken
     recommendations: tuple[PastRecommendation, ...] = ()  # hand back in the next `Observed`
+    ready: frozenset[str] | None = None  # hand back in the next `Observed`; None: not compared in this pass
 
 
 def plan(observed: Observed, now: datetime) -> Plan:
@@ -112,9 +113,10 @@ def plan(observed: Observed, now: datetime) -> Plan:
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(*steps.events, *assignment.events, *news(service.status, status, decided)),
+        events=(*steps.events, *assignment.events, *find_events(observed, status, decided)),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
         recommendations=scaling.recommendations if scaling else (),
+        ready=ready_names(members),
     )
 
 
@@ -262,7 +264,7 @@ def _say_farewell(observed: Observed, members: tuple[Member, ...], now: datetime
 def _leave_alone(observed: Observed, members: tuple[Member, ...], now: datetime) -> Plan:
     """Of a spec that cannot be read nobody knows what it wants: touch nothing, and say what is wrong with it."""
     status = invalid_status(observed, members, now)
-    return Plan(status=status, events=tuple(warnings(observed.service.status, status)))
+    return Plan(status=status, events=tuple(find_warnings(observed.service.status, status)))
 
 
 def _is_past_its_grace(member: Member, now: datetime) -> bool:

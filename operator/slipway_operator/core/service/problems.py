@@ -151,8 +151,11 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
             )
         case Stage.CONFIG_ERROR:
             return f"{replica.name} cannot be started: {replica.waiting_message or replica.waiting_reason}"
+        case Stage.DEAD:
+            how = replica.phase_reason or replica.last_exit or replica.phase
+            return f"{replica.name} has ended: {how}"
         case Stage.LOADING if replica.was_ready:
-            return f"{replica.name} is not ready any more: its readiness probe fails"
+            return _describe_unready(replica, observed)
         case Stage.CRASHING | Stage.LOADING if ended_runs(replica):
             return _describe_restarts(replica)
         case Stage.OVERDUE:
@@ -165,6 +168,12 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
         case Stage.LOADING:
             return _describe_start(member, observed)
     return f"{replica.name} {member.stage.value}"
+
+
+def _describe_unready(replica: Replica, observed: Observed) -> str:
+    node = observed.nodes.get(replica.node)
+    why = "its readiness probe fails" if node is None or node.ready else f"node {replica.node} does not answer"
+    return f"{replica.name} is not ready any more: {why}"
 
 
 def _describe_start(member: Member, observed: Observed) -> str:
@@ -273,7 +282,7 @@ def ended_runs(replica: Replica) -> int:
     The kubelet counts a restart when it happens: 2 restarts and CrashLoopBackOff are three ended runs, and so are 3
     restarts with the fourth run on its way.
     """
-    return replica.restarts + (replica.waiting_reason == "CrashLoopBackOff")
+    return replica.restarts + (replica.is_terminated or replica.waiting_reason == "CrashLoopBackOff")
 
 
 def _is_unschedulable(member: Member) -> bool:

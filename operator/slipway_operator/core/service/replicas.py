@@ -202,7 +202,8 @@ class _Slots:
             )
             if because:
                 in_how_long = f" in {int(pause.total_seconds())}s" if pause else ""
-                message = f"slot {slot} gets a new replica{in_how_long}: {because}"
+                counts = f"attempt {used + 1}, {failures} failures in a row"
+                message = f"slot {slot} gets a new replica{in_how_long} ({counts}): {because}"
                 events.append(Event(reason=EventReason.REPLICA_REPLACED, action="Replace", message=message))
 
         attempt = status.attempt

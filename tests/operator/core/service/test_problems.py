@@ -160,7 +160,7 @@ def texts(statuses):
     return [{(one.type, one.status, one.reason, one.message) for one in status.conditions} for status in statuses]
 
 
-@pytest.mark.capability("OP-5")
+@pytest.mark.capability("OP-6")
 def test_one_image_that_cannot_be_pulled_is_one_condition_and_one_warning_however_often_it_is_tried():
     """Finding 17: ErrImagePull was no image error, so ImagePullFailed and Loading alternated at each retry."""
     service = a_service(runtime={"image": "nowhere/runtime:1"})
@@ -179,7 +179,7 @@ def test_one_image_that_cannot_be_pulled_is_one_condition_and_one_warning_howeve
     assert len(warnings) == 1
 
 
-@pytest.mark.capability("OP-5")
+@pytest.mark.capability("OP-6")
 def test_a_replica_that_crashes_again_and_again_is_one_condition_and_one_warning():
     """Finding 17: CrashLooping and Loading alternated with each run of the container."""
     service = a_service()
@@ -198,7 +198,7 @@ def test_a_replica_that_crashes_again_and_again_is_one_condition_and_one_warning
     assert "out of memory" in warnings[0].message
 
 
-@pytest.mark.capability("OP-5")
+@pytest.mark.capability("OP-6")
 def test_crash_looping_holds_for_the_next_attempt_and_ends_when_a_replica_is_ready():
     """Finding 17: a replica that was replaced after five crashes began as Loading again."""
     service = a_service()
