@@ -96,6 +96,13 @@ class Drain(Struct):
     """Shortest wait between leaving the route and stopping, until every router knows."""
 
 
+class Availability(Struct):
+    """What keeps the service available when replicas fail."""
+
+    replace_after_unhealthy_seconds: int = Field(default=120, ge=10, le=86_400)
+    """A replica that was ready and is not ready for this long is replaced, one replica at a time."""
+
+
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -158,6 +165,8 @@ class InferenceServiceSpec(Struct):
     """How a new revision replaces the old one."""
     drain: Drain = Drain()
     """How a replica goes: it leaves the route, finishes its requests, and only then stops."""
+    availability: Availability = Availability()
+    """What keeps the service available when replicas fail."""
 
 
 class InferenceService(Struct):

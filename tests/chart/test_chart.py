@@ -234,6 +234,8 @@ MAY = [
     ("operator", "list", "nodes"),
     ("operator", "patch", "poddisruptionbudgets.policy"),
     ("operator", "delete", "services"),
+    ("operator", "create", "controllerrevisions.apps"),
+    ("operator", "delete", "controllerrevisions.apps"),
     ("operator", "create", "events.events.k8s.io"),
     ("gateway", "watch", "pods"),
     ("gateway", "list", "inferenceservices.slipway.dev"),

@@ -13,7 +13,9 @@ from slipway_kube.objects import Node, Pod
 from slipway_operator.controller.memory import Memory
 from slipway_operator.controller.store import StoredService
 from slipway_operator.core.observed import Defaults, Namesake, Sample
+from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import Observer, PodIndex, node_facts, replica
+from slipway_operator.inputs.revisions import RevisionIndex
 
 CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
 
@@ -98,17 +100,17 @@ def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
 
     assert (facts.waiting_reason, facts.waiting_message, facts.restarts) == ("CrashLoopBackOff", "back-off 40s", 4)
     assert facts.last_exit == "OOMKilled (exit code 137)"
-    assert not facts.was_ready
+    assert not facts.started
     assert not facts.is_terminated
 
 
-def test_the_kubelet_tells_whether_the_present_run_was_ready_and_whether_it_has_ended():
+def test_the_kubelet_tells_whether_the_present_run_started_and_whether_it_has_ended():
     hung = {"name": "server", "started": True, "ready": False, "state": {"running": {}}}
     ended = {"name": "server", "started": False, "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
 
-    assert replica(a_pod(status={"containerStatuses": [hung]}), None).was_ready
+    assert replica(a_pod(status={"containerStatuses": [hung]}), None).started
     facts = replica(a_pod(status={"containerStatuses": [ended]}), None)
-    assert (facts.was_ready, facts.is_terminated, facts.last_exit) == (False, True, "Error (exit code 137)")
+    assert (facts.started, facts.is_terminated, facts.last_exit) == (False, True, "Error (exit code 137)")
 
 
 def test_the_word_that_the_runtime_left_goes_into_one_line():
@@ -186,6 +188,8 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
         {("", "node-a"): a_node(spec={"unschedulable": True}), ("", "node-b"): a_node()},
         {pod.uid: sample}.get,
         lambda key: [StoredService("uid-2", 1, {"metadata": {"name": "talk", "namespace": key.namespace}})],
+        RevisionIndex(),
+        NodeCounts(),
         defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
         token_digests=lambda namespace, name: (f"{namespace}/{name}",),
         asking_since=lambda: at("2026-01-01T00:00:00+00:00"),

@@ -175,6 +175,9 @@ subjects:
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch, delete]
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [get, list, watch, create, delete]  # what each revision's pods are built from
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

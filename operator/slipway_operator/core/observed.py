@@ -7,7 +7,7 @@ come back in through `service.status` or through pod metadata, because those sur
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
@@ -99,9 +99,11 @@ class Replica:
     unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
     ready: bool = False  # condition Ready
     ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
+    unready_since: datetime | None = None  # ... while it is not True
+    started: bool = False  # containerStatuses[server].started: this run of the server was ready once
+    scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
-    was_ready: bool = False  # the startup probe of the present run has succeeded
     is_terminated: bool = False  # the present run has ended, and the kubelet has not said yet what comes next
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
@@ -120,7 +122,20 @@ class Node:
     name: str
     ready: bool = True
     not_ready_since: datetime | None = None  # lastTransitionTime of its Ready condition while that is not True
+    ready_since: datetime | None = None  # ... while it is True
     cordoned: bool = False  # spec.unschedulable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRevision:
+    """The facts of one ControllerRevision that carries the service's label."""
+
+    name: str
+    uid: str
+    owner_uid: str
+    hash: str  # label
+    number: int  # .revision: counts up, newest highest
+    data: Mapping[str, Any]  # .data, as `core.service.revision` built it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +182,9 @@ class Observed:
     namesakes: tuple[Namesake, ...] = ()
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
+    disrupted: bool = False
+    """Whether most nodes of the cluster look lost at once, so that the fault is more likely between us and them."""
+    revisions: tuple[StoredRevision, ...] = ()  # ControllerRevisions with the service's label, whatever their owner
     defaults: Defaults
     token_digests: TokenDigests
 
@@ -177,3 +195,11 @@ class Observed:
     applied: Mapping[str, str] = field(default_factory=dict)
     """`ApplyChild.key` -> `ApplyChild.digest` of what the executor applied; emptied on resync, which heals drift."""
     failures: tuple[Failure, ...] = ()
+
+
+def is_disruption(not_ready: int, nodes: int) -> bool:
+    """Whether so many nodes look lost that the fault is more likely between us and them; `Observed.disrupted`.
+
+    All of them, or at least three that are 55 percent: the limits of Kubernetes' node-lifecycle-controller.
+    """
+    return not_ready > 0 and (not_ready == nodes or (not_ready >= 3 and not_ready * 100 >= nodes * 55))

@@ -12,7 +12,7 @@ from typing import Any
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_operator.core.actions import ApplyChild
-from slipway_operator.core.service.pod import owner_reference
+from slipway_operator.core.service.revision import owner_reference
 
 
 def children(service: InferenceService, *, desired: int, applied: Mapping[str, str]) -> tuple[ApplyChild, ...]:

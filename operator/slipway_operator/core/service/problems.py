@@ -28,7 +28,7 @@ from slipway_api import names
 from slipway_api.conditions import Condition, ConditionType, Reason, find_condition
 from slipway_api.inference_status import AttemptStatus
 from slipway_api.runtime_api import ReadyReason
-from slipway_operator.core.health import Member, Stage, severity
+from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
 from slipway_operator.core.service import model_access
 from slipway_operator.core.service.replicas import Assignment
@@ -82,7 +82,7 @@ def find_problems(
 ) -> Problems:
     """Finds everything that is wrong, worst first."""
     not_serving = [one for one in members if (one.is_live and not one.is_ready) or one.stage is Stage.LOST]
-    not_serving.sort(key=lambda one: (severity(one.stage), one.replica.name))
+    not_serving.sort(key=lambda one: (one.stage.severity, one.replica.name))
     waiting = [status for status in assignment.attempts if status.not_before and now < status.not_before]
     serves = any(one.is_ready and one.replica.revision == revision.hash for one in members)
     return Problems(
@@ -154,8 +154,8 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
         case Stage.DEAD:
             how = replica.phase_reason or replica.last_exit or replica.phase
             return f"{replica.name} has ended: {how}"
-        case Stage.LOADING if replica.was_ready:
-            return _describe_unready(replica, observed)
+        case Stage.UNREADY | Stage.UNHEALTHY:
+            return _describe_unready(member, observed)
         case Stage.CRASHING | Stage.LOADING if ended_runs(replica):
             return _describe_restarts(replica)
         case Stage.OVERDUE:
@@ -170,10 +170,13 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
     return f"{replica.name} {member.stage.value}"
 
 
-def _describe_unready(replica: Replica, observed: Observed) -> str:
-    node = observed.nodes.get(replica.node)
+def _describe_unready(member: Member, observed: Observed) -> str:
+    replica, node = member.replica, observed.nodes.get(member.replica.node)
+    if replica.sample is not None and replica.sample.draining:
+        return f"{replica.name} is draining"
     why = "its readiness probe fails" if node is None or node.ready else f"node {replica.node} does not answer"
-    return f"{replica.name} is not ready any more: {why}"
+    consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
+    return f"{replica.name} is not ready any more: {why}{consequence}"
 
 
 def _describe_start(member: Member, observed: Observed) -> str:

@@ -35,6 +35,7 @@ from slipway_api.conditions import (
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import (
     Address,
+    AttemptStatus,
     AutoscalingStatus,
     CapacityStatus,
     InferenceServiceStatus,
@@ -42,10 +43,10 @@ from slipway_api.inference_status import (
     ScalingDecision,
     SignalStatus,
 )
+from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
-from slipway_operator.core.service import rollout
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
@@ -58,14 +59,35 @@ MOST_REVISIONS: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Everything that this pass decided, for status to tell."""
+    """Everything that this pass decided; status is built from it."""
 
     members: Sequence[Member]
     revision: Revision
     desired: int
     scaling: Recommendation | None  # None: the spec fixes the number
     rollout: RolloutStep
-    assignment: Assignment
+    assignment: Assignment  # of the revision that the spec asks for
+    stable: Revision | None  # the revision that replicas are rebuilt of meanwhile
+    stable_assignment: Assignment
+
+    @property
+    def attempts(self) -> tuple[AttemptStatus, ...]:
+        """What status remembers of the slots of both revisions."""
+        return self.assignment.attempts + self.stable_assignment.attempts
+
+    @property
+    def must_record(self) -> bool:
+        """Whether a replica waits until status carries its attempt."""
+        return self.assignment.must_record or self.stable_assignment.must_record
+
+    @property
+    def assignment_events(self) -> tuple[Event, ...]:
+        """What happened to single slots."""
+        return self.assignment.events + self.stable_assignment.events
+
+    def ready_of(self, revision: str) -> int:
+        """Ready replicas of one revision."""
+        return sum(one.is_ready and one.replica.revision == revision for one in self.members)
 
 
 def build_status(observed: Observed, decided: Decided, now: datetime) -> InferenceServiceStatus:
@@ -91,17 +113,17 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         draining_replicas=sum(one.replica.state == names.STATE_DRAINING for one in decided.members),
         desired_replicas=decided.desired,
         selector=f"{names.LABEL_SERVICE}={name}",
-        served_name=service.served_name,
+        served_name=_served_name(service, decided),
         current_revision=current,
         update_revision=decided.revision.hash,
         revisions=_revisions(observed, decided, current),
-        attempts=decided.assignment.attempts,
+        attempts=decided.attempts,
         autoscaling=_autoscaling(service, decided, now),
         capacity=_capacity(decided) or before.capacity,
     )
 
 
-def farewell_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
+def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
     """The status of a service that drains because it is being deleted: only the counts still move."""
     return observed.service.status.model_copy(
         update={
@@ -129,17 +151,28 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
     kept = [one for one in older if one in needed or one in spare][: MOST_REVISIONS - 1]
 
     images = {update.hash: update.image} | {one.hash: one.image for one in kept}
-    share = rollout.weights(decided.members, list(images), current=current)
+    served = {one.hash for one in service.status.revisions if one.served}
+    if decided.desired and decided.rollout.serves_instead:
+        served.add(update.hash)
     return tuple(
         RevisionStatus(
             name=f"{service.metadata.name}-{hash[:5]}",
             hash=hash,
             image=image,
-            weight=share[hash],
-            ready=sum(one.is_ready and one.replica.revision == hash for one in decided.members),
+            weight=decided.rollout.weights.get(hash, 0),
+            ready=decided.ready_of(hash),
+            served=hash in served,
         )
         for hash, image in images.items()
     )
+
+
+def _served_name(service: InferenceService, decided: Decided) -> str:
+    """What clients send as `model`: a changed name is valid from the first replica on that answers to it."""
+    update, stable = decided.revision, decided.stable
+    if stable and decided.ready_of(stable.hash) and not decided.ready_of(update.hash):
+        return stable.apply_to(service).served_name
+    return service.served_name
 
 
 def _capacity(decided: Decided) -> CapacityStatus | None:
@@ -321,7 +354,7 @@ def _past_deadline(
     if not still and (deadline is None or now < deadline):
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds
-    new = sum(one.is_ready and one.replica.revision == decided.revision.hash for one in decided.members)
+    new = decided.ready_of(decided.revision.hash)
     sentence = problems.summarize(new, decided.desired, decided.revision.hash)
     return (
         Reason.PROGRESS_DEADLINE_EXCEEDED,

@@ -5,8 +5,8 @@ import pytest
 from slipway_operator.core.actions import Event
 from slipway_operator.core.observed import Node
 from slipway_operator.core.service.plan import plan
-from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
-from tests.operator.core.model_cluster import ModelCluster
+from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seconds, seen
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 KILLED = "Error (exit code 137)"
 NODE = Node(name="node-1", ready=False, not_ready_since=T0 - minutes(1))
@@ -27,7 +27,7 @@ class Watched:
         made = plan(seen(self.service, *pods, nodes=nodes, ready_before=self.ready_before), self.now)
         self.service = self.service.model_copy(update={"status": made.status})
         self.ready_before = made.ready
-        self.now += minutes(1)
+        self.now += seconds(5)
         return [event for event in made.events if event.reason.startswith("Replica")]
 
 
@@ -53,8 +53,8 @@ def test_a_server_that_is_killed_is_told_once_with_its_exit_code_and_the_number_
 @pytest.mark.parametrize(
     ("facts", "nodes", "cause"),
     [
-        ({"was_ready": True}, (), "is not ready any more: its readiness probe fails"),
-        ({"was_ready": True}, (Node(name="node-1", ready=False, not_ready_since=T0 + minutes(1)),), "node node-1 does"),
+        ({"started": True}, (), "is not ready any more: its readiness probe fails"),
+        ({"started": True}, (Node(name="node-1", ready=False, not_ready_since=T0),), "node node-1 does"),
         ({}, (NODE,), "node node-1 of"),
         ({"phase": "Failed", "phase_reason": "Evicted"}, (), "has ended: Evicted"),
     ],
@@ -88,9 +88,9 @@ def test_a_failure_is_told_although_another_replica_becomes_ready_at_the_same_mo
     """C4: counts alone would have been equal, 2 of 3 before and after."""
     watched = Watched()
     first, second, third = watched.pods
-    watched.look(first.loading().but(was_ready=True), second, third)
+    watched.look(first.loading().but(started=True), second, third)
 
-    events = watched.look(first, second.loading().but(was_ready=True), third)
+    events = watched.look(first, second.loading().but(started=True), third)
 
     assert [(event.reason, event.pod) for event in events] == [
         ("ReplicaUnhealthy", second.replica.name),
@@ -99,7 +99,7 @@ def test_a_failure_is_told_although_another_replica_becomes_ready_at_the_same_mo
 
 
 def test_a_replica_that_was_asked_to_go_is_not_called_unhealthy():
-    world = ModelCluster(a_service(replicas=3))
+    world = SimulatedCluster(a_service(replicas=3))
     world.reconcile()
     world.run(40)
     world.service = edited(world.service, replicas=1)
@@ -114,10 +114,10 @@ def test_a_replica_that_was_asked_to_go_is_not_called_unhealthy():
 def test_a_new_leader_tells_nothing_of_what_was_so_before_it_led():
     watched = Watched()
     failed, *others = watched.pods
-    watched.look(failed.loading().but(was_ready=True), *others)
+    watched.look(failed.loading().but(started=True), *others)
     watched.ready_before = None
 
-    assert watched.look(failed.loading().but(was_ready=True), *others) == []
+    assert watched.look(failed.loading().but(started=True), *others) == []
 
 
 def test_a_replacement_is_told_with_its_attempt_the_failures_and_the_cause():

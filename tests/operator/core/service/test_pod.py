@@ -201,7 +201,7 @@ def test_merges_the_users_overlay_by_name():
     pod = pod_of(service)
     spec = pod["spec"]
     assert pod["metadata"]["labels"]["team"] == "search"
-    assert pod["metadata"]["annotations"] == {"note": "x"}
+    assert pod["metadata"]["annotations"] == {"note": "x", "slipway.dev/served-name": "chat"}
     assert spec["nodeSelector"] == {"zone": "a"}
     assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert [one["topologyKey"] for one in spec["topologySpreadConstraints"]] == ["kubernetes.io/hostname", "zone"]
