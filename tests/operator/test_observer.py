@@ -104,7 +104,7 @@ def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
     assert not facts.is_terminated
 
 
-def test_the_kubelet_tells_whether_the_present_run_was_ready_and_whether_it_has_ended():
+def test_the_kubelet_tells_whether_the_present_run_started_and_whether_it_has_ended():
     hung = {"name": "server", "started": True, "ready": False, "state": {"running": {}}}
     ended = {"name": "server", "started": False, "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
 

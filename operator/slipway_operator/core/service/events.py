@@ -11,9 +11,10 @@ from collections.abc import Set as AbstractSet
 
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event
-from slipway_operator.core.health import Member, Stage
-from slipway_operator.core.observed import Observed
+from slipway_operator.core.health import Member
+from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.problems import describe_replica
 from slipway_operator.core.service.status import Decided
 
@@ -63,7 +64,7 @@ def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
     """
     before = observed.ready_before or frozenset()
     fallen = [one for one in decided.members if one.replica.name in before and not one.is_ready]
-    failed = [one for one in fallen if one.stage not in (Stage.DRAINING, Stage.TERMINATING)]
+    failed = [one for one in fallen if not _was_asked_to_go(one.replica)]
     sentences = {one.replica.name: describe_replica(one, observed, decided.revision) for one in failed}
     gone = before - {one.replica.name for one in decided.members}
     sentences |= {name: f"{name} is gone: its pod was deleted" for name in gone}
@@ -77,6 +78,11 @@ def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
         )
         for name, sentence in sorted(sentences.items())
     ]
+
+
+def _was_asked_to_go(replica: Replica) -> bool:
+    drains = replica.state == STATE_DRAINING or (replica.sample is not None and replica.sample.draining)
+    return drains or replica.deleted_at is not None
 
 
 def _ready_events(

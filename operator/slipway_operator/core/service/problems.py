@@ -155,7 +155,7 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
             how = replica.phase_reason or replica.last_exit or replica.phase
             return f"{replica.name} has ended: {how}"
         case Stage.UNREADY | Stage.UNHEALTHY:
-            return _describe_unready(replica, observed)
+            return _describe_unready(member, observed)
         case Stage.CRASHING | Stage.LOADING if ended_runs(replica):
             return _describe_restarts(replica)
         case Stage.OVERDUE:
@@ -170,10 +170,13 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
     return f"{replica.name} {member.stage.value}"
 
 
-def _describe_unready(replica: Replica, observed: Observed) -> str:
-    node = observed.nodes.get(replica.node)
+def _describe_unready(member: Member, observed: Observed) -> str:
+    replica, node = member.replica, observed.nodes.get(member.replica.node)
+    if replica.sample is not None and replica.sample.draining:
+        return f"{replica.name} is draining"
     why = "its readiness probe fails" if node is None or node.ready else f"node {replica.node} does not answer"
-    return f"{replica.name} is not ready any more: {why}"
+    consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
+    return f"{replica.name} is not ready any more: {why}{consequence}"
 
 
 def _describe_start(member: Member, observed: Observed) -> str:

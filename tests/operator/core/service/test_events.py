@@ -1,12 +1,12 @@
 """Events of a service's replicas: each failure is told once, with its cause and the number that is left."""
 
 import pytest
-from tests.operator.core.simulated_cluster import SimulatedCluster
 
 from slipway_operator.core.actions import Event
 from slipway_operator.core.observed import Node
 from slipway_operator.core.service.plan import plan
-from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
+from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seconds, seen
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 KILLED = "Error (exit code 137)"
 NODE = Node(name="node-1", ready=False, not_ready_since=T0 - minutes(1))
@@ -27,7 +27,7 @@ class Watched:
         made = plan(seen(self.service, *pods, nodes=nodes, ready_before=self.ready_before), self.now)
         self.service = self.service.model_copy(update={"status": made.status})
         self.ready_before = made.ready
-        self.now += minutes(1)
+        self.now += seconds(5)
         return [event for event in made.events if event.reason.startswith("Replica")]
 
 
@@ -54,7 +54,7 @@ def test_a_server_that_is_killed_is_told_once_with_its_exit_code_and_the_number_
     ("facts", "nodes", "cause"),
     [
         ({"started": True}, (), "is not ready any more: its readiness probe fails"),
-        ({"started": True}, (Node(name="node-1", ready=False, not_ready_since=T0 + minutes(1)),), "node node-1 does"),
+        ({"started": True}, (Node(name="node-1", ready=False, not_ready_since=T0),), "node node-1 does"),
         ({}, (NODE,), "node node-1 of"),
         ({"phase": "Failed", "phase_reason": "Evicted"}, (), "has ended: Evicted"),
     ],
@@ -114,10 +114,10 @@ def test_a_replica_that_was_asked_to_go_is_not_called_unhealthy():
 def test_a_new_leader_tells_nothing_of_what_was_so_before_it_led():
     watched = Watched()
     failed, *others = watched.pods
-    watched.look(failed.unready(since=T0 + minutes(1)), *others)
+    watched.look(failed.loading().but(started=True), *others)
     watched.ready_before = None
 
-    assert watched.look(failed.unready(since=T0 + minutes(1)), *others) == []
+    assert watched.look(failed.loading().but(started=True), *others) == []
 
 
 def test_a_replacement_is_told_with_its_attempt_the_failures_and_the_cause():

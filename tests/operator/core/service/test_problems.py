@@ -254,7 +254,7 @@ def test_the_next_attempt_of_a_slot_says_how_the_attempt_before_it_ended():
     assert ended in said.message
 
 
-def test_a_replica_that_was_ready_and_fails_its_probe_is_not_called_loading():
+def test_a_replica_that_started_and_fails_its_probe_is_not_called_loading():
     """C4: a hung replica "is loading" was what the condition said."""
     service = a_service(replicas=2)
     hung = a_pod(service=service).loading().but(started=True)
