@@ -39,6 +39,7 @@ from slipway_runtime.server.boot import load_adapters, prefill
 from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
@@ -67,14 +68,9 @@ def run(settings: RuntimeSettings) -> int:
 
 
 async def serve(settings: RuntimeSettings) -> int:
-    """Serve until SIGTERM or until it cannot go on; the exit code."""
+    """Serve until SIGTERM or until it cannot go on; the exit code. Without a model, wait for POST /model."""
     replica = Replica(
-        Identity(
-            model=settings.model_name,
-            revision=settings.revision,
-            namespace=settings.namespace,
-            uri=settings.model_uri,
-        ),
+        Identity(model="", namespace=settings.namespace),
         drain_timeout=settings.drain_timeout,
         stall_seconds=settings.stall_seconds,
         hang_seconds=settings.hang_seconds,
@@ -86,7 +82,8 @@ async def serve(settings: RuntimeSettings) -> int:
         adapter_endpoints=settings.adapter_endpoints,
         token_digests=settings.serving_token_digests,
     )
-    admin = admin_app(replica, token_digests=settings.admin_token_digests)
+    choice = ModelChoice(settings, replica)
+    admin = admin_app(replica, choice, token_digests=settings.admin_token_digests)
     # The threads end after the ports: a request that came just before the end is answered, not met by a closed pool.
     threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt")
     async with (
@@ -96,7 +93,7 @@ async def serve(settings: RuntimeSettings) -> int:
     ):
         control = await serve_control(replica, settings.run_directory)
         log.info("listening", model=settings.model_name, port=port, admin_port=admin_port)
-        loading = asyncio.create_task(_load_and_run(settings, replica, threads))
+        loading = asyncio.create_task(_load_and_run(choice, replica, threads))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -138,8 +135,9 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
     return stop
 
 
-async def _load_and_run(settings: RuntimeSettings, replica: Replica, threads: ThreadPoolExecutor) -> int:
+async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPoolExecutor) -> int:
     """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
+    settings = await choice.chosen()
     began = time.monotonic()
 
     def hear(news: Loading | WarmingUp) -> None:

@@ -18,13 +18,13 @@ from slipway_api.runtime_api import (
     Body,
     DrainRequest,
     LoadAdapterRequest,
-    LoadModelRequest,
-    ModelInfo,
+    ModelSpec,
     SleepRequest,
     SleepStatus,
 )
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.errors import ApiError, unavailable
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.state import state_of
 
@@ -153,18 +153,17 @@ def _hear(task: asyncio.Task[object]) -> None:
 @routes.get(names.PATH_MODEL)
 async def model(http: Request) -> Response:
     """Which model is here."""
-    return _wire(_model(http))
+    choice: ModelChoice = http.app.state.model_choice
+    return _wire(choice.info())
 
 
 @routes.post(names.PATH_MODEL)
 async def load_model(http: Request) -> Response:
-    """Serve a model. This process serves one from its start to its end: another one is a 409."""
-    asked = await _asked(http, LoadModelRequest, '{"uri": …, "servedName": …, "revision": …}')
-    here = _model(http)
-    same_name = asked.served_name in {"", here.served_name}
-    if asked.uri != here.uri or not same_name or asked.revision not in {"", here.revision}:
-        raise ApiError(409, "another model is here; it stays until the process ends")
-    return _wire(here, 200 if here.loaded else 202)
+    """Serve a model: 202 while it loads, 200 when it answers. A process without one takes it; another one is a 409."""
+    choice: ModelChoice = http.app.state.model_choice
+    choice.choose(await _asked(http, ModelSpec, "a ModelSpec, with at least a uri"))
+    info = choice.info()
+    return _wire(info, 200 if info.loaded else 202)
 
 
 @routes.post(names.PATH_SLEEP)
@@ -182,14 +181,3 @@ async def wake_up(http: Request) -> Response:
     replica: Replica = http.app.state.replica
     await replica.wake_up()
     return _wire(SleepStatus(sleeping=False))
-
-
-def _model(http: Request) -> ModelInfo:
-    replica: Replica = http.app.state.replica
-    identity = replica.identity
-    return ModelInfo(
-        uri=identity.uri,
-        served_name=identity.model,
-        revision=identity.revision,
-        loaded=replica.loaded is not None,
-    )

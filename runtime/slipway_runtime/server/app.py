@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 import slipway_api
 from slipway_runtime.server import about, adapter_routes, admin, chat, completions, errors
 from slipway_runtime.server.middleware import ServingMiddleware
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module has no name for it before 3.12
@@ -50,10 +51,11 @@ def serving_app(
     )
 
 
-def admin_app(replica: Replica, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
+def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
     """What the operator, the gateway and the kubelet talk to."""
     app = FastAPI(title="Slipway runtime, admin port", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
+    app.state.model_choice = choice
     app.state.admin_token_digests = token_digests
     errors.install(app)
     for router in (admin.open_routes, admin.routes, about.probes):

@@ -2,6 +2,7 @@
 
 | engine        | draining | seconds without a step, with work | ready | reason          | health |
 |---------------|----------|-----------------------------------|-------|-----------------|--------|
+| none asked for| any      | –                                 | no    | NoModel         | yes    |
 | not there yet | any      | –                                 | no    | Downloading     | yes    |
 | not there yet | any      | –                                 | no    | Loading         | yes    |
 | warming up    | any      | –                                 | no    | WarmingUp       | yes    |
@@ -35,6 +36,7 @@ log = structlog.get_logger()
 ENGINE_STOPPED: Final = "the engine of this replica has stopped"
 _ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
 _STARTING: Final = {
+    ReadyReason.NO_MODEL: "no model yet: POST /model brings one",
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
@@ -59,7 +61,7 @@ class Replica:
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
-        self._phase = ReadyReason.LOADING
+        self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.NO_MODEL
         self._progress = ""
         self._draining = False
         self._refusing = False  # new requests: from some seconds after the drain began
@@ -75,6 +77,11 @@ class Replica:
         self._asleep = 0  # the level; 0: awake
 
     # --- becoming ready
+
+    def name_model(self, identity: Identity) -> None:
+        """The model that this process will serve is known."""
+        self.identity = identity
+        self._phase = ReadyReason.LOADING
 
     def downloading(self) -> None:
         """The model is being brought from where it lives."""
@@ -178,7 +185,7 @@ class Replica:
 
     def model_for(self, name: str) -> LoadedModel:
         """What answers a request for `name`; raises ApiError where nothing does."""
-        if not self.identity.answers_to(name):
+        if self.identity.uri and not self.identity.answers_to(name):
             raise unknown_model(name)
         if self.loaded is None:
             raise unavailable(self.ready().message)
