@@ -5,7 +5,6 @@ A new one is a function of the stage and a line in FAULTS.
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def kill_leader_while_scaling(stage: Stage) -> None:
 
 def restart_gateways(stage: Stage) -> None:
     stage.kubectl("-n", RELEASE_NAMESPACE, "rollout", "restart", "deployment/slipway-gateway")
-    stage.kubectl("-n", RELEASE_NAMESPACE, "rollout", "status", "deployment/slipway-gateway", "--timeout=110s")
+    wait_for("every gateway is up", lambda: checks.deployment_is_up(stage.slipway, "slipway-gateway"), timeout=240)
 
 
 def delete_gateway(stage: Stage) -> None:
@@ -310,10 +309,8 @@ def kill_replica_and_leader_without_apiserver(stage: Stage) -> None:
 
 
 def roll_out_while_node_is_cut(stage: Stage) -> None:
-    cut = threading.Thread(target=cut_node, args=(stage,))
     stage.apply(service(FIXED, maxNumSeqs=20))
-    cut.start()
-    cut.join()
+    cut_node(stage)
     wait_for("the new revision serves alone", lambda: is_rolled_out(stage), timeout=180)
     stage.apply(service(FIXED))
 

@@ -16,6 +16,7 @@ from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway, wait_for
 
 FIXED, AUTO, SPARE = "fixed", "auto", "spare"  # three replicas; one to three; made and deleted by faults
 REPLICAS = 3
+ENGINE = "slipway_runtime.engine"  # in the command line of the engine process
 SETTLED_SECONDS = 240.0  # how long recovery may take
 
 
@@ -118,7 +119,7 @@ class Stage:
 
     def signal(self, pod: str, how: int, namespace: str = USER_NAMESPACE, *, engine_only: bool = False) -> None:
         """Signal the processes of a pod, or its engine process alone; raises where there is none."""
-        if not self.cluster.kill_container(namespace, pod, how=how, only="multiprocessing" if engine_only else ""):
+        if not self.cluster.kill_container(namespace, pod, how=how, only=ENGINE if engine_only else ""):
             raise AssertionError(f"no process of {namespace}/{pod} was signalled")
 
     def scale(self, replicas: int) -> None:
