@@ -26,6 +26,7 @@ FIELD_MANAGER: Final = "slipway-operator"
 FIELD_MANAGER_META: Final = "slipway-operator-meta"
 
 # Annotations on pods, written by the operator.
+ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it

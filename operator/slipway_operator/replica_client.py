@@ -1,7 +1,7 @@
 """The admin port of one runtime pod: ask for its signals, tell it to drain.
 
-Every call has a deadline and all calls together have a bound, so that a thousand silent pods cost a thousand
-timeouts spread over time, never a thousand sockets at once.
+Every call has a deadline. How many run at once, and whose turn it is, is for the callers to say: scrapes and drains
+are bounded apart, each fairly between services (`controller.isolation`).
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from slipway_api import names
 from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
+from slipway_kube.objects import Pod
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -51,6 +52,13 @@ class Address:
     ip: str
     nonce: str = field(default="", repr=False)  # annotation slipway.dev/admin-nonce
     owner_uid: str = field(default="", repr=False)  # uid of the controlling ownerReference
+
+
+def address_of(pod: Pod) -> Address:
+    """The admin port of a pod that has an IP address."""
+    owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
+    nonce = pod.metadata.annotations.get(names.ANNOTATION_ADMIN_NONCE, "")
+    return Address(pod.namespace, pod.name, pod.status.pod_ip, nonce=nonce, owner_uid=owner)
 
 
 class Tokens(Protocol):
@@ -105,12 +113,10 @@ class ReplicaClient:
         tokens: Tokens,
         *,
         timeout_seconds: float = 2.0,
-        max_concurrent: int = 64,
     ) -> None:
         self._dial = dial
         self._tokens = tokens
         self._timeout = timeout_seconds
-        self._slots = asyncio.Semaphore(max_concurrent)
 
     async def signals(self, replica: Address) -> Signals:
         """Its load, now."""
@@ -134,14 +140,13 @@ class ReplicaClient:
     async def _call(
         self, method: str, replica: Address, path: str, answer: type[BodyT], body: Body | None = None
     ) -> BodyT:
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._timeout):
-                    raw = await self._open(method, replica, path, body)
-            except TimeoutError as exc:
-                raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
-            except (aiohttp.ClientError, KubeError, OSError) as exc:
-                raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
+        try:
+            async with asyncio.timeout(self._timeout):
+                raw = await self._open(method, replica, path, body)
+        except TimeoutError as exc:
+            raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
+        except (aiohttp.ClientError, KubeError, OSError) as exc:
+            raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
         try:
             return answer.model_validate_json(raw)
         except ValidationError as exc:

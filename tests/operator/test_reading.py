@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipway_operator.controller.reading import read
+from slipway_operator.inputs.reading import read
 
 MODEL = {"uri": "file:///models/tiny"}
 

@@ -124,26 +124,6 @@ async def test_nonsense_is_refused_not_believed(tmp_path):
             await client.signals(CHAT)
 
 
-async def test_no_more_calls_at_once_than_allowed(tmp_path):
-    open_now, most = 0, 0
-
-    async def slow(reader, writer):
-        nonlocal open_now, most
-        open_now += 1
-        most = max(most, open_now)
-        await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.02)
-        open_now -= 1
-        writer.close()
-
-    server = await asyncio.start_server(slow, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, a_client(masters_in(tmp_path, NEW), port, max_concurrent=3) as client:
-        await asyncio.gather(*(client.signals(CHAT) for _ in range(12)), return_exceptions=True)
-
-    assert most == 3
-
-
 async def test_dials_an_ipv6_pod(tmp_path):
     address = Address("team", "chat-abcde-0-0", "::1")
     runtime = RuntimeDouble(digests=(digest(NEW, address),), running=1)

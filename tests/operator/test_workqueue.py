@@ -12,7 +12,7 @@ from tests.operator.virtual_time import run_in_virtual_time
 
 
 def a_queue(jitter: float = 1.0) -> WorkQueue[str]:
-    return WorkQueue(jitter=lambda: jitter)
+    return WorkQueue(uniform=lambda least, most: least + jitter * (most - least))
 
 
 def clock() -> float:

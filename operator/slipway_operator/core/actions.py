@@ -98,6 +98,16 @@ Action = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An action of the last pass that the server refused, or we did for what is not ours; it becomes a condition."""
+
+    action: str  # "CreatePod chat-x7k2p-0-0"
+    reason: str  # the API server's: Forbidden, Invalid, InternalError ...; ours: NameConflict
+    message: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
 

@@ -13,6 +13,7 @@ from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.runtime_api import Signals, State
 from slipway_api.types import ServiceKey
+from slipway_operator.core.actions import Failure as Failure
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -154,16 +155,6 @@ class PastRecommendation:
 
     at: datetime
     desired: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """An action of the last pass that the server refused, or we did for what is not ours; it becomes a condition."""
-
-    action: str  # "CreatePod chat-x7k2p-0-0"
-    reason: str  # the API server's: Forbidden, Invalid, InternalError ...; ours: NameConflict
-    message: str
-    at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """A small cluster in virtual time: API server, kubelet, garbage collector, runtimes, and real operator processes.
 
-    async with a_town(tmp_path) as town:
-        town.apply("chat", replicas=2)
-        operator = town.start_operator()
-        await town.until(lambda: len(town.serving("chat")) == 2)
+    async with simulated_cluster(tmp_path) as cluster:
+        cluster.apply("chat", replicas=2)
+        operator = cluster.start_operator()
+        await cluster.until(lambda: len(cluster.serving("chat")) == 2)
         operator.kill()                         # kill -9: nothing of it runs or writes any more
 
 Everything of the operator is real except the network, the clock and kopf, whose place a plain watch takes.
@@ -26,7 +26,8 @@ from slipway_api.runtime_api import DrainStatus, Signals
 from slipway_kube.errors import KubeError, Unreachable
 from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
 from slipway_operator.clock import Clock
-from slipway_operator.manager import Manager
+from slipway_operator.controller.kinds import Kind
+from slipway_operator.manager import KINDS, Manager, Registration
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address
 from slipway_operator.settings import OperatorSettings
@@ -75,8 +76,8 @@ class Severable(InProcessClient):
 class Process:
     """One operator process."""
 
-    def __init__(self, town: "Town", identity: str, *, dies_after_writes: int | None = None) -> None:
-        self._town = town
+    def __init__(self, cluster: "SimulatedCluster", identity: str, *, dies_after_writes: int | None = None) -> None:
+        self._cluster = cluster
         self._left = dies_after_writes
         self.writes: list[str] = []
         self.is_dead = False
@@ -84,23 +85,27 @@ class Process:
         self.lost: list[str] = []
         self.metrics = OperatorMetrics()
         self._stop = asyncio.Event()
-        client, lease_client = Severable(town.server, self), Severable(town.server, self)
+        client, lease_client = Severable(cluster.server, self), Severable(cluster.server, self)
         self.manager = Manager(
             OperatorSettings(
                 namespace="slipway-system",
                 identity=identity,
-                master_directory=town.master_directory,
-                gateway_key_directory=town.gateway_key_directory,
+                master_directory=cluster.master_directory,
+                gateway_key_directory=cluster.gateway_key_directory,
                 gateway_url="http://gateway",
             ),
             client,
             lease_client,
-            town.dial,
+            cluster.dial,
             self.metrics,
             on_lost=self._lose,
-            clock=town.clock,
+            clock=cluster.clock,
+            kinds=cluster.kinds,
         )
-        self._tasks = [asyncio.create_task(self.manager.run(self._stop)), asyncio.create_task(self._watch(client))]
+        self._tasks = [
+            asyncio.create_task(self._live()),
+            *(asyncio.create_task(self._watch(client, kind)) for kind in self.manager.kinds.values()),
+        ]
 
     @property
     def is_leader(self) -> bool:
@@ -134,7 +139,8 @@ class Process:
         """SIGTERM."""
         self._stop.set()
         await self._tasks[0]
-        self._tasks[1].cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def end(self) -> None:
         self.kill()
@@ -144,24 +150,32 @@ class Process:
         self.lost.append(reason)
         self.kill()
 
-    async def _watch(self, client: Severable) -> None:
+    async def _live(self) -> None:
+        """As `handlers` has it: start, be asked to stop, stop."""
+        try:
+            await self.manager.start()
+            await self._stop.wait()
+        finally:
+            await self.manager.stop()
+
+    async def _watch(self, client: Severable, kind: Kind) -> None:
         """As kopf does: list, watch, list again after a gap, and never say what vanished in it."""
-        path = INFERENCE_SERVICES.path()
+        path = kind.resource.path()
         while True:
             with contextlib.suppress(KubeError):
                 version = ""
                 async for page in client.list_pages(path):
                     version = page.metadata.resource_version
                     for item in page.items or ():
-                        self.manager.world.saw_service(None, msgspec.json.decode(item))
+                        self.manager.heard(kind.name, None, msgspec.json.decode(item))
                 async for line in client.watch(path, resource_version=version):
                     event = msgspec.json.decode(line)
                     if event["type"] in ("ADDED", "MODIFIED", "DELETED") and not self.is_dead:
-                        self.manager.world.saw_service(event["type"], event["object"])
+                        self.manager.heard(kind.name, event["type"], event["object"])
             await asyncio.sleep(1.0)
 
 
-class Town:
+class SimulatedCluster:
     """The cluster around the operators."""
 
     def __init__(self, master_directory: Path) -> None:
@@ -179,6 +193,7 @@ class Town:
         self.kubelet_works = True
         self.most_live_pods = 0
         self.processes: list[Process] = []
+        self.kinds: tuple[Registration, ...] = KINDS
         self._since: dict[str, float] = {}
         self.server.put(NODES, {"metadata": {"name": "node-a"}, "status": {"conditions": [_condition("Ready", self)]}})
 
@@ -336,23 +351,23 @@ class Town:
 
 
 @asynccontextmanager
-async def a_town(master_directory: Path) -> AsyncIterator[Town]:
-    """A town for as long as the block lasts."""
-    town = Town(master_directory)
-    kubelet = asyncio.create_task(town.run_kubelet())
+async def simulated_cluster(master_directory: Path) -> AsyncIterator[SimulatedCluster]:
+    """A cluster for as long as the block lasts."""
+    cluster = SimulatedCluster(master_directory)
+    kubelet = asyncio.create_task(cluster.run_kubelet())
     try:
-        yield town
+        yield cluster
         assert not kubelet.done(), kubelet
     finally:
-        for process in town.processes:
+        for process in cluster.processes:
             await process.end()
         kubelet.cancel()
         await asyncio.gather(kubelet, return_exceptions=True)
 
 
-def _condition(kind: str, town: Town, *, is_true: bool = True) -> Object:
+def _condition(kind: str, cluster: SimulatedCluster, *, is_true: bool = True) -> Object:
     try:
-        now = town.now()
+        now = cluster.now()
     except RuntimeError:
         now = T0
     return {"type": kind, "status": str(is_true), "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
