@@ -10,7 +10,6 @@ import logging
 import sys
 from contextlib import AsyncExitStack
 
-import aiohttp
 import kopf
 import structlog
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from slipway_kube import auth
 from slipway_kube.client import Client
 from slipway_kube.errors import NoCredentials
 from slipway_operator import handlers as handlers  # registers them
+from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager
 from slipway_operator.masters import MissingKey
 from slipway_operator.metrics import OperatorMetrics
@@ -59,7 +59,9 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
         if settings.replica_access == "proxy":
             dial = through_api_server(client)
         else:
-            dial = direct(await stack.enter_async_context(aiohttp.ClientSession()))
+            connections = KeptConnections()
+            stack.callback(connections.close)
+            dial = direct(connections)
         manager = Manager(settings, client, lease_client, dial, metrics)
         admin_port = await stack.enter_async_context(
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)

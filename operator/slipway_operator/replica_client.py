@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import aiohttp
 from pydantic import ValidationError
-from yarl import URL
 
 from slipway_api import names
 from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
 from slipway_kube.objects import Pod
+from slipway_operator.keepalive import KeptConnections
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -77,15 +76,13 @@ class Dial(Protocol):
         """The HTTP status and the body of the replica's answer."""
 
 
-def direct(session: aiohttp.ClientSession, *, port: int = names.ADMIN_PORT) -> Dial:
-    """Dial the pod's own address: inside the cluster. The caller owns the session."""
+def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dial:
+    """Dial the pod's own address: inside the cluster. The caller owns the connections."""
 
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        url = URL.build(scheme="http", host=replica.ip, port=port, path=path)
-        async with session.request(method, url, headers=headers, data=body, allow_redirects=False) as response:
-            return response.status, await response.read()
+        return await connections.request(method, replica.ip, port, path, headers, body)
 
     return dial
 
@@ -145,7 +142,7 @@ class ReplicaClient:
                 raw = await self._open(method, replica, path, body)
         except TimeoutError as exc:
             raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
-        except (aiohttp.ClientError, KubeError, OSError) as exc:
+        except (KubeError, OSError) as exc:
             raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
         try:
             return answer.model_validate_json(raw)

@@ -69,14 +69,16 @@ class Severable(InProcessClient):
         reply = await super()._exchange(method, path, **options)
         self._process.check()
         if is_write:
-            await self._process.after_write()
+            await self._process.after_write(f"{method} {path}")
         return reply
 
 
 class Process:
     """One operator process."""
 
-    def __init__(self, cluster: "SimulatedCluster", identity: str, *, dies_after_writes: int | None = None) -> None:
+    def __init__(
+        self, cluster: "SimulatedCluster", identity: str, *, pod_uid: str = "", dies_after_writes: int | None = None
+    ) -> None:
         self._cluster = cluster
         self._left = dies_after_writes
         self.writes: list[str] = []
@@ -90,6 +92,7 @@ class Process:
             OperatorSettings(
                 namespace="slipway-system",
                 identity=identity,
+                pod_uid=pod_uid,
                 master_directory=cluster.master_directory,
                 gateway_key_directory=cluster.gateway_key_directory,
                 gateway_url="http://gateway",
@@ -121,7 +124,9 @@ class Process:
             await asyncio.Event().wait()
         self.writes.append(what)
 
-    async def after_write(self) -> None:
+    async def after_write(self, what: str) -> None:
+        self._cluster.on_write(what)
+        await asyncio.sleep(self._cluster.write_seconds)
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -191,6 +196,10 @@ class SimulatedCluster:
         self.start_seconds = 1.0
         self.stop_seconds = 0.5
         self.kubelet_works = True
+        self.write_seconds = 0.0
+        self.on_write: Callable[[str], None] = lambda _what: None
+        self.silent: Callable[[str], bool] = lambda _pod: False
+        self.sampled: list[tuple[float, str]] = []  # when which pod answered for its signals
         self.most_live_pods = 0
         self.processes: list[Process] = []
         self.kinds: tuple[Registration, ...] = KINDS
@@ -310,6 +319,8 @@ class SimulatedCluster:
     ) -> tuple[int, bytes]:
         """The admin ports of all pods."""
         await asyncio.sleep(0.001)
+        if self.silent(replica.pod):
+            await asyncio.Event().wait()
         pod = self.server.get(PODS, replica.namespace, replica.pod)
         if pod is None or replica.pod not in self.runtimes:
             raise ConnectionRefusedError(replica.pod)
@@ -322,6 +333,7 @@ class SimulatedCluster:
             runtime.drained_with.append(msgspec.json.decode(body or b"{}").get("timeoutSeconds"))
             drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
+        self.sampled.append((self.time(), replica.pod))
         signals = Signals(
             boot_id=pod["metadata"]["uid"],
             kv_usage=runtime.kv_usage,
@@ -333,8 +345,9 @@ class SimulatedCluster:
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
-    def start_operator(self, *, dies_after_writes: int | None = None) -> Process:
-        process = Process(self, f"operator-{len(self.processes)}", dies_after_writes=dies_after_writes)
+    def start_operator(self, identity: str = "", *, pod_uid: str = "", dies_after_writes: int | None = None) -> Process:
+        identity = identity or f"operator-{len(self.processes)}"
+        process = Process(self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes)
         self.processes.append(process)
         return process
 

@@ -3,10 +3,10 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
+from slipway_operator.keepalive import KeptConnections
 from slipway_operator.masters import Masters, MissingKey
 from slipway_operator.replica_client import (
     Address,
@@ -34,8 +34,11 @@ def masters_in(directory, current: bytes, previous: bytes | None = None) -> Mast
 
 @asynccontextmanager
 async def a_client(masters: Masters, port: int, **options):
-    async with aiohttp.ClientSession() as session:
-        yield ReplicaClient(direct(session, port=port), masters, **options)
+    connections = KeptConnections()
+    try:
+        yield ReplicaClient(direct(connections, port=port), masters, **options)
+    finally:
+        connections.close()
 
 
 async def test_asks_for_signals_with_the_token_of_the_pod(tmp_path):

@@ -93,6 +93,8 @@ volumes:
 {{- define "slipway.commonEnv" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
 - name: SLIPWAY_NAMESPACE
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
 - name: SLIPWAY_GATEWAY_KEY_DIR

@@ -5,8 +5,8 @@ has its moment, the same in every period, and comes with the lowest urgency.
 """
 
 import asyncio
+import hashlib
 import random
-import zlib
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
@@ -51,4 +51,4 @@ class Resync:
 
 def _phase(key: Key) -> float:
     """Where in the period this key's moment lies, in [0, 1)."""
-    return zlib.crc32("/".join(key).encode()) / 2**32
+    return int.from_bytes(hashlib.sha256("/".join(key).encode()).digest()[:4]) / 2**32
