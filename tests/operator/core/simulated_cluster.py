@@ -13,6 +13,7 @@ from typing import Any
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.vocabulary import CONDITIONS
 from slipway_operator.core.actions import (
     AddFinalizer,
     ApplyChild,
@@ -40,6 +41,7 @@ from slipway_operator.core.service.replicas import FIRST_BACKOFF, SCALING_DOWN
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
 
 TICK = timedelta(seconds=1)
+DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
 
 
 @dataclass
@@ -91,6 +93,7 @@ class SimulatedCluster:
         self.recommendations: tuple[PastRecommendation, ...] = ()
         self.asking_since = T0
         self.ready_before: frozenset[str] | None = None
+        self.told: set[tuple[str, str, str]] = set()  # type, status and reason of every condition that there ever was
         self.load = lambda world: None  # sets running, waiting and kv of the ready pods
         self.lose_status_writes = False
         self.image_is_broken = False
@@ -217,6 +220,8 @@ class SimulatedCluster:
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += made.events
+            self.told |= {(one.type, one.status.value, one.reason) for one in status.conditions}
+            assert self.told <= DOCUMENTED, self.told - DOCUMENTED
         self.ready_before = self.ready_before if self.lose_status_writes else made.ready
         self._check()
         return made

@@ -46,7 +46,7 @@ SEVERAL_CHANGES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What was decided before."""
+    """The decisions before this one, as far as they count."""
 
     current: int  # the number decided last; 0: none yet
     history: tuple[ScalingDecision, ...] = ()  # changes, newest first
@@ -57,7 +57,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """How many replicas there should be."""
+    """How many replicas there should be, and why."""
 
     desired: int
     reason: str  # the evidence, in one sentence: `2→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)`
@@ -139,7 +139,7 @@ def _with_metrics(
 ) -> Recommendation:
     current, up, down = past.current, policy.behavior.scale_up, policy.behavior.scale_down
     values = tuple(value for metric in policy.metrics if (value := measure(metric, readings)))
-    wishes = {
+    wanted_by = {
         value: replicas_for(
             value,
             readings,
@@ -149,7 +149,7 @@ def _with_metrics(
         )
         for value in values
     }
-    recommended = max(wishes.values(), default=current)
+    recommended = max(wanted_by.values(), default=current)
 
     within = min(max(recommended, policy.min_replicas), policy.max_replicas)
     window = _remember(past, policy, within, now)
@@ -171,13 +171,13 @@ def _with_metrics(
 
     return Recommendation(
         desired=desired,
-        reason=_evidence(desired, current, wishes, readings, limited_by, recommended, capacity_shortage, now),
+        reason=_evidence(desired, current, wanted_by, readings, limited_by, recommended, capacity_shortage, now),
         recommended=recommended,
         limited_by=limited_by,
         verdict=_verdict(policy, past, readings, limited_by, recommended, capacity_shortage),
         values=values,
         recommendations=window,
-        again_at=_again(policy, window, past.history, now) if desired != within else None,
+        again_at=_next_decision_at(policy, window, past.history, now) if desired != within else None,
     )
 
 
@@ -303,10 +303,10 @@ def _remember(past: Past, policy: Autoscaling, recommended: int, now: datetime) 
     return (*window, PastRecommendation(now, recommended))
 
 
-def _again(
+def _next_decision_at(
     policy: Autoscaling, window: Sequence[PastRecommendation], history: Sequence[ScalingDecision], now: datetime
 ) -> datetime | None:
-    """When the oldest recommendation or change that holds us leaves its window."""
+    """When the next recommendation or change of the past leaves its window, which may allow another number."""
     moments: list[datetime] = []
     for rules in (policy.behavior.scale_up, policy.behavior.scale_down):
         length, period = rules.stabilization_window_seconds, rules.period_seconds
@@ -335,7 +335,7 @@ def _verdict(
 def _evidence(
     desired: int,
     current: int,
-    wishes: dict[Value, int],
+    wanted_by: dict[Value, int],
     readings: Readings,
     limited_by: str,
     recommended: int,
@@ -344,7 +344,7 @@ def _evidence(
 ) -> str:
     """`2→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)`; downwards every metric is evidence."""
     change = f"{current}→{desired}" if desired != current else f"holding {current}"
-    deciding = [value for value, wish in wishes.items() if desired < current or wish == recommended]
+    deciding = [value for value, wanted in wanted_by.items() if desired < current or wanted == recommended]
     measured = ", ".join(str(value) for value in deciding)
     age = max(0, int((now - (readings.oldest or now)).total_seconds()))
     limit = f"; {recommended} wanted, limited by {limited_by}" if limited_by and desired != recommended else ""

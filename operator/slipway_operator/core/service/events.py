@@ -57,7 +57,7 @@ def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatu
 
 
 def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
-    """Replicas that were ready in the pass before and are not any more, though nobody asked them to go.
+    """Replicas that were ready in the pass before and are not any more, though they were not asked to go.
 
     A drain and a deletion are such a request, also by `kubectl delete pod` or an eviction; a lost replica that is
     replaced gets ReplicaReplaced as well.

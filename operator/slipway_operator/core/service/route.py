@@ -8,8 +8,8 @@ from slipway_api.seniority import older_first
 from slipway_operator.core.observed import Observed
 
 
-def route(observed: Observed, ready: int) -> tuple[ConditionStatus, Reason, str]:
-    """What the condition RouteReady says."""
+def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Reason, str]:
+    """Status, reason and message of the condition RouteReady."""
     service = observed.service
     # Of a spec that cannot be read, the name that the gateway was told before still counts.
     served_name = (observed.fault and service.status.served_name) or service.served_name

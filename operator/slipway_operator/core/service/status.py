@@ -51,7 +51,7 @@ from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
-from slipway_operator.core.service.route import route
+from slipway_operator.core.service.route import route_condition
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6
@@ -272,7 +272,7 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    tell(ConditionType.ROUTE_READY, *route(observed, ready))
+    tell(ConditionType.ROUTE_READY, *route_condition(observed, ready))
 
     if stalled:
         tell(ConditionType.STALLED, True, *stalled)
