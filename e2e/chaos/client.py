@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-ANIMALS = ("fox", "bear", "duck", "horse", "mouse", "lion", "wolf", "hen")
+ANIMALS = ("fox", "bear", "duck", "horse")
 PROMPTS = tuple(f"Tell me a long story about a {animal} and a lamp." for animal in ANIMALS)
 LENGTHS = (16, 48, 96)  # tokens; some streams are short, some run through a whole fault
 RETRIED_STATUSES = frozenset((408, 409, 429)) | frozenset(range(500, 600))

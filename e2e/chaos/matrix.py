@@ -12,8 +12,8 @@ from e2e.chaos.faults import Fault
 from e2e.chaos.stage import Stage
 
 USERS = 8
-STEADY_REQUESTS = 8  # finished before a fault is injected: streams are running
-STEADY_SECONDS = 60.0
+WARM_REQUESTS = 8  # finished before a fault is injected: streams are running
+WARM_SECONDS = 60.0
 
 
 @dataclass
@@ -52,8 +52,8 @@ def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> 
 
 def wait_steady(counts: Counts) -> None:
     """Wait until the load has finished some requests; raise where it does not."""
-    deadline = time.monotonic() + STEADY_SECONDS
-    while counts.finished < STEADY_REQUESTS:
+    deadline = time.monotonic() + WARM_SECONDS
+    while counts.finished < WARM_REQUESTS:
         if time.monotonic() > deadline:
             raise AssertionError(f"the load does not run: {counts}")
         time.sleep(0.1)

@@ -18,6 +18,7 @@ FIXED, AUTO, SPARE = "fixed", "auto", "spare"  # three replicas; one to three; m
 REPLICAS = 3
 ENGINE = "slipway_runtime.engine"  # in the command line of the engine process
 SETTLED_SECONDS = 240.0  # how long recovery may take
+STEADY_SECONDS = 8.0  # how long it must stay settled
 
 
 def service(name: str, **runtime: Any) -> dict[str, Any]:
@@ -50,10 +51,22 @@ class Stage:
     # Recovery
 
     def wait_settled(self, timeout: float = SETTLED_SECONDS) -> float:
-        """Seconds until both services have their replicas, no other pod is left, and a first attempt is served."""
+        """Seconds until both services have their replicas, no other pod is left, and first attempts are served.
+
+        It must stay so for a while: a replica that was just killed still counts as ready.
+        """
         began = time.monotonic()
-        wait_for("both services are settled", self._is_settled, timeout, every=0.25)
-        return time.monotonic() - began
+        since: float | None = None
+
+        def look() -> bool:
+            nonlocal since
+            before, since = since, None  # an exception of the next line counts as unsettled
+            if self._is_settled():
+                since = before or time.monotonic()
+            return since is not None and time.monotonic() - since >= STEADY_SECONDS
+
+        wait_for("both services are settled", look, timeout, every=0.25)
+        return max(0.0, (since or began) - began)
 
     def _is_settled(self) -> bool:
         for name, wanted in ((FIXED, {REPLICAS}), (AUTO, {1, 2, 3})):

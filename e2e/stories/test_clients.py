@@ -26,6 +26,7 @@ def test_clients_that_dribble_headers_are_ended_and_the_others_are_served(clean:
     assert left == 0, f"{left} of {len(opened)} are still open"
 
 
+@pytest.mark.full
 @pytest.mark.capability("RG-2")
 def test_stalled_uploads_are_ended_and_the_others_are_served(clean: Slipway) -> None:
     """Finding 1.7: half-sent bodies do not close the gateway, since the time between two pieces is limited."""

@@ -73,6 +73,7 @@ def test_a_node_off_the_network_is_replaced_and_its_return_leaves_the_wanted_rep
     checks.wait_serving(clean, "apart")
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "RD-1")
 def test_all_nodes_cut_off_for_a_minute_lose_no_replica(clean: Slipway, breakable: Cluster) -> None:
     """Finding 1.5: after a partition of all nodes the original replicas serve on, and no second fleet is made."""

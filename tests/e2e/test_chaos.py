@@ -11,6 +11,8 @@ from e2e.chaos import hostile
 from e2e.chaos.client import CutSilently, Load, Lost, learn_references, read_text
 from e2e.chaos.faults import FAULTS, SAMPLE
 from e2e.chaos.matrix import Row, sentence, wait_steady
+from e2e.chaos.stage import Stage
+from e2e.slipway import NotInTimeError
 
 QUESTION = ("fixed", "Tell me a story.", 16)
 FINISH = {"choices": [{"delta": {}, "finish_reason": "length"}]}
@@ -135,7 +137,7 @@ def test_a_row_fails_the_matrix_for_what_a_client_cannot_see_and_not_for_a_visib
 
 
 def test_a_load_that_does_not_run_is_told(monkeypatch):
-    monkeypatch.setattr("e2e.chaos.matrix.STEADY_SECONDS", 0.0)
+    monkeypatch.setattr("e2e.chaos.matrix.WARM_SECONDS", 0.0)
     with pytest.raises(AssertionError, match="does not run"):
         wait_steady(Row("a").counts)
 
@@ -157,3 +159,27 @@ async def test_connections_that_the_server_closes_are_seen():
                 return closed, hostile.count_open(patient)
 
         assert await asyncio.to_thread(misbehave) == (0, 2)
+
+
+class FlickeringStage(Stage):
+    """Looks settled for one look, then is not, then is."""
+
+    def __init__(self, looks):
+        self.looks, self.seen = list(looks), 0
+
+    def _is_settled(self):
+        self.seen += 1
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
+def test_a_service_that_looks_settled_for_a_moment_has_not_recovered(monkeypatch):
+    monkeypatch.setattr("e2e.chaos.stage.STEADY_SECONDS", 0.3)
+    stage = FlickeringStage([True, False, True])
+
+    assert stage.wait_settled(timeout=30) > 0
+    assert stage.seen > 3
+
+
+def test_a_service_that_never_settles_is_told_in_time():
+    with pytest.raises(NotInTimeError, match="settled"):
+        FlickeringStage([False]).wait_settled(timeout=0.1)
