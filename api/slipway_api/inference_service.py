@@ -80,7 +80,7 @@ class Rollout(Struct):
 
 
 class Drain(Struct):
-    """How a replica goes: it leaves the route, finishes its requests, and only then stops."""
+    """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
 
     model_config = cel_rules(
         Rule(
@@ -179,7 +179,7 @@ class InferenceServiceSpec(Struct):
     rollout: Rollout = Rollout()
     """How a new revision replaces the old one."""
     drain: Drain = Drain()
-    """How a replica goes: it leaves the route, finishes its requests, and only then stops."""
+    """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
     routing: Routing = Routing()
     """How requests reach the replicas."""
     availability: Availability = Availability()

@@ -1,4 +1,4 @@
-"""Labels, ports, headers and paths: what the parts of Slipway say to each other."""
+"""Names that the parts of Slipway share: labels, annotations, ports, headers, paths, environment variables."""
 
 from typing import Final
 

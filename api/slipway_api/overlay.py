@@ -1,7 +1,7 @@
 """What a user may change about the pods of a service: the template's allow-list.
 
-Without it, whoever may create an InferenceService could create any pod. What is listed is merged into the pod, by name
-where it has names; every other field of a pod is declared here only to be refused with a sentence, because the API
+Without it, the right to create an InferenceService would be the right to create any pod. What is listed is merged into
+the pod, by name where it has names; every other field of a pod is declared here only to be refused with a sentence, because the API
 server drops undeclared fields in silence. `core.pod` does the merging.
 """
 

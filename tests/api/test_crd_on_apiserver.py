@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("GPUs that nothing would use", {"resources": {"gpu": {"count": 2}}}, "must be 0 (CPU) or equal runtime"),
     (
-        "GPUs through the back door",
+        "GPUs as an extended resource of the container",
         {"resources": {"limits": {"nvidia.com/gpu": 1}}},
         "GPUs are asked for in spec.resources.gpu",
     ),

@@ -181,7 +181,7 @@ subjects:
 {{- end }}
 - apiGroups: [""]
   resources: [services]
-  # get: to leave alone what somebody else made. delete: the API server asks for it before an owner may change, which
+  # get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may change, which
   # happens when a service is deleted and applied again before its old children are collected.
   verbs: [get, create, patch, delete]
 - apiGroups: [policy]
