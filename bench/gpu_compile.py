@@ -124,7 +124,9 @@ def _resident(result: Compiled) -> int:
     )
 
 
-def compile_all(sample: bool, targets: Iterable[int], only: str, cases: str, jobs: int) -> list[Compiled]:
+def compile_all(
+    sample: bool, targets: Iterable[int], dtypes: tuple[str, ...], only: str, cases: str, jobs: int
+) -> list[Compiled]:
     """Record the launches, compile them in `jobs` processes. only, cases: patterns for kernels and cases."""
     from bench.gpu_launches import EDGES, KV_DTYPES, MODELS, RANKS, Recorder, record, record_sampling
 
@@ -137,12 +139,12 @@ def compile_all(sample: bool, targets: Iterable[int], only: str, cases: str, job
             record_sampling(recorder, target, "Qwen3-0.6B")
             continue
         for name in (*MODELS, *EDGES):
-            for dtype in ("bf16", "fp16") if name in MODELS else ("bf16",):
+            for dtype in [one for one in dtypes if one != "fp32"] if name in MODELS else ["bf16"]:
                 for kv in kv_dtypes:
                     wanted = RANKS if name == "Llama-3.1-8B" else (16,)
                     record(recorder, target, name, dtype, kv, wanted if kv == "auto" else ())
             record_sampling(recorder, target, name)
-        for kv in kv_dtypes:
+        for kv in kv_dtypes if "fp32" in dtypes else ():
             record(recorder, target, "Llama-3.1-8B", "fp32", kv, (16,) if kv == "auto" else ())
     wanted_launches = {
         key: launch
@@ -173,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_compile", description=__doc__)
     parser.add_argument("--sample", action="store_true", help="a few launches that stand for the rest")
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="compute capabilities, times ten")
+    parser.add_argument("--dtypes", default="bf16,fp16,fp32", help="of the activations; fp32 for one model")
     parser.add_argument("--only", default="", help="a pattern for names of kernels")
     parser.add_argument("--cases", default="", help="a pattern for cases, such as 'Llama.*fp8 graph'")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -182,7 +185,12 @@ def main() -> int:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))
     results = compile_all(
-        options.sample, [int(one) for one in options.targets.split(",")], options.only, options.cases, options.jobs
+        options.sample,
+        [int(one) for one in options.targets.split(",")],
+        tuple(options.dtypes.split(",")),
+        options.only,
+        options.cases,
+        options.jobs,
     )
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")

@@ -1,11 +1,12 @@
-"""Norms of heads, rotation and cache write in one kernel, in Triton: a claim about `reference.rope_and_store`.
+"""Norms of heads, rotation and cache write in one kernel, in Triton. Tested against
+`reference.rope_and_store`.
 
 One program norms and turns one head of one token in place and, if it is a key or a value, copies it into the token's
 slot, or its codes and scale where the cache is quantized. A slot below 0 is padding: the cache is left alone. The
 arithmetic is float32, rounded where the reference rounds.
 
 The floor is bytes over bandwidth: (Hq + 2 Hkv) · D elements read a token; queries and keys written back, keys and
-values written to the cache. No timing on a GPU has been made yet.
+values written to the cache. Nothing was timed on a GPU yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"

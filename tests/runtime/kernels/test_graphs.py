@@ -5,6 +5,7 @@ could change, so that is watched.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -243,3 +244,33 @@ def test_after_a_first_round_no_kernel_is_compiled_again(tmp_path):
     runner.execute(a_step((3,), (0,), (3,), new_blocks=((18,),), new_rows=(new_row(3, (1, 2, 3)),)))
     runner.execute(a_step((0, 3), (7, 3), (1, 1), new_blocks=((12,), (13,))))
     assert compiled() == before
+
+
+@pytest.mark.capability("KN-5")
+def test_all_recordings_warm_up_on_one_stream(monkeypatch):
+    """Finding 16: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on."""
+    made = []
+
+    class Stream:
+        def __init__(self) -> None:
+            made.append(self)
+
+        def wait_stream(self, other: object) -> None:
+            """Nothing runs here."""
+
+    class Graph:
+        def replay(self) -> None:
+            """Nothing was recorded."""
+
+    current = Stream()
+    made.clear()
+    for name, value in {
+        "Stream": Stream, "CUDAGraph": Graph, "graph_pool_handle": lambda: None, "current_stream": lambda: current,
+        "stream": lambda _: nullcontext(), "graph": lambda *_, **__: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    record, computed = CudaRecord(), []
+    for size in (4, 2, 1):
+        record(lambda size=size: computed.append(size))
+    assert computed == [4, 4, 2, 2, 1, 1], "once to warm up, once to record"
+    assert len(made) == 1
