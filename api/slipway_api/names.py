@@ -28,6 +28,7 @@ FIELD_MANAGER_META: Final = "slipway-operator-meta"
 # Annotations on pods, written by the operator.
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
+ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # what the pod's runtime answers to
 
 # Every part serves clients on one port and its operators on another.
 SERVING_PORT: Final = 8000

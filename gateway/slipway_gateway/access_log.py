@@ -1,4 +1,4 @@
-"""What one request came to: one line in the log and a few numbers. Ids, lengths, times and reasons; never text."""
+"""The access log: one line and a few numbers for each request. Ids, lengths, times and reasons; never text."""
 
 import re
 import time
@@ -8,8 +8,8 @@ from typing import Final
 
 import structlog
 
+from slipway_gateway.health import AttemptFailure
 from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
-from slipway_gateway.retry import Setback
 
 log = structlog.get_logger()
 
@@ -22,8 +22,8 @@ _OUTPUT_TOKENS = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
 
 
 @dataclass(slots=True)
-class Record:
-    """One request while it goes through; times are of the monotonic clock."""
+class RequestRecord:
+    """One request from its arrival to its end; times are of the monotonic clock."""
 
     request_id: str
     path: str
@@ -40,45 +40,51 @@ class Record:
     status: int = 0
     finish: str = ""  # the runtime's finish_reason, or how it went wrong: cancelled, error, refused
     error: str = ""
-    setbacks: list[Setback] = field(default_factory=list)
+    failures: list[AttemptFailure] = field(default_factory=list)
+    upstream_failed: bool = False  # the replica broke off an answer that had begun
     arrived: float = 0.0  # the whole request is here
     sent: float = 0.0  # the last attempt left us
     first_byte: float = 0.0  # the answer's first byte reached us
     forwarded: float = 0.0  # and was handed on
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=4))  # the answer's last pieces: finish and usage
 
-    def forward(self, piece: bytes) -> None:
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Model, service and revision, as the metrics name them."""
+        return self.model, self.service, self.revision
+
+    def add_forwarded(self, piece: bytes) -> None:
         """`piece` of the answer was handed on."""
         if not self.forwarded:
             self.forwarded = time.monotonic()
         self.response_bytes += len(piece)
         self.tail.append(piece)
 
-    def broke(self, error: str) -> None:
+    def set_broken(self, error: str) -> None:
         """The answer could not be finished."""
         self.finish, self.error = "error", error
 
-    def cancelled(self) -> None:
+    def set_cancelled(self) -> None:
         """The client left before the end."""
         self.status, self.finish = CLIENT_LEFT, "cancelled"
 
 
-class Journal:
-    """Where records go when their request is over."""
+class AccessLog:
+    """Writes each finished request to the log and to the metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def close(self, record: Record) -> None:
+    def write(self, record: RequestRecord) -> None:
         """Write the line and count the numbers."""
         now = time.monotonic()
         end = b"".join(record.tail)
-        metrics, model = self._metrics, record.model
-        metrics.requests.labels(model, str(record.status)).inc()
+        metrics, labels = self._metrics, record.labels
+        metrics.requests.labels(*labels, str(record.status)).inc()
         if record.arrived:
-            metrics.duration.labels(model).observe(now - record.arrived)
+            metrics.duration.labels(*labels).observe(now - record.arrived)
         if record.forwarded:
-            metrics.first_byte.labels(model).observe(record.first_byte - record.arrived)
+            metrics.first_byte.labels(*labels).observe(record.first_byte - record.arrived)
             metrics.added_latency.observe(self._added(record))
         log.info(
             "request",
@@ -90,9 +96,9 @@ class Journal:
             endpoint=record.endpoint,
             stream=record.stream,
             status=record.status,
-            finish=record.finish or _last_word(_FINISH, end),
+            finish=record.finish or _last_match(_FINISH, end),
             error=record.error,
-            setbacks=[setback.value for setback in record.setbacks],
+            attempt_failures=[failure.value for failure in record.failures],
             max_tokens=record.max_tokens,
             prompt_tokens=_last_number(_PROMPT_TOKENS, end),
             output_tokens=_last_number(_OUTPUT_TOKENS, end),
@@ -106,12 +112,12 @@ class Journal:
         )
 
     @staticmethod
-    def _added(record: Record) -> float:
+    def _added(record: RequestRecord) -> float:
         """Seconds before the request left and after its answer came: ours, and those of attempts in vain."""
         return (record.sent - record.arrived) + (record.forwarded - record.first_byte)
 
 
-def _last_word(pattern: re.Pattern[bytes], text: bytes) -> str:
+def _last_match(pattern: re.Pattern[bytes], text: bytes) -> str:
     found = pattern.findall(text)
     return found[-1].decode() if found else ""
 
