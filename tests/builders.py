@@ -197,6 +197,8 @@ def seen(
         nodes={node.name: node for node in nodes},
         defaults=DEFAULTS,
         token_digests=digests,
+        serving_digests=serving_digests,
+        nonce_seed=b"a seed for tests",
         recommendations=recommendations,
         taken_names=taken_names,
         failures=failures,
@@ -206,6 +208,11 @@ def seen(
     )
 
 
-def digests(namespace: str, pod: str) -> tuple[str, ...]:
+def digests(namespace: str, pod: str, nonce: str) -> tuple[str, ...]:
     """What a pod would know of its admin token."""
-    return (f"digest-of-{namespace}/{pod}",)
+    return (f"digest-of-{namespace}/{pod}/{nonce}",)
+
+
+def serving_digests(namespace: str, service: str) -> tuple[str, ...]:
+    """What a pod would know of the serving tokens of its service."""
+    return (f"digest-of-{namespace}/{service}",)

@@ -96,6 +96,21 @@ class Drain(Struct):
     """Shortest wait between leaving the route and stopping, until every router knows."""
 
 
+class DirectAccess(StrEnum):
+    """Which callers a replica answers on its serving port."""
+
+    OPEN = "Open"
+    GATEWAY_ONLY = "GatewayOnly"
+
+
+class Routing(Struct):
+    """How requests reach the replicas."""
+
+    direct_access: DirectAccess = DirectAccess.OPEN
+    """Open: every pod that can reach a replica may call it, past the gateway. GatewayOnly: a replica answers only the
+    gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
+
+
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -158,6 +173,8 @@ class InferenceServiceSpec(Struct):
     """How a new revision replaces the old one."""
     drain: Drain = Drain()
     """How a replica goes: it leaves the route, finishes its requests, and only then stops."""
+    routing: Routing = Routing()
+    """How requests reach the replicas."""
 
 
 class InferenceService(Struct):

@@ -29,6 +29,9 @@ FIELD_MANAGER_META: Final = "slipway-operator-meta"
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # what the pod's runtime answers to
+ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
+# Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
+ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
 
 # Every part serves clients on one port and its operators on another.
 SERVING_PORT: Final = 8000
@@ -48,7 +51,10 @@ HEADER_TENANT: Final = "x-slipway-tenant"
 HEADER_PRIORITY: Final = "x-slipway-priority"
 HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
 HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
-INTERNAL_HEADERS: Final = frozenset({HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS})
+HEADER_SERVING_TOKEN: Final = "x-slipway-serving-token"  # noqa: S105  the name of a header
+INTERNAL_HEADERS: Final = frozenset(
+    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN}
+)
 
 # The admin token travels here: `pods/proxy` strips Authorization.
 HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"  # noqa: S105  the name of a header

@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 
 import structlog
 
-from slipway_api.admin_token import admin_token
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
 from slipway_gateway.fleet import Fleet, View, static_fleet
+from slipway_gateway.keys import GatewayKeys
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import BodyReader
@@ -36,7 +36,8 @@ class Gateway:
         limits = settings.connection_limits.within_descriptors()
         # Keys come with tenants; until they are configured, this gateway is open and says so wherever it can.
         self.metrics = Metrics(self.fleet, open_to_anyone=True)
-        self.upstream = Upstream(settings.upstream_timeouts)
+        self._keys = GatewayKeys(settings.key_directory)
+        self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
         self.requests = Requests(
             self.fleet,
             self.upstream,
@@ -109,14 +110,7 @@ class Gateway:
         log.info("left", seconds=round(time.monotonic() - started, 1))
 
     def _tokens(self) -> list[str]:
-        """This pod's tokens: of the current master, and of the previous one during a rotation."""
-        masters = []
-        for name in ("current", "previous"):
-            try:
-                masters.append((self.settings.master_directory / name).read_bytes().strip())
-            except OSError:
-                continue  # not mounted: that master opens nothing
-        return [admin_token(master, self.settings.namespace, self.settings.pod_name) for master in masters if master]
+        return self._keys.admin_tokens(self.settings.namespace, self.settings.pod_name)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

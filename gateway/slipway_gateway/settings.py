@@ -45,7 +45,8 @@ class GatewaySettings(BaseSettings):
     admin_port: int = Field(ADMIN_PORT, ge=0, le=65535)
     namespace: str = "slipway-system"
     pod_name: str = Field("", validation_alias=AliasChoices("POD_NAME"))
-    master_directory: Path = Field(Path("/etc/slipway/admin"), validation_alias=AliasChoices("SLIPWAY_MASTER_DIR"))
+    # The gateway's own key: current, and previous while rotating.
+    key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias=AliasChoices("SLIPWAY_GATEWAY_KEY_DIR"))
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()  # empty: all
     log_level: str = "INFO"
     propagation_seconds: NonNegativeFloat = 5.0  # after SIGTERM, until clients and load balancers know that we go

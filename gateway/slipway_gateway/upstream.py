@@ -178,7 +178,14 @@ class Silence:
 class Upstream:
     """The connections to all replicas."""
 
-    def __init__(self, timeouts: UpstreamTimeouts | None = None) -> None:
+    def __init__(
+        self,
+        timeouts: UpstreamTimeouts | None = None,
+        *,
+        serving_headers: Callable[[Endpoint], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        """`serving_headers` are added to each request: they prove to the endpoint that a gateway sends it."""
+        self._serving_headers = serving_headers
         self.timeouts = timeouts or UpstreamTimeouts()
         self._session: aiohttp.ClientSession | None = None
 
@@ -232,6 +239,7 @@ class Upstream:
         """Send the request; returns with the answer's headers."""
         assert self._session is not None, "used outside `async with`"
         url = URL(endpoint.url + path, encoded=True)
+        headers = {**headers, **self._serving_headers(endpoint)}
         try:
             return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

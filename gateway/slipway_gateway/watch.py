@@ -52,6 +52,7 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
     if owner is None or not (serving and pod.is_ready and pod.status.pod_ip) or pod.is_terminating:
         return None
     address = pod.status.pod_ip
+    digests = pod.metadata.annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
     host = f"[{address}]" if ":" in address else address
     return Endpoint(
         name=f"{pod.namespace}/{pod.name}",
@@ -60,6 +61,7 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
         url=f"http://{host}:{port}",
         owner_uid=owner.uid,
         served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
+        token_digests=tuple(filter(None, digests.split(","))),
     )
 
 

@@ -24,13 +24,13 @@ from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.queue import QueueClosed, WorkQueue
 from slipway_operator.controller.reconciler import Decide, Reconciler, Refused
-from slipway_operator.core.observed import Defaults
+from slipway_operator.core.observed import Defaults, Network
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.observer import Observer
 from slipway_operator.inputs.scraper import Scraper
 from slipway_operator.inputs.world import World
-from slipway_operator.masters import Masters
+from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
@@ -74,6 +74,8 @@ class Manager:
 
         masters = Masters(settings.master_directory)
         masters.read()  # without one no pod could ever be asked for its signals: refuse to start
+        gateway_keys = GatewayKeys(settings.gateway_key_directory)
+        gateway_keys.read()  # without one no service could be closed to all but the gateway: refuse to start
         self._queue: WorkQueue[ServiceKey] = WorkQueue()
         self.world = World(
             client, namespaces=settings.watch_namespaces, wake=self._queue.add, monotonic=clock.monotonic
@@ -102,8 +104,13 @@ class Manager:
             self.world.nodes,
             self._scraper.sample,
             self.world.services.namesakes,
-            defaults=Defaults(runtime_image=settings.runtime_image, gateway_url=settings.gateway_url),
+            defaults=Defaults(
+                runtime_image=settings.runtime_image,
+                gateway_url=settings.gateway_url,
+                network=_network(settings),
+            ),
             token_digests=masters.digests,
+            serving_digests=gateway_keys.digests,
         )
         executor = Executor(
             client, writer, replicas, self.world.services, self.world.address_of, metrics, now=clock.now
@@ -241,6 +248,17 @@ class Manager:
 
     def _count_silence(self, error: Exception) -> None:
         self._metrics.signal_errors.labels(type(error).__name__).inc()
+
+
+def _network(settings: OperatorSettings) -> Network | None:
+    """Which pods a NetworkPolicy admits to the replicas; None: no policy is made."""
+    if not settings.network_policy:
+        return None
+    return Network(
+        release_namespace=settings.namespace,
+        client_namespaces=settings.client_namespaces,
+        metrics_namespaces=settings.metrics_namespaces,
+    )
 
 
 async def _unless(stopping: asyncio.Task[Any], work: Coroutine[Any, Any, None]) -> bool:

@@ -44,17 +44,19 @@ class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is r
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one replica listens, and whose token it knows."""
+    """The admin port of one replica, and what its token is derived from."""
 
     namespace: str
     pod: str
     ip: str
+    nonce: str = ""  # annotation slipway.dev/admin-nonce
+    owner_uid: str = ""  # uid of the controlling ownerReference
 
 
 class Tokens(Protocol):
-    """Whoever knows what opens a pod's admin port."""
+    """Derives the tokens of admin ports."""
 
-    def tokens(self, namespace: str, pod: str) -> list[str]:
+    def tokens(self, namespace: str, pod: str, nonce: str) -> list[str]:
         """Tokens to try, the likeliest first."""
 
 
@@ -148,7 +150,7 @@ class ReplicaClient:
     async def _open(self, method: str, replica: Address, path: str, body: Body | None) -> bytes:
         """The bytes of a 200. A 401 is tried again with the next token: the pod may be older than the rotation."""
         status, raw = 401, b"there is no token to try"
-        for token in self._tokens.tokens(replica.namespace, replica.pod):
+        for token in self._tokens.tokens(replica.namespace, replica.pod, replica.nonce):
             headers = {names.HEADER_ADMIN_TOKEN: token, "Content-Type": "application/json"}
             status, raw = await self._dial(method, replica, path, headers, body.wire() if body is not None else None)
             if status == 200:

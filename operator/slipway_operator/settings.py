@@ -25,6 +25,14 @@ class OperatorSettings:
     gateway_url: str = "http://slipway-gateway.slipway-system.svc.cluster.local:8000"
     master_directory: Path = Path("/etc/slipway/admin")
     """Holds `current` and, during a rotation, `previous`: the masters of the pods' admin tokens."""
+    gateway_key_directory: Path = Path("/etc/slipway/gateway")
+    """Holds the gateway's key likewise: the serving tokens of services that only a gateway may call come from it."""
+    network_policy: bool = True
+    """Whether each service gets a NetworkPolicy in front of its replicas."""
+    client_namespaces: tuple[str, ...] = ()
+    """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
+    metrics_namespaces: tuple[str, ...] = ()
+    """Namespaces whose pods may scrape the admin port."""
     watch_namespaces: tuple[str, ...] = ()
     """Empty: all namespaces."""
     replica_access: ReplicaAccess = "direct"
@@ -40,9 +48,15 @@ class OperatorSettings:
         def text(variable: str, default: str) -> str:
             return environment.get(variable, "").strip() or default
 
+        def words(variable: str) -> tuple[str, ...]:
+            return tuple(word for part in environment.get(variable, "").split(",") if (word := part.strip()))
+
         access = text("SLIPWAY_REPLICA_ACCESS", cls.replica_access)
         if access not in get_args(ReplicaAccess):
             raise InvalidSettings(f"SLIPWAY_REPLICA_ACCESS is {access!r}: it may be direct or proxy")
+        policy = text("SLIPWAY_NETWORK_POLICY", "on")
+        if policy not in {"on", "off"}:
+            raise InvalidSettings(f"SLIPWAY_NETWORK_POLICY is {policy!r}: it may be on or off")
         port = text("SLIPWAY_ADMIN_PORT", str(cls.admin_port))
         if not port.isdecimal() or not 0 <= int(port) <= 65535:
             raise InvalidSettings(f"SLIPWAY_ADMIN_PORT is {port!r}: it must be a port number")
@@ -55,9 +69,11 @@ class OperatorSettings:
             runtime_image=text("SLIPWAY_RUNTIME_IMAGE", cls.runtime_image),
             gateway_url=text("SLIPWAY_GATEWAY_URL", cls.gateway_url).rstrip("/"),
             master_directory=Path(text("SLIPWAY_MASTER_DIR", str(cls.master_directory))),
-            watch_namespaces=tuple(
-                name for part in environment.get("SLIPWAY_WATCH_NAMESPACES", "").split(",") if (name := part.strip())
-            ),
+            gateway_key_directory=Path(text("SLIPWAY_GATEWAY_KEY_DIR", str(cls.gateway_key_directory))),
+            network_policy=policy == "on",
+            client_namespaces=words("SLIPWAY_CLIENT_NAMESPACES"),
+            metrics_namespaces=words("SLIPWAY_METRICS_NAMESPACES"),
+            watch_namespaces=words("SLIPWAY_WATCH_NAMESPACES"),
             replica_access=cast(ReplicaAccess, access),
             admin_port=int(port),
             log_level=level,

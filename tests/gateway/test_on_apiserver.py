@@ -51,12 +51,12 @@ def gateway(apiserver: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
             }
         )
     )
-    (folder / "current").write_text("a-master-for-tests\n")
+    (folder / "current").write_text("a-key-for-tests\n")
     environment = {
         "KUBECONFIG": str(kubeconfig),
         "SLIPWAY_NAMESPACE": SYSTEM,
         "POD_NAME": POD_NAME,
-        "SLIPWAY_MASTER_DIR": str(folder),
+        "SLIPWAY_GATEWAY_KEY_DIR": str(folder),
         "SLIPWAY_PROPAGATION_SECONDS": "0",
     }
     with a_gateway(environment=environment) as server:
@@ -144,7 +144,7 @@ async def test_routing_follows_the_operators_labels_and_an_outage_of_the_api_ser
 
 @pytest.mark.capability("SE-3")
 async def test_the_look_inside_wants_the_pods_token(gateway: Server):
-    right = admin_token(b"a-master-for-tests", SYSTEM, POD_NAME)
+    right = admin_token(b"a-key-for-tests", SYSTEM, POD_NAME)
     look: Callable[[str], dict] = lambda token: {names.HEADER_ADMIN_TOKEN: token}  # noqa: E731
     async with aiohttp.ClientSession() as session:
         for headers, status in [({}, 401), (look("wrong"), 401), (look(right), 200)]:

@@ -176,7 +176,8 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
         {pod.uid: sample}.get,
         lambda key: [StoredService("uid-2", 1, {"metadata": {"name": "talk", "namespace": key.namespace}})],
         defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
-        token_digests=lambda namespace, name: (f"{namespace}/{name}",),
+        token_digests=lambda namespace, name, nonce: (f"{namespace}/{name}/{nonce}",),
+        serving_digests=lambda namespace, service: (f"{namespace}/{service}",),
     )
     service = InferenceService.model_validate(
         {"metadata": {"name": "chat", "namespace": "team"}, "spec": {"model": {"uri": "file:///models/tiny"}}}
@@ -189,4 +190,4 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
     assert observed.nodes["node-a"].cordoned
     assert observed.namesakes == (Namesake(key=ServiceKey("team", "talk"), created_at=None),)
     assert observed.taken_names == {"chat-abcde-9-0"}
-    assert observed.token_digests("team", "chat-abcde-0-0") == ("team/chat-abcde-0-0",)
+    assert observed.token_digests("team", "chat-abcde-0-0", "n") == ("team/chat-abcde-0-0/n",)

@@ -23,6 +23,10 @@ def test_every_variable_reaches_its_setting():
             "SLIPWAY_RUNTIME_IMAGE": "registry/runtime:1",
             "SLIPWAY_GATEWAY_URL": "https://llm.example.com/",
             "SLIPWAY_MASTER_DIR": "/secrets",
+            "SLIPWAY_GATEWAY_KEY_DIR": "/gateway",
+            "SLIPWAY_NETWORK_POLICY": "off",
+            "SLIPWAY_CLIENT_NAMESPACES": "batch",
+            "SLIPWAY_METRICS_NAMESPACES": "monitoring,",
             "SLIPWAY_WATCH_NAMESPACES": "team-a, team-b,",
             "SLIPWAY_REPLICA_ACCESS": "proxy",
             "SLIPWAY_ADMIN_PORT": "9090",
@@ -36,6 +40,10 @@ def test_every_variable_reaches_its_setting():
         runtime_image="registry/runtime:1",
         gateway_url="https://llm.example.com",
         master_directory=Path("/secrets"),
+        gateway_key_directory=Path("/gateway"),
+        network_policy=False,
+        client_namespaces=("batch",),
+        metrics_namespaces=("monitoring",),
         watch_namespaces=("team-a", "team-b"),
         replica_access="proxy",
         admin_port=9090,
@@ -45,7 +53,12 @@ def test_every_variable_reaches_its_setting():
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("SLIPWAY_REPLICA_ACCESS", "tunnel"), ("SLIPWAY_ADMIN_PORT", "http"), ("SLIPWAY_LOG_LEVEL", "loud")],
+    [
+        ("SLIPWAY_REPLICA_ACCESS", "tunnel"),
+        ("SLIPWAY_ADMIN_PORT", "http"),
+        ("SLIPWAY_LOG_LEVEL", "loud"),
+        ("SLIPWAY_NETWORK_POLICY", "maybe"),
+    ],
 )
 def test_a_mistake_names_the_variable_and_its_value(variable, value):
     with pytest.raises(InvalidSettings, match=f"(?i){variable}.*{value}"):

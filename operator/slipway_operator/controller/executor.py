@@ -41,7 +41,13 @@ from slipway_operator.replica_client import Address, ReplicaClient, ReplicaError
 log = structlog.get_logger()
 
 CHILDREN: Mapping[str, Resource] = {
-    resource.kind: resource for resource in (resources.SERVICES, resources.CONFIG_MAPS, resources.DISRUPTION_BUDGETS)
+    resource.kind: resource
+    for resource in (
+        resources.SERVICES,
+        resources.CONFIG_MAPS,
+        resources.DISRUPTION_BUDGETS,
+        resources.NETWORK_POLICIES,
+    )
 }
 REASONS_SHOWN = 200  # characters of a drain reason that go into an annotation
 

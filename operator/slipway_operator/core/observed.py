@@ -16,8 +16,10 @@ from slipway_api.types import ServiceKey
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
-TokenDigests = Callable[[str, str], tuple[str, ...]]
-"""(namespace, pod name) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+TokenDigests = Callable[[str, str, str], tuple[str, ...]]
+"""(namespace, pod name, nonce) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+ServingDigests = Callable[[str, str], tuple[str, ...]]
+"""(namespace, service) -> the SHA-256 digests of the serving tokens that its pods shall accept, one per key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +150,24 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """From where the ports of replicas may be reached, as the installation says."""
+
+    release_namespace: str
+    """Namespace of operator and gateway."""
+    client_namespaces: tuple[str, ...] = ()
+    """May reach the serving port even of services that otherwise only the gateway may call."""
+    metrics_namespaces: tuple[str, ...] = ()
+    """May scrape the admin port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """What the installation contributes where the user says nothing."""
 
     runtime_image: str
     gateway_url: str  # without /v1
+    network: Network | None = None  # None: no NetworkPolicy is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +182,9 @@ class Observed:
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
     defaults: Defaults
     token_digests: TokenDigests
+    serving_digests: ServingDigests
+    nonce_seed: bytes
+    """Random bytes of this pass: the core derives from them what must not be guessed."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
     taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours

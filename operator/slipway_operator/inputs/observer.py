@@ -4,6 +4,7 @@ Only reading happens here, and only from memory. A pod belongs to the service th
 really ours is for the core to say, by the owner's uid.
 """
 
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -74,6 +75,8 @@ class Observer:
         *,
         defaults: seen.Defaults,
         token_digests: seen.TokenDigests,
+        serving_digests: seen.ServingDigests,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._pods = pods
         self._nodes = nodes
@@ -81,6 +84,8 @@ class Observer:
         self._namesakes = namesakes
         self._defaults = defaults
         self._token_digests = token_digests
+        self._serving_digests = serving_digests
+        self._random_bytes = random_bytes
 
     def observe(self, key: ServiceKey, service: InferenceService, memory: Memory, *, fault: str = "") -> seen.Observed:
         """Everything that a decision about `service` may know, now."""
@@ -100,6 +105,8 @@ class Observer:
             },
             defaults=self._defaults,
             token_digests=self._token_digests,
+            serving_digests=self._serving_digests,
+            nonce_seed=self._random_bytes(32),
             recommendations=memory.recommendations,
             taken_names=memory.taken_names,
             applied=dict(memory.applied),

@@ -75,12 +75,18 @@ class World:
 
     def targets(self) -> Iterable[ReplicaTarget]:
         """The replicas that should answer when asked for signals."""
-        return self._targets.values()
+        return (target for target in self._targets.values() if self._owns(target.service, target.address))
 
     def address_of(self, key: ServiceKey, uid: str) -> Address | None:
-        """Where the admin port of this pod is; None while it has no address."""
+        """The admin port of this replica; None while it has no address, or is a pod that the service does not own."""
         pod = next((pod for pod in self.pods.of(key) if pod.uid == uid), None)
-        return Address(pod.namespace, pod.name, pod.status.pod_ip) if pod is not None and pod.status.pod_ip else None
+        address = _address(pod) if pod is not None and pod.status.pod_ip else None
+        return address if address is not None and self._owns(key, address) else None
+
+    def _owns(self, key: ServiceKey, address: Address) -> bool:
+        """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""
+        service = self.services.get(key)
+        return service is not None and service.uid == address.owner_uid
 
     def on_pod_change(self, callback: OnChange[Pod]) -> None:
         """Tell somebody else of each change to a pod, too."""
@@ -189,8 +195,14 @@ def target_of(pod: Pod) -> ReplicaTarget | None:
         return None
     return Target(
         uid=pod.uid,
-        address=Address(pod.namespace, pod.name, pod.status.pod_ip),
+        address=_address(pod),
         service=key,
         is_draining=pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING,
         is_starting=not server.started,
     )
+
+
+def _address(pod: Pod) -> Address:
+    owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
+    nonce = pod.metadata.annotations.get(names.ANNOTATION_ADMIN_NONCE, "")
+    return Address(pod.namespace, pod.name, pod.status.pod_ip, nonce=nonce, owner_uid=owner)

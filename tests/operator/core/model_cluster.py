@@ -20,7 +20,7 @@ from slipway_operator.core.actions import (
 )
 from slipway_operator.core.observed import Failure, Node, Observed, PastRecommendation, Replica, Sample
 from slipway_operator.core.service.plan import Plan, plan
-from tests.builders import DEFAULTS, T0, UID, digests
+from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
 
 TICK = timedelta(seconds=1)
 
@@ -86,6 +86,8 @@ class ModelCluster:
             nodes=dict(self.nodes),
             defaults=DEFAULTS,
             token_digests=digests,
+            serving_digests=serving_digests,
+            nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
             taken_names=self.taken,
             applied=dict(self.applied),

@@ -30,6 +30,7 @@ from slipway_operator.core.observed import Observed, PastRecommendation
 from slipway_operator.core.scaling import autoscaling, signals
 from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.service import rollout
+from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, let_go
 from slipway_operator.core.service.events import news, warnings
@@ -102,7 +103,9 @@ def plan(observed: Observed, now: datetime) -> Plan:
     steps += _remove(observed, decided, now, may_begin=is_promised)
     if is_promised:
         steps += _create(observed, decided)
-    steps += Steps(actions=children(service, desired=desired, applied=observed.applied))
+    steps += Steps(
+        actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
+    )
 
     status = build_status(observed, decided, now)
     must_act_again = not is_promised or assignment.must_record
@@ -210,7 +213,7 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
 def _create(observed: Observed, decided: Decided) -> Steps:
     """The replicas that are missing."""
     service, revision = observed.service, decided.revision
-    namespace, steps = service.metadata.namespace, Steps()
+    steps = Steps()
     for creation in decided.assignment.creations:
         name = pod_name(service.metadata.name, revision, creation.slot, creation.attempt)
         manifest = build_pod(
@@ -218,7 +221,7 @@ def _create(observed: Observed, decided: Decided) -> Steps:
             revision,
             slot=creation.slot,
             attempt=creation.attempt,
-            token_digests=observed.token_digests(namespace, name),
+            access=port_access(observed, name),
         )
         reason = f"{creation.reason}; {decided.desired} wanted of revision {revision.hash}"
         steps += Steps(

@@ -14,6 +14,7 @@ from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_spec import KVDtype, Quantization, Runtime, SpeculationMethod
 from slipway_operator.core.service import model_access
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.revision import Revision
 
@@ -41,7 +42,7 @@ def owner_reference(service: InferenceService) -> dict[str, Any]:
 
 
 def build_pod(
-    service: InferenceService, revision: Revision, *, slot: int, attempt: int, token_digests: Iterable[str]
+    service: InferenceService, revision: Revision, *, slot: int, attempt: int, access: PortAccess
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica."""
     spec, overlay = service.spec, service.spec.template
@@ -52,11 +53,11 @@ def build_pod(
             "name": pod_name(service.metadata.name, revision, slot, attempt),
             "namespace": service.metadata.namespace,
             "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
+            "annotations": overlay.metadata.annotations | access.annotations(),
             "ownerReferences": [owner_reference(service)],
-        }
-        | _if_any(annotations=dict(overlay.metadata.annotations)),
+        },
         "spec": {
-            "containers": [_server(service, revision, token_digests)],
+            "containers": [_server(service, revision, access)],
             "volumes": _volumes(service),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
@@ -81,7 +82,7 @@ def _labels(service: InferenceService, revision: Revision, slot: int, attempt: i
     }
 
 
-def _server(service: InferenceService, revision: Revision, token_digests: Iterable[str]) -> dict[str, Any]:
+def _server(service: InferenceService, revision: Revision, access: PortAccess) -> dict[str, Any]:
     overlay = _server_overlay(service.spec.template.spec)
     paths = OWN_MOUNTS | (SHARED_MEMORY if _shares_gpus(service) else {})
     own_mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
@@ -89,8 +90,8 @@ def _server(service: InferenceService, revision: Revision, token_digests: Iterab
         "name": names.SERVER_CONTAINER,
         "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
-        "args": arguments(service, revision),
-        "env": _environment(service, overlay, token_digests),
+        "args": [*arguments(service, revision), *access.arguments()],
+        "env": _environment(service, overlay, access),
         "ports": [
             {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
@@ -187,16 +188,19 @@ def sampling_defaults(defaults: SamplingDefaults) -> str:
     return json.dumps(present, separators=(",", ":"))
 
 
-def _environment(
-    service: InferenceService, overlay: ContainerOverlay, token_digests: Iterable[str]
-) -> list[dict[str, Any]]:
+def _environment(service: InferenceService, overlay: ContainerOverlay, access: PortAccess) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
-    defaults: list[dict[str, Any]] = [{"name": "OMP_NUM_THREADS", "valueFrom": threads}]
+    # The root is read-only: Triton's compiled kernels, and whatever looks for a home, go where the pod may write.
+    defaults: list[dict[str, Any]] = [
+        {"name": "OMP_NUM_THREADS", "valueFrom": threads},
+        {"name": "HOME", "value": names.CACHE_DIRECTORY},
+        {"name": "TRITON_CACHE_DIR", "value": f"{names.CACHE_DIRECTORY}/triton"},
+    ]
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
-        {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(token_digests)},
+        access.environment(),
     ]
     keys = model_access.credentials(service.spec.model)
     return _merged("name", defaults, keys, service.spec.runtime.env, overlay.env, own)

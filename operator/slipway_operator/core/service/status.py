@@ -32,6 +32,7 @@ from slipway_api.conditions import (
     remove_condition,
     set_condition,
 )
+from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_api.inference_status import (
     Address,
     AutoscalingStatus,
@@ -74,16 +75,13 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     is_complete = not decided.rollout.is_rolling and decided.rollout.serves_instead
     current = decided.revision.hash if is_complete or not before.current_revision else before.current_revision
     updated = [one for one in decided.members if one.is_live and one.replica.revision == decided.revision.hash]
-    name, namespace = service.metadata.name, service.metadata.namespace
+    name = service.metadata.name
     url = f"{observed.defaults.gateway_url.rstrip('/')}/v1"
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         conditions=_conditions(observed, decided, ready, now),
         url=url,
-        addresses=(
-            Address(name="gateway", url=url),
-            Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1"),
-        ),
+        addresses=_addresses(service, url),
         replicas=len(decided.members),
         ready_replicas=ready,
         updated_replicas=len(updated),
@@ -98,6 +96,15 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         autoscaling=_autoscaling(before, decided, now),
         capacity=_capacity(decided) or before.capacity,
     )
+
+
+def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
+    """The gateway, and the Kubernetes Service past it where replicas take requests without a serving token."""
+    through_gateway = Address(name="gateway", url=gateway)
+    if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY:
+        return (through_gateway,)
+    name, namespace = service.metadata.name, service.metadata.namespace
+    return through_gateway, Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1")
 
 
 def farewell_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:

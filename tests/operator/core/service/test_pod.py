@@ -4,15 +4,17 @@ import json
 
 import pytest
 
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import build_pod
 from slipway_operator.core.service.revision import Revision
 from tests.builders import UID, a_service
 
 REVISION = Revision("bcdfghjklm", "slipway/runtime:1")
+ACCESS = PortAccess(nonce="d00d", admin_digests=("aa", "bb"))
 
 
 def pod_of(service, slot=0, attempt=0):
-    return build_pod(service, REVISION, slot=slot, attempt=attempt, token_digests=("aa", "bb"))
+    return build_pod(service, REVISION, slot=slot, attempt=attempt, access=ACCESS)
 
 
 def server_of(service):
@@ -201,7 +203,7 @@ def test_merges_the_users_overlay_by_name():
     pod = pod_of(service)
     spec = pod["spec"]
     assert pod["metadata"]["labels"]["team"] == "search"
-    assert pod["metadata"]["annotations"] == {"note": "x"}
+    assert pod["metadata"]["annotations"] == {"note": "x", "slipway.dev/admin-nonce": "d00d"}
     assert spec["nodeSelector"] == {"zone": "a"}
     assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert [one["topologyKey"] for one in spec["topologySpreadConstraints"]] == ["kubernetes.io/hostname", "zone"]

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import arguments, build_pod
 from slipway_operator.core.service.revision import Revision
 from slipway_runtime.command_line import arguments_of, serve_settings
@@ -15,7 +16,7 @@ REVISION = Revision("bcdfghjklm", "slipway/runtime:1")
 
 
 def pod_of(service):
-    return build_pod(service, REVISION, slot=0, attempt=0, token_digests=("aa",))["spec"]
+    return build_pod(service, REVISION, slot=0, attempt=0, access=PortAccess(nonce="n", admin_digests=("aa",)))["spec"]
 
 
 def server_of(service):
