@@ -14,7 +14,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster kernels check format generate e2e bench bench-gpu up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-kind bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -58,6 +58,12 @@ test-cluster: cluster-binary ## the local cluster's own tests and the user stori
 e2e: setup ## the user stories; with KUBECONFIG=… on that cluster
 	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)
 
+e2e-kind: setup ## build the images, install the chart with them on a kind cluster, ask one question (KEEP=1 leaves it up)
+	@$(BIN)/python -m e2e.kind $(if $(KEEP),--keep)
+
+images-check: setup ## build every image with buildah and start it as a pod would (minutes; needs root and the network)
+	@images/check.sh
+
 kernels: setup ## every kernel over every shape: on a GPU if there is one, else in the interpreter (hours)
 	$(PYTEST) -m kernels tests/runtime/kernels
 
@@ -69,6 +75,10 @@ check: setup ## lint, types, contracts, generated files
 	$(BIN)/python -m slipway_api.crd --check
 	$(BIN)/python -m tests.capabilities --check
 	$(BIN)/python -m tests.code_map --check
+	@$(MAKE) --no-print-directory chart-check
+
+chart-check: cluster-binary ## lint the chart, and render it with every group of values
+	@$(BIN)/python -m tests.chart.lint
 
 format: setup ## mend what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -6,7 +6,7 @@ timeouts spread over time, never a thousand sockets at once.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import aiohttp
@@ -49,8 +49,8 @@ class Address:
     namespace: str
     pod: str
     ip: str
-    nonce: str = ""  # annotation slipway.dev/admin-nonce
-    owner_uid: str = ""  # uid of the controlling ownerReference
+    nonce: str = field(default="", repr=False)  # annotation slipway.dev/admin-nonce
+    owner_uid: str = field(default="", repr=False)  # uid of the controlling ownerReference
 
 
 class Tokens(Protocol):

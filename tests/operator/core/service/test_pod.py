@@ -143,6 +143,18 @@ def test_threads_follow_the_cpu_limit_unless_the_user_says_otherwise():
     assert env_of(named)["OMP_NUM_THREADS"] == {"name": "OMP_NUM_THREADS", "value": "4"}
 
 
+def test_compiled_kernels_and_whatever_wants_a_home_go_where_the_pod_may_write():
+    """Kernels finding 2: with a read-only root, Triton had nowhere to keep what it compiles."""
+    env, server = env_of(a_service()), server_of(a_service())
+
+    assert env["TRITON_CACHE_DIR"]["value"] == "/var/cache/slipway/triton"
+    assert env["HOME"]["value"] == "/var/cache/slipway"
+    assert {"name": "cache", "mountPath": "/var/cache/slipway"} in server["volumeMounts"]
+
+    named = a_service(runtime={"env": [{"name": "TRITON_CACHE_DIR", "value": "/models/triton"}]})
+    assert env_of(named)["TRITON_CACHE_DIR"]["value"] == "/models/triton"
+
+
 @pytest.mark.capability("DD-1")
 def test_a_replica_is_one_pod_with_its_own_gpus_spread_over_nodes():
     service = a_service(
