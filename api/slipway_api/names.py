@@ -29,6 +29,7 @@ FIELD_MANAGER_META: Final = "slipway-operator-meta"
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
+ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # what the pod's runtime answers to
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
 ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"

@@ -185,8 +185,8 @@ class Upstream:
         serving_headers: Callable[[Endpoint], Mapping[str, str]] = lambda _: {},
     ) -> None:
         """`serving_headers` are added to each request: they prove to the endpoint that a gateway sends it."""
-        self.timeouts = timeouts or UpstreamTimeouts()
         self._serving_headers = serving_headers
+        self.timeouts = timeouts or UpstreamTimeouts()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Upstream":

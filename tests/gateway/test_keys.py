@@ -15,7 +15,7 @@ from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.watch import endpoint_of
 from slipway_kube.objects import Pod
 from tests.gateway.doubles import Runtime, a_caller
-from tests.gateway.objects import a_pod_object
+from tests.gateway.objects import SERVICE_UID, a_pod_object
 
 NEW, OLD = b"a new key", b"an old key"
 HEADER = "x-slipway-serving-token"
@@ -44,7 +44,7 @@ async def test_a_replica_that_wants_a_token_gets_it_with_each_request(tmp_path):
         endpoint = endpoint_of(a_pod(NEW), runtime.port)
         assert endpoint is not None
         fleet = Fleet()
-        fleet.set_service("team/chat", Service(key="team/chat", served_name="tiny"))
+        fleet.set_service("team/chat", Service(key="team/chat", served_name="tiny", uid=SERVICE_UID))
         fleet.set_endpoint(endpoint.name, replace(endpoint, url=runtime.url))
         settings = GatewaySettings(port=0, admin_port=0, propagation_seconds=0, key_directory=tmp_path)
         async with (

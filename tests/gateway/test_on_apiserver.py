@@ -70,16 +70,18 @@ class Team:
         self.access, self.gateway, self.session = access, gateway, session
         self.namespace = access.create_namespace()
         self.model = f"tiny-{self.namespace}"
+        self.uid = ""
 
     def serve(self, **weights: int) -> None:
         body = a_service_object(namespace=self.namespace, served_name=self.model, **weights)
         path = f"/apis/{names.API_VERSION}/namespaces/{self.namespace}/inferenceservices"
         head = {"apiVersion": names.API_VERSION, "kind": "InferenceService"}
-        self.access.api("POST", path, head | {"metadata": body["metadata"], "spec": body["spec"]})
+        created = self.access.api("POST", path, head | {"metadata": body["metadata"], "spec": body["spec"]})
+        self.uid = created["metadata"]["uid"]
         self.access.api("PATCH", f"{path}/chat/status", {"status": body["status"]})
 
     def run_pod(self, name: str, address: str) -> None:
-        body = a_pod_object(name, namespace=self.namespace, address=address)
+        body = a_pod_object(name, namespace=self.namespace, address=address, owner_uid=self.uid)
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         self.access.api("POST", path, {"metadata": body["metadata"], "spec": body["spec"]})
         self.access.api("PATCH", f"{path}/{name}/status", {"status": body["status"]})
