@@ -62,8 +62,6 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
         owner_uid=owner.uid,
         served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
         token_digests=tuple(filter(None, digests.split(","))),
-        owner_uid=owner.uid,
-        served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
     )
 
 

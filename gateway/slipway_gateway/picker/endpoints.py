@@ -16,8 +16,6 @@ class Endpoint:
     owner_uid: str = ""  # of the InferenceService that controls the pod; an impostor's pod has another
     served_name: str = ""  # what its runtime answers to; empty: the service's served name
     token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it wants none
-    owner_uid: str = ""  # of the InferenceService that controls the pod; an impostor's pod has another
-    served_name: str = ""  # what its runtime answers to; empty: the service's served name
 
 
 @dataclass(frozen=True, slots=True)
