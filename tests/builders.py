@@ -22,9 +22,10 @@ from slipway_operator.core.observed import (
     PastRecommendation,
     Replica,
     Sample,
+    StoredRevision,
 )
 from slipway_operator.core.service.pod import pod_name
-from slipway_operator.core.service.revision import Revision, resolve
+from slipway_operator.core.service.revision import Revision, create_revision, resolve
 
 T0 = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 IMAGE = "slipway/runtime:test"
@@ -105,6 +106,20 @@ def promised(service: InferenceService, desired: int, **status: Any) -> Inferenc
     return service.model_copy(update={"status": known})
 
 
+def stored(service: InferenceService, *, owner_uid: str = "", image: str = IMAGE) -> StoredRevision:
+    """What the store holds of the revision that the service asks for."""
+    revision = resolve(service, image)
+    (action,) = create_revision(service, revision, ())
+    return StoredRevision(
+        name=action.name,
+        uid=f"uid-of-{action.name}",
+        owner_uid=owner_uid or service.metadata.uid,
+        hash=revision.hash,
+        number=action.manifest["revision"],
+        data=action.manifest["data"],
+    )
+
+
 def revision_of(service: InferenceService) -> Revision:
     return resolve(service, IMAGE)
 
@@ -133,6 +148,10 @@ class APod:
 
     def loading(self) -> "APod":
         return self.but(phase="Running", ready=False, ready_since=None)
+
+    def unready(self, *, since: datetime) -> "APod":
+        """Its server was ready, and its readiness probe has failed since then."""
+        return self.but(phase="Running", ready=False, ready_since=None, started=True, unready_since=since)
 
     def says(
         self, *, kv: float = 0.0, running: int = 0, waiting: int = 0, draining: bool = False, at: datetime = T0
@@ -189,23 +208,36 @@ def seen(
     applied: Mapping[str, str] | None = None,
     namesakes: tuple[Namesake, ...] = (),
     fault: str = "",
+    ready_before: frozenset[str] | None = None,
+    disrupted: bool = False,
+    revisions: tuple[StoredRevision, ...] | None = None,
 ) -> Observed:
-    """The snapshot of a service and these pods."""
+    """The snapshot of a service and these pods; what the spec asks for is stored, unless `revisions` says otherwise."""
     return Observed(
         service=service,
+        disrupted=disrupted,
+        revisions=(stored(service),) if revisions is None else revisions,
         replicas=tuple(pod.replica for pod in pods),
         nodes={node.name: node for node in nodes},
         defaults=DEFAULTS,
         token_digests=digests,
+        serving_digests=serving_digests,
+        nonce_seed=b"a seed for tests",
         recommendations=recommendations,
         taken_names=taken_names,
         failures=failures,
         applied=applied or {},
         namesakes=namesakes,
         fault=fault,
+        ready_before=ready_before,
     )
 
 
-def digests(namespace: str, pod: str) -> tuple[str, ...]:
+def digests(namespace: str, pod: str, nonce: str) -> tuple[str, ...]:
     """What a pod would know of its admin token."""
-    return (f"digest-of-{namespace}/{pod}",)
+    return (f"digest-of-{namespace}/{pod}/{nonce}",)
+
+
+def serving_digests(namespace: str, service: str) -> tuple[str, ...]:
+    """What a pod would know of the serving tokens of its service."""
+    return (f"digest-of-{namespace}/{service}",)

@@ -29,6 +29,7 @@ class Fault:
 
     method: str = ""  # any
     path: str = ""  # a regular expression, found anywhere
+    body: str = ""  # the same, in what was sent
     status: int = 0
     retry_after: int | None = None
     message: str = "injected"
@@ -42,7 +43,7 @@ class Fault:
         """Whether this request is hit; counts down."""
         if self.times <= 0 or (self.method and self.method != request.method):
             return False
-        if not re.search(self.path, request.path):
+        if not re.search(self.path, request.path) or not re.search(self.body, str(request.body)):
             return False
         if self.skip > 0:
             self.skip -= 1

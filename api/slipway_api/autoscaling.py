@@ -9,7 +9,7 @@ from slipway_api.types import DecimalString, Rule, Struct, bounded_list, cel_rul
 
 
 class ScalingMode(StrEnum):
-    """Who decides the number of replicas."""
+    """What decides the number of replicas."""
 
     ACTIVE = "Active"
     EXTERNAL = "External"

@@ -1,15 +1,17 @@
-"""What we wrote and the cache has not shown yet, so that a quick second reconcile does not write it again.
+"""Own writes that a cache does not show yet, so that a quick second reconcile does not decide on the past.
 
-Pure bookkeeping: the caller brings the time. Creates are known by name, deletes by uid; both are forgotten when the
-informer shows them, or after five minutes. A write of unknown outcome is waited for only shortly: the next try finds
-out, because names are deterministic and deletes name a uid.
+Pure bookkeeping: the caller brings the time. Creates are known by name, deletes and label changes by uid; all are
+forgotten when the informer shows them, or after five minutes. A write of unknown outcome is waited for only shortly:
+the next try finds out, because names are deterministic and everything else names a uid.
 """
 
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
 
 from slipway_kube.cache import Change
-from slipway_kube.objects import Key, Object
+from slipway_kube.objects import Object
 
 FORGET_AFTER_SECONDS: Final = 300.0
 UNSURE_SECONDS: Final = 10.0
@@ -21,54 +23,101 @@ class Pending:
 
     creates: frozenset[str] = frozenset()  # names
     deletes: frozenset[str] = frozenset()  # uids
+    labels: frozenset[str] = frozenset()  # uids
 
     def __bool__(self) -> bool:
-        return bool(self.creates or self.deletes)
+        return bool(self.creates or self.deletes or self.labels)
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
-    owner: Key
-    until: float
+class _Created:
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Deleted:
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    uid: str
+
+
+_Write = _Created | _Deleted | _Labelled
 
 
 class Expectations:
-    """Pending creates and deletes by owner (the key of a service); the objects live in the owner's namespace."""
+    """Pending creates, deletes and label changes by owner, which may be any key."""
 
     def __init__(self) -> None:
-        self._creates: dict[Key, _Expected] = {}
-        self._deletes: dict[str, _Expected] = {}
+        self._until: defaultdict[Hashable, dict[_Write, float]] = defaultdict(dict)
+        self._owners: dict[_Write, Hashable] = {}
+        self._labels: dict[str, tuple[str, str]] = {}
 
-    def expect_create(self, owner: Key, name: str, *, now: float, unsure: bool = False) -> None:
+    def expect_create(self, owner: Hashable, namespace: str, name: str, *, now: float, unsure: bool = False) -> None:
         """An object of this name is about to be created (or, `unsure`, may have been)."""
-        self._creates[owner[0], name] = _Expected(owner, now + (UNSURE_SECONDS if unsure else FORGET_AFTER_SECONDS))
+        self._expect(owner, _Created(namespace, name), now, unsure)
 
-    def expect_delete(self, owner: Key, uid: str, *, now: float, unsure: bool = False) -> None:
+    def expect_delete(self, owner: Hashable, uid: str, *, now: float, unsure: bool = False) -> None:
         """The object of this uid is about to be deleted (or, `unsure`, may have been)."""
-        self._deletes[uid] = _Expected(owner, now + (UNSURE_SECONDS if unsure else FORGET_AFTER_SECONDS))
+        self._expect(owner, _Deleted(uid), now, unsure)
 
-    def retract_create(self, owner: Key, name: str) -> None:
+    def expect_label(
+        self, owner: Hashable, uid: str, label: str, value: str, *, now: float, unsure: bool = False
+    ) -> None:
+        """The object of this uid is about to get this label (or, `unsure`, may have got it)."""
+        self._labels[uid] = (label, value)
+        self._expect(owner, _Labelled(uid), now, unsure)
+
+    def retract_create(self, namespace: str, name: str) -> None:
         """The server refused: nothing will come."""
-        self._creates.pop((owner[0], name), None)
+        self._fulfil(_Created(namespace, name))
 
     def retract_delete(self, uid: str) -> None:
         """The server refused: it stays."""
-        self._deletes.pop(uid, None)
+        self._fulfil(_Deleted(uid))
+
+    def retract_label(self, uid: str) -> None:
+        """The server refused: it stays as it was."""
+        self._fulfil(_Labelled(uid))
 
     def saw(self, change: Change, old: Object | None, new: Object | None) -> None:
-        """What an informer tells; fits `Informer.on_change`."""
+        """Take in a change that an informer tells; fits `Informer.on_change`."""
         if change is Change.DELETED and old is not None:
-            self._deletes.pop(old.uid, None)
+            self._fulfil(_Deleted(old.uid))
+            self._fulfil(_Labelled(old.uid))
         if new is not None:
-            self._creates.pop(new.key, None)
+            self._fulfil(_Created(*new.key))
             if new.is_terminating:
-                self._deletes.pop(new.uid, None)
+                self._fulfil(_Deleted(new.uid))
+            label, value = self._labels.get(new.uid, ("", ""))
+            if label and new.labels.get(label) == value:
+                self._fulfil(_Labelled(new.uid))
 
-    def pending(self, owner: Key, *, now: float) -> Pending:
+    def pending(self, owner: Hashable, *, now: float) -> Pending:
         """What this owner still waits for; falsy when the cache shows everything we did."""
-        self._creates = {key: expected for key, expected in self._creates.items() if expected.until > now}
-        self._deletes = {uid: expected for uid, expected in self._deletes.items() if expected.until > now}
+        for write in [write for write, until in self._until.get(owner, {}).items() if until <= now]:
+            self._fulfil(write)
+        writes = self._until.get(owner, {})
         return Pending(
-            creates=frozenset(name for (_, name), expected in self._creates.items() if expected.owner == owner),
-            deletes=frozenset(uid for uid, expected in self._deletes.items() if expected.owner == owner),
+            creates=frozenset(write.name for write in writes if isinstance(write, _Created)),
+            deletes=frozenset(write.uid for write in writes if isinstance(write, _Deleted)),
+            labels=frozenset(write.uid for write in writes if isinstance(write, _Labelled)),
         )
+
+    def _expect(self, owner: Hashable, write: _Write, now: float, unsure: bool) -> None:
+        self._until[owner][write] = now + (UNSURE_SECONDS if unsure else FORGET_AFTER_SECONDS)
+        self._owners[write] = owner
+
+    def _fulfil(self, write: _Write) -> None:
+        if isinstance(write, _Labelled):
+            self._labels.pop(write.uid, None)
+        owner = self._owners.pop(write, None)
+        if owner is None:
+            return
+        writes = self._until[owner]
+        del writes[write]
+        if not writes:
+            del self._until[owner]

@@ -1,4 +1,4 @@
-"""What exists, kept current: one cache over one kind of object, fed by a reflector per namespace.
+"""A cache of one kind of object, kept current, fed by a reflector per namespace.
 
 The cache converges to the server whatever the network does: a relist is compared with what is cached, so an object
 that vanished while nobody watched is reported as deleted.
@@ -47,6 +47,7 @@ class Informer(Generic[T]):
         self.synced = asyncio.Event()
         """Set once every namespace has been listed for the first time; never cleared."""
         self._callbacks: list[OnChange[T]] = []
+        self._relist_callbacks: list[Callable[[], None]] = []
         self._cache = Cache[T](self._tell)
         self._reflectors = [
             Reflector(
@@ -83,6 +84,10 @@ class Informer(Generic[T]):
     def on_change(self, callback: OnChange[T]) -> None:
         """Call back on every change from now on."""
         self._callbacks.append(callback)
+
+    def on_relist(self, callback: Callable[[], None]) -> None:
+        """Call back after each list but the first: the watch had lost continuity, or a refresh was asked for."""
+        self._relist_callbacks.append(callback)
 
     def age(self) -> float:
         """Seconds since the server last gave a sign of life (event, bookmark or list), by the worst namespace.
@@ -122,5 +127,8 @@ class Informer(Generic[T]):
                 log.exception("a listener failed", change=change)
 
     def _listed(self) -> None:
+        if self.synced.is_set():
+            for callback in self._relist_callbacks:
+                callback()
         if all(reflector.lists for reflector in self._reflectors):
             self.synced.set()

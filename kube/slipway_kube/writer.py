@@ -1,12 +1,12 @@
-"""The one door for writes: fence, rate limit, expectations, dry run, and where tests inject faults.
+"""The only way to write to the API server: fence, rate limit, expectations, dry run, and where tests inject faults.
 
 Every write is, in this order: skipped when nothing would change, paced, fenced, announced to the expectations, sent.
-The fence comes last before sending, because waiting for one's turn takes time in which leadership may be lost.
+The fence comes last before sending, because waiting for the rate limit takes time in which leadership may be lost.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,6 @@ from slipway_kube.errors import (
 )
 from slipway_kube.expectations import Expectations, Pending
 from slipway_kube.lease import Fence
-from slipway_kube.objects import Key
 from slipway_kube.resources import Resource
 from slipway_kube.token_bucket import TokenBucket
 
@@ -87,12 +86,12 @@ class Writer:
         self._clock = clock
         self._sleep = sleep
 
-    def pending(self, owner: Key) -> Pending:
+    def pending(self, owner: Hashable) -> Pending:
         """What the caches do not show yet of the owner's creates and deletes; falsy when nothing is outstanding."""
         return self.expectations.pending(owner, now=self._clock())
 
     async def create(
-        self, resource: Resource, namespace: str, body: dict[str, Any], *, owner: Key | None = None
+        self, resource: Resource, namespace: str, body: dict[str, Any], *, owner: Hashable | None = None
     ) -> bytes:
         """POST. `AlreadyExists` means that an earlier try, or another leader, got there first.
 
@@ -103,7 +102,7 @@ class Writer:
 
         async def send() -> bytes:
             if expected is not None:
-                self.expectations.expect_create(expected, write.name, now=self._clock())
+                self.expectations.expect_create(expected, namespace, write.name, now=self._clock())
             return await self._client.create(
                 resource.path(namespace), body, dry_run=self._dry_run, timeout=self._timeout()
             )
@@ -112,7 +111,7 @@ class Writer:
             return await self._write(write, send)
         except KubeError as error:
             if expected is not None:
-                self._unexpect_create(expected, write.name, error)
+                self._unexpect_create(expected, namespace, write.name, error)
             raise
 
     async def delete(
@@ -123,7 +122,7 @@ class Writer:
         *,
         uid: str = "",
         grace_seconds: int | None = None,
-        owner: Key | None = None,
+        owner: Hashable | None = None,
     ) -> bool:
         """Delete that very object. False when it is gone already: the goal is reached either way.
 
@@ -192,6 +191,35 @@ class Writer:
             ),
         )
 
+    async def label(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: dict[str, Any],
+        *,
+        label: str,
+        field_manager: str,
+        owner: Hashable | None,
+    ) -> None:
+        """Server-side apply of metadata with `label`; with `owner`, pending until an informer shows the new value.
+
+        `body` names the object's uid, so that an object that is gone is never created anew.
+        """
+        uid, value = body["metadata"]["uid"], body["metadata"]["labels"][label]
+        expected = None if self._dry_run else owner
+        if expected is not None:
+            self.expectations.expect_label(expected, uid, label, value, now=self._clock())
+        try:
+            await self.apply(resource, namespace, name, body, field_manager=field_manager)
+        except Unreachable:
+            if expected is not None:
+                self.expectations.expect_label(expected, uid, label, value, now=self._clock(), unsure=True)
+            raise
+        except KubeError:
+            self.expectations.retract_label(uid)
+            raise
+
     async def apply_status(
         self,
         resource: Resource,
@@ -257,13 +285,13 @@ class Writer:
         """No longer than our own time: a write should not land in the next leader's."""
         return max(SHORTEST_TIMEOUT, min(DEFAULT_TIMEOUT, self._fence.seconds_left()))
 
-    def _unexpect_create(self, owner: Key, name: str, error: KubeError) -> None:
+    def _unexpect_create(self, owner: Hashable, namespace: str, name: str, error: KubeError) -> None:
         if isinstance(error, Unreachable | AlreadyExists):
             # It may exist, or does, unseen by us. The event that would show it may have come before we began to
             # expect it, so do not insist.
-            self.expectations.expect_create(owner, name, now=self._clock(), unsure=True)
+            self.expectations.expect_create(owner, namespace, name, now=self._clock(), unsure=True)
         elif isinstance(error, StatusError):
-            self.expectations.retract_create(owner, name)
+            self.expectations.retract_create(namespace, name)
 
     def _tell(self, write: Write, outcome: str) -> None:
         if self._on_write is not None:

@@ -1,4 +1,4 @@
-"""One operator process without its shell: who may write, who works, and how to stop.
+"""One operator process without kopf: who may write, who works, and how to stop.
 
 Every replica keeps hot caches; only the holder of the Lease runs workers. A new holder makes its caches fresh before
 its first write; one that loses the Lease ends the process at once, because half-done work cannot be trusted; one that
@@ -7,30 +7,33 @@ is asked to stop finishes what it has in hand and gives the Lease back, so that 
 
 import asyncio
 import os
-import random
-from collections.abc import Callable, Coroutine
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import structlog
 
-from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, LeadershipLost
 from slipway_kube.lease import Elector
 from slipway_kube.recorder import Recorder
+from slipway_kube.resources import INFERENCE_SERVICES, Resource
 from slipway_kube.writer import Write, Writer
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.executor import Executor, StaleView
-from slipway_operator.controller.queue import QueueClosed, WorkQueue
-from slipway_operator.controller.reconciler import Decide, Reconciler, Refused
-from slipway_operator.core.observed import Defaults
-from slipway_operator.core.service.plan import plan
+from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
+from slipway_operator.controller.kinds import Key, Kind
+from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
+from slipway_operator.controller.reconciler import Reconciler, Refused
+from slipway_operator.controller.resync import Resync
+from slipway_operator.core.observed import Defaults, Network
+from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.freshness import Freshness
-from slipway_operator.inputs.observer import Observer
+from slipway_operator.inputs.inference_services import InferenceServices
 from slipway_operator.inputs.scraper import Scraper
-from slipway_operator.inputs.world import World
-from slipway_operator.masters import Masters
+from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
@@ -40,8 +43,20 @@ log = structlog.get_logger()
 
 LEASE_NAME = "slipway-operator"
 WORKERS = 8
+DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
 RESYNC_SECONDS = (300.0, 600.0)
 FINISH_SECONDS = 1.0  # a clean stop hands over within two seconds, so work in hand gets one
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One kind that the controller reconciles: where it lives, and what observes it and plans for it."""
+
+    resource: Resource
+    build: Callable[[Inputs], Kind]
+
+
+KINDS = (Registration(INFERENCE_SERVICES, InferenceServices),)
 
 
 def leave_at_once(reason: str) -> None:
@@ -51,7 +66,7 @@ def leave_at_once(reason: str) -> None:
 
 
 class Manager:
-    """Wires the parts together and runs them."""
+    """Wires the parts together, starts and stops them."""
 
     def __init__(
         self,
@@ -64,63 +79,111 @@ class Manager:
         on_lost: Callable[[str], None] = leave_at_once,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
         clock: Clock = SYSTEM,
-        decide: Decide = plan,
+        kinds: Sequence[Registration] = KINDS,
     ) -> None:
         self._metrics = metrics
         self._on_lost = on_lost
-        self._resync_seconds = resync_seconds
-        self.listed = asyncio.Event()
-        """Set once our kind and the pods have been listed: from now on the shell may watch."""
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._is_stopping = False
+        self._listed = asyncio.Event()
 
         masters = Masters(settings.master_directory)
         masters.read()  # without one no pod could ever be asked for its signals: refuse to start
-        self._queue: WorkQueue[ServiceKey] = WorkQueue()
-        self.world = World(
-            client, namespaces=settings.watch_namespaces, wake=self._queue.add, monotonic=clock.monotonic
+        gateway_keys = GatewayKeys(settings.gateway_key_directory)
+        gateway_keys.read()  # without one no service could be closed to all but the gateway: refuse to start
+        self._queue: WorkQueue[Key] = WorkQueue()
+        self.caches = Caches(
+            client,
+            [kind.resource for kind in kinds],
+            namespaces=settings.watch_namespaces,
+            wake=self._queue.add,
+            on_drift=metrics.drift.inc,
+            monotonic=clock.monotonic,
         )
         self.elector = Elector(
             lease_client,
             namespace=settings.namespace,
             name=LEASE_NAME,
             identity=settings.identity,
+            incarnation=settings.pod_uid,
+            may_lead=self._listed.is_set,
             clock=clock.lease,
         )
         writer = Writer(client, self.elector, on_write=self._count_write, clock=clock.monotonic)
-        self.world.on_pod_change(writer.expectations.saw)
+        self.caches.pod_informer.on_change(writer.expectations.saw)
+        self.caches.revision_informer.on_change(writer.expectations.saw)
         self._recorder = Recorder(writer, instance=settings.identity)
         replicas = ReplicaClient(dial, masters)
-        self._scraper: Scraper[Address, ServiceKey] = Scraper(
-            self.world.targets,
+        self._scraper: Scraper[Address, Any] = Scraper(
             replicas.signals,
             replicas.state,
-            on_news=self._queue.add,
+            on_news=self._wake_after_sample,
             on_error=self._count_silence,
+            is_ours=self._is_ours,
             now=clock.now,
         )
-        observer = Observer(
-            self.world.pods,
-            self.world.nodes,
-            self._scraper.sample,
-            self.world.services.namesakes,
-            defaults=Defaults(runtime_image=settings.runtime_image, gateway_url=settings.gateway_url),
+        self.caches.on_target_change(self._watch_replica)
+        inputs = Inputs(
+            caches=self.caches,
+            wake=self._queue.add,
+            sample_of=self._scraper.sample,
+            defaults=Defaults(
+                runtime_image=settings.runtime_image,
+                gateway_url=settings.gateway_url,
+                network=_network(settings),
+            ),
             token_digests=masters.digests,
+            serving_digests=gateway_keys.digests,
+            random_bytes=secrets.token_bytes,
+            asking_since=lambda: self._scraper.asking_since,
+            metrics=metrics,
+            now=clock.now,
+        )
+        self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
+        self._drains: BackgroundCalls[Key] = BackgroundCalls(
+            FairSlots(total=DRAIN_CALLS, per_owner=DRAIN_CALLS_OF_A_SERVICE),
+            # Its next sample says that the replica drains, and wakes the key.
+            on_done=lambda _key, uid: self._scraper.ask_soon(uid),
         )
         executor = Executor(
-            client, writer, replicas, self.world.services, self.world.address_of, metrics, now=clock.now
+            client,
+            writer,
+            replicas,
+            self._drains,
+            self._kinds,
+            self.caches.stores,
+            self.caches.pod_informer.get,
+            metrics,
+            now=clock.now,
+            monotonic=clock.monotonic,
         )
         self._reconciler = Reconciler(
-            client, writer, self.world.services, observer, executor, self._recorder, metrics, decide, now=clock.now
+            client,
+            writer,
+            self._kinds,
+            self.caches.stores,
+            executor,
+            self._recorder,
+            metrics,
+            now=clock.now,
+            monotonic=clock.monotonic,
         )
+        self._resync = Resync(self.caches.known, self._resync_key, self.caches.check, period_seconds=resync_seconds)
         self._freshness = Freshness(
-            self.world.silent_seconds,
+            self.caches.silent_seconds,
             partial(client.get, "/version"),
             monotonic=clock.monotonic,
             on_lag=metrics.loop_lag.set,
         )
-        self.world.publish(metrics)
+        self.caches.publish(metrics)
         metrics.watch(metrics.queue_depth, partial(len, self._queue))
         metrics.watch(metrics.queue_active, lambda: self._queue.active)
         metrics.watch(metrics.is_leader, self.elector.is_leader)
+
+    @property
+    def kinds(self) -> Mapping[str, Kind]:
+        """The kinds that are reconciled, by name."""
+        return self._kinds
 
     def alive(self) -> Verdict:
         """For /livez."""
@@ -128,59 +191,65 @@ class Manager:
 
     def ready(self) -> Verdict:
         """For /readyz: a standby with full caches is ready too."""
-        if not self.listed.is_set():
+        if not self._listed.is_set():
             return False, "the first lists are not complete"
         return True, "leading" if self.elector.is_leader() else "standing by"
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Keep caches hot, lead when it is our turn, and hand over when asked to stop."""
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        background = [
-            asyncio.create_task(self.world.run(), name="informers"),
-            asyncio.create_task(self._freshness.run(), name="freshness"),
-        ]
-        try:
-            if await _unless(stopping, self.world.fill()):
-                self.listed.set()
-                background.append(asyncio.create_task(self._resync_for_ever(), name="resync"))
-                await self._lead_until(stopping)
-        finally:
-            await _end(*background, stopping)
+    def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
+        """Take in an object of one of our kinds, as kopf's watch told of it."""
+        self.caches.heard(kind, type, body)
 
-    async def _lead_until(self, stopping: asyncio.Task[Any]) -> None:
-        """Campaign and work until asked to stop. A lost Lease ends the process through `on_lost`."""
-        election = asyncio.create_task(self.elector.run(), name="election")
-        work = asyncio.create_task(self._work_as_leader(), name="leader")
-        try:
-            done, _ = await asyncio.wait((election, work, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if stopping not in done:
-                ended = done.pop()
-                error = ended.exception()
-                if isinstance(error, LeadershipLost):
-                    self._metrics.lease_transitions.labels("lost").inc()
-                self._on_lost(f"{ended.get_name()} ended: {error!r}")
-            elif self.elector.is_leader():
-                self._metrics.lease_transitions.labels("given back").inc()
-        finally:
-            await _end(work)
-            await _end(election)  # cancelled, it gives the Lease back if it is ours
+    async def start(self) -> None:
+        """Start everything; returns once our kinds and the pods are listed, so that kopf finds the kinds there.
+
+        The Lease is looked at meanwhile, so that a dead holder's time runs while the caches fill.
+        """
+        self._spawn(self.caches.run(), "informers")
+        self._spawn(self._freshness.run(), "freshness")
+        self._election = self._spawn(self.elector.run(), "election")
+        await self.caches.fill()
+        self._listed.set()
+        self._spawn(self._resync.run(), "resync")
+        self._spawn(self._work_as_leader(), "leader")
+
+    async def stop(self) -> None:
+        """Finish what is in hand, give the Lease back, and end everything."""
+        self._is_stopping = True
+        was_leader = self.elector.is_leader()
+        if was_leader:
+            self._metrics.lease_transitions.labels("given back").inc()
+            await self._finish_work_in_hand()
+        election = [task for task in self._tasks if task.get_name() == "election"]
+        await _end(*(task for task in self._tasks if task not in election))
+        await self._drains.stop()
+        await _end(*election)  # cancelled, it gives the Lease back if it is ours
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run something that ends only when the process does: if it ends earlier, so does the process."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._is_stopping or task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, LeadershipLost):
+            self._metrics.lease_transitions.labels("lost").inc()
+        self._on_lost(f"{task.get_name()} ended: {error!r}")
 
     async def _work_as_leader(self) -> None:
         await self.elector.leading.wait()
         self._metrics.lease_transitions.labels("gained").inc()
         log.info("leading", identity=self.elector.identity)
-        await self.world.refresh()
-        self._wake_all()
-        tasks = [
-            *(asyncio.create_task(self._work(), name=f"worker-{number}") for number in range(WORKERS)),
-            asyncio.create_task(self._scraper.run(), name="scraper"),
-            asyncio.create_task(self._recorder.run(), name="recorder"),
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await self._finish_work_in_hand()
-            await _end(*tasks)
+        await self.caches.refresh()
+        for key in self.caches.known():
+            self._queue.add(key)
+        for number in range(WORKERS):
+            self._tasks.append(asyncio.create_task(self._work(), name=f"worker-{number}"))
+        self._spawn(self._recorder.run(), "recorder")
+        await self._scraper.run()
 
     async def _finish_work_in_hand(self) -> None:
         self._queue.close()
@@ -200,40 +269,44 @@ class Manager:
                 return
             try:
                 with self._metrics.reconcile_seconds.time():
-                    again = await self._reconciler.reconcile(key)
-            except Exception as exc:  # noqa: BLE001  one service must never stop the others
+                    outcome = await self._reconciler.reconcile(key)
+            except Exception as exc:  # noqa: BLE001  one object must never stop the others
                 self._failed(key, exc)
             else:
-                self._queue.forget(key)
-                if again is not None:
-                    self._queue.add_after(key, again)
+                if not outcome.is_holding:
+                    self._queue.forget(key)
+                if outcome.requeue_after is not None:
+                    self._queue.add_after(key, outcome.requeue_after)
             finally:
                 self._queue.done(key)
 
-    def _failed(self, key: ServiceKey, exc: Exception) -> None:
+    def _failed(self, key: Key, exc: Exception) -> None:
         self._metrics.reconcile_errors.labels(type(exc).__name__).inc()
         seconds = self._queue.retry(key)
+        if isinstance(exc, Refused):
+            self._reconciler.hold_refused(key, seconds)
         if isinstance(exc, Refused | StaleView | KubeError):
-            log.warning("pass failed", service=str(key), error=str(exc), again_in_seconds=round(seconds, 1))
+            log.warning("pass failed", object=str(key), error=str(exc), again_in_seconds=round(seconds, 1))
         else:
-            log.error("pass failed, by our mistake", service=str(key), exc_info=exc, again_in_seconds=round(seconds, 1))
+            log.error("pass failed, by our mistake", object=str(key), exc_info=exc, again_in_seconds=round(seconds, 1))
 
-    async def _resync_for_ever(self) -> None:
-        """Now and then, check the caches against lists, and look at every service anew."""
-        while True:
-            await asyncio.sleep(random.uniform(*self._resync_seconds))  # noqa: S311  replicas shall not list in step
-            try:
-                drift = await self.world.check()
-            except KubeError as exc:
-                log.warning("resync failed", error=str(exc))
-                continue
-            self._metrics.drift.inc(drift)
-            self._reconciler.resync()
-            self._wake_all()
+    def _resync_key(self, key: Key) -> None:
+        self._reconciler.forget_applied(key)
+        self._queue.add(key, Urgency.BACKGROUND)
 
-    def _wake_all(self) -> None:
-        for key in self.world.known():
-            self._queue.add(key)
+    def _watch_replica(self, uid: str, target: ReplicaTarget | None) -> None:
+        if target is None:
+            self._scraper.forget(uid)
+        else:
+            self._scraper.watch(target)
+
+    def _wake_after_sample(self, service: tuple[str, str]) -> None:
+        self._queue.add(Key(INFERENCE_SERVICES.kind, *service), Urgency.BACKGROUND)
+
+    def _is_ours(self, target: ReplicaTarget) -> bool:
+        """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""
+        stored = self.caches.stores[INFERENCE_SERVICES.kind].get(Key(INFERENCE_SERVICES.kind, *target.service))
+        return stored is not None and stored.uid == target.address.owner_uid
 
     def _count_write(self, write: Write, outcome: str) -> None:
         resource = f"{write.resource.plural}/{write.subresource}" if write.subresource else write.resource.plural
@@ -243,15 +316,15 @@ class Manager:
         self._metrics.signal_errors.labels(type(error).__name__).inc()
 
 
-async def _unless(stopping: asyncio.Task[Any], work: Coroutine[Any, Any, None]) -> bool:
-    """Do the work, or give it up when asked to stop first; says whether it was done."""
-    task = asyncio.create_task(work)
-    await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done():
-        await _end(task)
-        return False
-    task.result()
-    return True
+def _network(settings: OperatorSettings) -> Network | None:
+    """Which pods a NetworkPolicy admits to the replicas; None: no policy is made."""
+    if not settings.network_policy:
+        return None
+    return Network(
+        release_namespace=settings.namespace,
+        client_namespaces=settings.client_namespaces,
+        metrics_namespaces=settings.metrics_namespaces,
+    )
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

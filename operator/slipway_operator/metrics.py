@@ -1,6 +1,6 @@
-"""The operator's own metrics: how well it keeps up, what it decides, how old its view of the world is.
+"""The operator's own metrics: how well it keeps up, what it decides, how old its caches are.
 
-One object, made in main and handed to whoever counts; tests make their own, so nothing is global.
+One object, made in main and handed to all that count; tests make their own, so nothing is global.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class OperatorMetrics:
             return Histogram(f"slipway_operator_{name}", text, buckets=buckets, registry=self.registry)
 
         self.reconcile_seconds = histogram(
-            "reconcile_duration_seconds", "One pass over one service, from taking its key to done.", RECONCILE_BUCKETS
+            "reconcile_duration_seconds", "One pass over one object, from taking its key to done.", RECONCILE_BUCKETS
         )
         self.reconcile_errors = counter(
             "reconcile_errors_total", "Passes that failed and will be retried, by the kind of error.", "error"
@@ -41,9 +41,9 @@ class OperatorMetrics:
             "signal_age_seconds", "Age of the newest sample of each running replica when a pass reads it.", AGE_BUCKETS
         )
         self.signal_errors = counter("signal_errors_total", "Replicas that gave no usable signals.", "error")
-        self.queue_depth = gauge("queue_depth", "Services waiting for a worker.")
-        self.queue_active = gauge("queue_active", "Services being worked on.")
-        self.services = gauge("services", "InferenceServices known.")
+        self.queue_depth = gauge("queue_depth", "Objects waiting for a worker.")
+        self.queue_active = gauge("queue_active", "Objects being worked on.")
+        self.services = gauge("services", "Objects of our kinds known.")
         self.pods = gauge("pods", "Pods of ours known.")
         self.watch_age = gauge(
             "watch_age_seconds", "Seconds since the watch of a resource last said anything.", "resource"
@@ -54,7 +54,6 @@ class OperatorMetrics:
         self.lease_transitions = counter("lease_transitions_total", "Leadership gained and lost.", "change")
         self.writes = counter("writes_total", "Writes to the API server.", "verb", "resource", "code")
         self.loop_lag = gauge("event_loop_lag_seconds", "How late the event loop woke last time it was asked to.")
-        self.shell_restarts = counter("shell_restarts_total", "Times the watch shell ended and was started again.")
 
     def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:
         """Read a gauge's value when it is scraped, not when it changes."""

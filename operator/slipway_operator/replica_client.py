@@ -1,22 +1,22 @@
 """The admin port of one runtime pod: ask for its signals, tell it to drain.
 
-Every call has a deadline and all calls together have a bound, so that a thousand silent pods cost a thousand
-timeouts spread over time, never a thousand sockets at once.
+Every call has a deadline. How many run at once, and whose turn it is, is for the callers to say: scrapes and drains
+are bounded apart, each fairly between services (`controller.isolation`).
 """
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import aiohttp
 from pydantic import ValidationError
-from yarl import URL
 
 from slipway_api import names
 from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
+from slipway_kube.objects import Pod
+from slipway_operator.keepalive import KeptConnections
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -44,17 +44,26 @@ class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is r
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one replica listens, and whose token it knows."""
+    """The admin port of one replica, and what its token is derived from."""
 
     namespace: str
     pod: str
     ip: str
+    nonce: str = field(default="", repr=False)  # annotation slipway.dev/admin-nonce
+    owner_uid: str = field(default="", repr=False)  # uid of the controlling ownerReference
+
+
+def address_of(pod: Pod) -> Address:
+    """The admin port of a pod that has an IP address."""
+    owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
+    nonce = pod.metadata.annotations.get(names.ANNOTATION_ADMIN_NONCE, "")
+    return Address(pod.namespace, pod.name, pod.status.pod_ip, nonce=nonce, owner_uid=owner)
 
 
 class Tokens(Protocol):
-    """Whoever knows what opens a pod's admin port."""
+    """Derives the tokens of admin ports."""
 
-    def tokens(self, namespace: str, pod: str) -> list[str]:
+    def tokens(self, namespace: str, pod: str, nonce: str) -> list[str]:
         """Tokens to try, the likeliest first."""
 
 
@@ -67,15 +76,13 @@ class Dial(Protocol):
         """The HTTP status and the body of the replica's answer."""
 
 
-def direct(session: aiohttp.ClientSession, *, port: int = names.ADMIN_PORT) -> Dial:
-    """Dial the pod's own address: inside the cluster. The caller owns the session."""
+def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dial:
+    """Dial the pod's own address: inside the cluster. The caller owns the connections."""
 
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        url = URL.build(scheme="http", host=replica.ip, port=port, path=path)
-        async with session.request(method, url, headers=headers, data=body, allow_redirects=False) as response:
-            return response.status, await response.read()
+        return await connections.request(method, replica.ip, port, path, headers, body)
 
     return dial
 
@@ -103,12 +110,10 @@ class ReplicaClient:
         tokens: Tokens,
         *,
         timeout_seconds: float = 2.0,
-        max_concurrent: int = 64,
     ) -> None:
         self._dial = dial
         self._tokens = tokens
         self._timeout = timeout_seconds
-        self._slots = asyncio.Semaphore(max_concurrent)
 
     async def signals(self, replica: Address) -> Signals:
         """Its load, now."""
@@ -118,9 +123,11 @@ class ReplicaClient:
         """Everything that a person wants to know of it."""
         return await self._call("GET", replica, names.PATH_STATE, State)
 
-    async def drain(self, replica: Address, *, timeout_seconds: int, reason: str) -> DrainStatus:
-        """Stop accepting, finish what runs; asking again is harmless."""
-        body = DrainRequest(timeout_seconds=timeout_seconds, reason=reason)
+    async def drain(
+        self, replica: Address, *, timeout_seconds: int, reason: str, refuse_after_seconds: int = 0
+    ) -> DrainStatus:
+        """Stop accepting, after a while where one is given, and finish what runs; asking again is harmless."""
+        body = DrainRequest(timeout_seconds=timeout_seconds, refuse_after_seconds=refuse_after_seconds, reason=reason)
         return await self._call("POST", replica, names.PATH_DRAIN, DrainStatus, body)
 
     async def undrain(self, replica: Address) -> DrainStatus:
@@ -130,14 +137,13 @@ class ReplicaClient:
     async def _call(
         self, method: str, replica: Address, path: str, answer: type[BodyT], body: Body | None = None
     ) -> BodyT:
-        async with self._slots:
-            try:
-                async with asyncio.timeout(self._timeout):
-                    raw = await self._open(method, replica, path, body)
-            except TimeoutError as exc:
-                raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
-            except (aiohttp.ClientError, KubeError, OSError) as exc:
-                raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
+        try:
+            async with asyncio.timeout(self._timeout):
+                raw = await self._open(method, replica, path, body)
+        except TimeoutError as exc:
+            raise ReplicaUnreachable(f"{replica.pod}{path}: no answer within {self._timeout:g} s") from exc
+        except (KubeError, OSError) as exc:
+            raise ReplicaUnreachable(f"{replica.pod}{path}: {exc or type(exc).__name__}") from exc
         try:
             return answer.model_validate_json(raw)
         except ValidationError as exc:
@@ -148,7 +154,7 @@ class ReplicaClient:
     async def _open(self, method: str, replica: Address, path: str, body: Body | None) -> bytes:
         """The bytes of a 200. A 401 is tried again with the next token: the pod may be older than the rotation."""
         status, raw = 401, b"there is no token to try"
-        for token in self._tokens.tokens(replica.namespace, replica.pod):
+        for token in self._tokens.tokens(replica.namespace, replica.pod, replica.nonce):
             headers = {names.HEADER_ADMIN_TOKEN: token, "Content-Type": "application/json"}
             status, raw = await self._dial(method, replica, path, headers, body.wire() if body is not None else None)
             if status == 200:

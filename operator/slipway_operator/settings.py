@@ -1,64 +1,68 @@
-"""What the operator process may be told from outside: read from the environment once, in main, then frozen."""
+"""What an installation may decide: read from the environment once, in main, then frozen."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, cast, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ReplicaAccess = Literal["direct", "proxy"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
-class InvalidSettings(ValueError):  # noqa: N818  reads as a fact where it is raised
-    """An environment variable holds what it cannot mean; the message names it and what it may hold."""
+class OperatorSettings(BaseSettings):
+    """Everything that differs from one installation to the next; an unset or empty variable means the default."""
 
+    model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True, populate_by_name=True, extra="ignore")
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorSettings:
-    """Everything that differs from one installation to the next."""
-
-    namespace: str = "slipway-system"
+    namespace: str = Field("slipway-system", validation_alias="SLIPWAY_NAMESPACE")
     """The release namespace: the Lease lives here, the gateway too."""
-    identity: str = "slipway-operator"
+    identity: str = Field("slipway-operator", validation_alias="POD_NAME")
     """This replica's name in the Lease: the pod's own name."""
-    runtime_image: str = "slipway/runtime:0.1.0"
+    pod_uid: str = Field("", validation_alias="POD_UID")
+    """Of this replica's pod: with it, a restarted container knows the Lease of its predecessor as its own."""
+    runtime_image: str = Field("slipway/runtime:0.1.0", validation_alias="SLIPWAY_RUNTIME_IMAGE")
     """Image of a revision whose spec names none; frozen into status when the revision is first seen."""
-    gateway_url: str = "http://slipway-gateway.slipway-system.svc.cluster.local:8000"
-    master_directory: Path = Path("/etc/slipway/admin")
+    gateway_url: str = Field(
+        "http://slipway-gateway.slipway-system.svc.cluster.local:8000", validation_alias="SLIPWAY_GATEWAY_URL"
+    )
+    master_directory: Path = Field(Path("/etc/slipway/admin"), validation_alias="SLIPWAY_MASTER_DIR")
     """Holds `current` and, during a rotation, `previous`: the masters of the pods' admin tokens."""
-    watch_namespaces: tuple[str, ...] = ()
+    gateway_key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias="SLIPWAY_GATEWAY_KEY_DIR")
+    """Holds the gateway's key likewise: the serving tokens of services that only a gateway may call come from it."""
+    network_policy: bool = Field(True, validation_alias="SLIPWAY_NETWORK_POLICY")
+    """Whether each service gets a NetworkPolicy in front of its replicas."""
+    client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")
+    """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
+    metrics_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_METRICS_NAMESPACES")
+    """Namespaces whose pods may scrape the admin port."""
+    watch_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_WATCH_NAMESPACES")
     """Empty: all namespaces."""
-    replica_access: ReplicaAccess = "direct"
+    replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` dials pods through the API server: for an operator that runs outside the cluster."""
-    admin_port: int = 8080
+    admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")
     """The operator's own /livez, /readyz and /metrics."""
-    log_level: str = "INFO"
+    log_level: LogLevel = Field("INFO", validation_alias="SLIPWAY_LOG_LEVEL")
 
+    @field_validator("gateway_url")
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """The settings that `environment` asks for; an unset or empty variable means the default."""
+    def _without_slash(cls, url: str) -> str:
+        return url.rstrip("/")
 
-        def text(variable: str, default: str) -> str:
-            return environment.get(variable, "").strip() or default
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _upper(cls, level: object) -> object:
+        return level.upper() if isinstance(level, str) else level
 
-        access = text("SLIPWAY_REPLICA_ACCESS", cls.replica_access)
-        if access not in get_args(ReplicaAccess):
-            raise InvalidSettings(f"SLIPWAY_REPLICA_ACCESS is {access!r}: it may be direct or proxy")
-        port = text("SLIPWAY_ADMIN_PORT", str(cls.admin_port))
-        if not port.isdecimal() or not 0 <= int(port) <= 65535:
-            raise InvalidSettings(f"SLIPWAY_ADMIN_PORT is {port!r}: it must be a port number")
-        level = text("SLIPWAY_LOG_LEVEL", cls.log_level).upper()
-        if level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
-            raise InvalidSettings(f"SLIPWAY_LOG_LEVEL is {level!r}: it may be DEBUG, INFO, WARNING or ERROR")
-        return cls(
-            namespace=text("SLIPWAY_NAMESPACE", cls.namespace),
-            identity=text("POD_NAME", cls.identity),
-            runtime_image=text("SLIPWAY_RUNTIME_IMAGE", cls.runtime_image),
-            gateway_url=text("SLIPWAY_GATEWAY_URL", cls.gateway_url).rstrip("/"),
-            master_directory=Path(text("SLIPWAY_MASTER_DIR", str(cls.master_directory))),
-            watch_namespaces=tuple(
-                name for part in environment.get("SLIPWAY_WATCH_NAMESPACES", "").split(",") if (name := part.strip())
-            ),
-            replica_access=cast(ReplicaAccess, access),
-            admin_port=int(port),
-            log_level=level,
-        )
+    @field_validator("watch_namespaces", "client_namespaces", "metrics_namespaces", mode="before")
+    @classmethod
+    def _split(cls, text: object) -> object:
+        return tuple(name for part in text.split(",") if (name := part.strip())) if isinstance(text, str) else text
+
+
+def explain(error: ValidationError) -> str:
+    """All mistakes at once, each with its variable, its value and what it may be."""
+    return "; ".join(
+        f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg'][:1].lower()}{one['msg'][1:]}"
+        for one in error.errors(include_url=False)
+    )

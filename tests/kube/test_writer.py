@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipway_kube.cache import Change
-from slipway_kube.errors import AlreadyExists, Invalid, NotLeader, TooManyRequests, Unreachable
+from slipway_kube.errors import AlreadyExists, Invalid, NotLeader, StatusError, TooManyRequests, Unreachable
 from slipway_kube.expectations import Expectations, Pending
 from slipway_kube.informer import Informer
 from slipway_kube.lease import NoRivals
@@ -218,7 +218,7 @@ async def test_a_transport_sees_every_write_and_may_lose_it():
 
 def test_expectations_are_forgotten_after_five_minutes():
     expectations = Expectations()
-    expectations.expect_create(CHAT, "a", now=0.0)
+    expectations.expect_create(CHAT, "team", "a", now=0.0)
     expectations.expect_delete(CHAT, "u", now=0.0)
     assert expectations.pending(CHAT, now=299.0) == Pending(frozenset({"a"}), frozenset({"u"}))
     assert not expectations.pending(CHAT, now=301.0)
@@ -229,6 +229,45 @@ def test_a_deletion_that_is_seen_ends_the_wait_for_it():
     expectations.expect_delete(CHAT, "u", now=0.0)
     expectations.saw(Change.DELETED, Pod(metadata=Metadata(name="a", namespace="team", uid="u")), None)
     assert not expectations.pending(CHAT, now=1.0)
+
+
+def test_a_label_is_waited_for_until_the_informer_shows_it_and_no_longer():
+    """Finding 11: what was labelled as draining must be seen so by the next decision."""
+
+    def a_cached(state: str) -> Pod:
+        return Pod(metadata=Metadata(name="a", namespace="team", uid="u", labels={"state": state}))
+
+    expectations = Expectations()
+    expectations.expect_label(CHAT, "u", "state", "draining", now=0.0)
+    expectations.saw(Change.MODIFIED, a_cached("serving"), a_cached("serving"))
+    assert expectations.pending(CHAT, now=1.0) == Pending(labels=frozenset({"u"}))
+    assert not expectations.pending(("team", "other"), now=1.0)
+
+    expectations.saw(Change.MODIFIED, a_cached("serving"), a_cached("draining"))
+    assert not expectations.pending(CHAT, now=1.0)
+
+    expectations.expect_label(CHAT, "u", "state", "draining", now=0.0)
+    expectations.saw(Change.DELETED, a_cached("draining"), None)
+    assert not expectations.pending(CHAT, now=1.0)
+
+
+def test_expectations_that_were_met_leave_nothing_behind():
+    expectations = Expectations()
+    for number in range(100):
+        expectations.expect_create(("team", str(number)), "team", str(number), now=0.0)
+        expectations.saw(Change.ADDED, None, Pod(metadata=Metadata(name=str(number), namespace="team", uid="u")))
+    assert not expectations._until
+    assert not expectations._owners
+
+
+async def test_a_label_that_was_refused_is_not_waited_for():
+    server = FakeApiServer()
+    writer = a_writer(server)
+    server.fail(method="PATCH", status=409)
+    body = {"metadata": {"name": "gone", "namespace": "team", "uid": "u", "labels": {"state": "draining"}}}
+    with pytest.raises(StatusError):
+        await writer.label(PODS, "team", "gone", body, label="state", field_manager="m", owner=CHAT)
+    assert not writer.pending(CHAT)
 
 
 def test_a_bucket_fills_again():

@@ -12,73 +12,75 @@ import pytest
 
 from slipway_api import names
 from slipway_kube.resources import DISRUPTION_BUDGETS, SERVICES
-from tests.operator.town import NAMESPACE, Process, Town, a_town
+from tests.operator.simulated_cluster import NAMESPACE, Process, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
 SURGE = 1
 
 
-def picture(town: Town) -> dict[str, Any]:
+def picture(cluster: SimulatedCluster) -> dict[str, Any]:
     """The state of the world, without times and versions."""
-    status = town.status("chat")
+    status = cluster.status("chat")
     return {
         "pods": sorted(
-            (pod["metadata"]["name"], pod["metadata"]["labels"][names.LABEL_STATE]) for pod in town.pods("chat")
+            (pod["metadata"]["name"], pod["metadata"]["labels"][names.LABEL_STATE]) for pod in cluster.pods("chat")
         ),
-        "finalizers": town.service("chat")["metadata"]["finalizers"],
-        "services": [one["spec"] for one in town.server.objects(SERVICES, NAMESPACE)],
-        "budgets": [one["spec"] for one in town.server.objects(DISRUPTION_BUDGETS, NAMESPACE)],
+        "finalizers": cluster.service("chat")["metadata"]["finalizers"],
+        "services": [one["spec"] for one in cluster.server.objects(SERVICES, NAMESPACE)],
+        "budgets": [one["spec"] for one in cluster.server.objects(DISRUPTION_BUDGETS, NAMESPACE)],
         "status": {key: status.get(key) for key in ("replicas", "readyReplicas", "desiredReplicas", "currentRevision")},
     }
 
 
-def is_settled(town: Town, replicas: int) -> bool:
-    status, service = town.status("chat"), town.service("chat")
+def is_settled(cluster: SimulatedCluster, replicas: int) -> bool:
+    status, service = cluster.status("chat"), cluster.service("chat")
     return (
-        len(town.serving("chat")) == replicas == len(town.pods("chat"))
+        len(cluster.serving("chat")) == replicas == len(cluster.pods("chat"))
         and status.get("readyReplicas") == replicas == status.get("replicas")
         and status.get("currentRevision") == status.get("updateRevision")
         and status.get("observedGeneration") == service["metadata"]["generation"]
     )
 
 
-def live_through(tmp_path: Path, prepare: Callable[[Town], Process]) -> tuple[list[dict[str, Any]], Process]:
+def live_through(
+    tmp_path: Path, prepare: Callable[[SimulatedCluster], Process]
+) -> tuple[list[dict[str, Any]], Process]:
     """The whole life. Returns a picture after each part, and the first operator."""
 
     async def story() -> tuple[list[dict[str, Any]], Process]:
-        async with a_town(tmp_path) as town:
-            first = prepare(town)
+        async with simulated_cluster(tmp_path) as cluster:
+            first = prepare(cluster)
 
             async def part(replicas: int, most_pods: int) -> dict[str, Any]:
-                town.most_live_pods = 0
-                await until(lambda: is_settled(town, replicas), f"{replicas} settled replicas")
+                cluster.most_live_pods = 0
+                await until(lambda: is_settled(cluster, replicas), f"{replicas} settled replicas")
                 await until_quiet()
-                assert town.most_live_pods <= most_pods, "a pod too many"
-                return picture(town)
+                assert cluster.most_live_pods <= most_pods, "a pod too many"
+                return picture(cluster)
 
             async def until(condition: Callable[[], bool], what: str) -> None:
                 def holds() -> bool:
-                    if town.processes[-1].is_dead:
-                        town.start_operator()
+                    if cluster.processes[-1].is_dead:
+                        cluster.start_operator()
                     return condition()
 
-                await town.until(holds, what)
+                await cluster.until(holds, what)
 
             async def until_quiet() -> None:
-                while await town.quiet(5):
+                while await cluster.quiet(5):
                     await until(lambda: True, "a living operator")
 
             pictures = []
-            town.apply("chat", replicas=1)
+            cluster.apply("chat", replicas=1)
             pictures.append(await part(1, most_pods=1))
-            town.apply("chat", replicas=2)
+            cluster.apply("chat", replicas=2)
             pictures.append(await part(2, most_pods=2))
-            town.apply("chat", model={"uri": "file:///models/other"})
+            cluster.apply("chat", model={"uri": "file:///models/other"})
             pictures.append(await part(2, most_pods=2 + SURGE))
-            town.delete("chat")
-            await until(lambda: town.service("chat") is None and not town.pods(), "the end of the service")
-            await town.quiet(5)
-            assert town.server.objects(SERVICES, NAMESPACE) == []
+            cluster.delete("chat")
+            await until(lambda: cluster.service("chat") is None and not cluster.pods(), "the end of the service")
+            await cluster.quiet(5)
+            assert cluster.server.objects(SERVICES, NAMESPACE) == []
             return pictures, first
 
     return run_in_virtual_time(story())
@@ -86,7 +88,7 @@ def live_through(tmp_path: Path, prepare: Callable[[Town], Process]) -> tuple[li
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return live_through(tmp_path_factory.mktemp("masters"), lambda town: town.start_operator())
+    return live_through(tmp_path_factory.mktemp("masters"), lambda cluster: cluster.start_operator())
 
 
 @pytest.mark.capability("OP-7")
@@ -95,7 +97,7 @@ def test_killed_after_any_write_the_next_operator_comes_to_the_same_end(tmp_path
     assert len(operator.writes) > 15
 
     for count in range(len(operator.writes) + 1):
-        after_crash, _ = live_through(tmp_path, lambda town, n=count: town.start_operator(dies_after_writes=n))
+        after_crash, _ = live_through(tmp_path, lambda cluster, n=count: cluster.start_operator(dies_after_writes=n))
 
         assert after_crash == pictures, f"killed after {count} writes, the last one {operator.writes[count - 1]}"
 
@@ -108,9 +110,11 @@ def test_with_any_reply_lost_the_operator_comes_to_the_same_end(tmp_path, undist
         method, _, path = write.partition(" ")
         earlier = sum(1 for one in operator.writes[:position] if one == write)
 
-        def prepare(town: Town, method: str = method, path: str = path, earlier: int = earlier) -> Process:
-            town.server.fail(method=method, path=f"^{path}$", lose_reply=True, skip=earlier)
-            return town.start_operator()
+        def prepare(
+            cluster: SimulatedCluster, method: str = method, path: str = path, earlier: int = earlier
+        ) -> Process:
+            cluster.server.fail(method=method, path=f"^{path}$", lose_reply=True, skip=earlier)
+            return cluster.start_operator()
 
         after_loss, _ = live_through(tmp_path, prepare)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.operator.town import a_town
+from tests.operator.simulated_cluster import simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
 
@@ -17,13 +17,13 @@ def value_of(exposition: str, series: str) -> float:
 @pytest.mark.capability("OB-3")
 def test_passes_decisions_signals_writes_and_the_age_of_the_view_are_counted(tmp_path):
     async def story() -> str:
-        async with a_town(tmp_path) as town:
-            town.server.fail(method="POST", path="/pods$", status=403, times=1)
-            town.apply("chat", replicas=2)
-            operator = town.start_operator()
-            await town.until(lambda: len(town.serving("chat")) == 2, "two replicas")
-            town.runtimes[town.serving("chat")[0]].running = 1
-            await town.quiet(60)
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.server.fail(method="POST", path="/pods$", status=403, times=1)
+            cluster.apply("chat", replicas=2)
+            operator = cluster.start_operator()
+            await cluster.until(lambda: len(cluster.serving("chat")) == 2, "two replicas")
+            cluster.runtimes[cluster.serving("chat")[0]].running = 1
+            await cluster.quiet(60)
             return operator.metrics.exposition().decode()
 
     exposition = run_in_virtual_time(story())

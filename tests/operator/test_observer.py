@@ -6,14 +6,17 @@ from typing import Any
 import msgspec
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
-from slipway_operator.controller.memory import Memory
-from slipway_operator.controller.store import StoredService
+from slipway_kube.resources import INFERENCE_SERVICES
+from slipway_operator.controller.kinds import Key, Memory
 from slipway_operator.core.observed import Defaults, Namesake, Sample
-from slipway_operator.inputs.observer import Observer, PodIndex, node_facts, replica
+from slipway_operator.inputs.caches import Caches, Inputs
+from slipway_operator.inputs.inference_services import Carried, InferenceServices
+from slipway_operator.inputs.observer import PodIndex, node_facts, replica
+from slipway_operator.metrics import OperatorMetrics
+from tests.fakes import FakeApiServer
 
 CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
 
@@ -46,7 +49,7 @@ def a_pod(name: str = "chat-abcde-0-0", service: str = "chat", **parts: Any) -> 
 
 
 def a_node(**parts: Any) -> Node:
-    return msgspec.json.decode(msgspec.json.encode({"metadata": {"name": "node-a"}, **parts}), type=Node)
+    return msgspec.json.decode(msgspec.json.encode({"metadata": {"name": "node-a"}} | parts), type=Node)
 
 
 def at(text: str) -> datetime:
@@ -98,6 +101,17 @@ def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
 
     assert (facts.waiting_reason, facts.waiting_message, facts.restarts) == ("CrashLoopBackOff", "back-off 40s", 4)
     assert facts.last_exit == "OOMKilled (exit code 137)"
+    assert not facts.started
+    assert not facts.is_terminated
+
+
+def test_the_kubelet_tells_whether_the_present_run_started_and_whether_it_has_ended():
+    hung = {"name": "server", "started": True, "ready": False, "state": {"running": {}}}
+    ended = {"name": "server", "started": False, "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+
+    assert replica(a_pod(status={"containerStatuses": [hung]}), None).started
+    facts = replica(a_pod(status={"containerStatuses": [ended]}), None)
+    assert (facts.started, facts.is_terminated, facts.last_exit) == (False, True, "Error (exit code 137)")
 
 
 def test_the_word_that_the_runtime_left_goes_into_one_line():
@@ -165,28 +179,64 @@ def test_the_index_knows_the_pods_of_a_service_through_every_change():
     assert index.services() == [CODE]
 
 
-def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
+def test_a_node_finds_its_services_without_a_look_at_other_pods():
     index = PodIndex()
-    pod = a_pod(spec={"nodeName": "node-a"})
-    index.saw(Change.ADDED, None, pod)
-    sample = Sample(at=datetime(2026, 1, 1, tzinfo=UTC), kv_usage=0.5, running=1, waiting=0)
-    observer = Observer(
-        index,
-        {("", "node-a"): a_node(spec={"unschedulable": True}), ("", "node-b"): a_node()},
-        {pod.uid: sample}.get,
-        lambda key: [StoredService("uid-2", 1, {"metadata": {"name": "talk", "namespace": key.namespace}})],
-        defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
-        token_digests=lambda namespace, name: (f"{namespace}/{name}",),
-    )
-    service = InferenceService.model_validate(
-        {"metadata": {"name": "chat", "namespace": "team"}, "spec": {"model": {"uri": "file:///models/tiny"}}}
-    )
+    on_a, on_b = a_pod("chat-0", spec={"nodeName": "node-a"}), a_pod("code-0", "code", spec={"nodeName": "node-b"})
+    unscheduled = a_pod("chat-1")
+    for pod in (on_a, on_b, unscheduled):
+        index.saw(Change.ADDED, None, pod)
 
-    observed = observer.observe(CHAT, service, Memory(taken_names=frozenset({"chat-abcde-9-0"})))
+    assert index.on_node("node-a") == {CHAT}
+
+    scheduled = a_pod("chat-1", spec={"nodeName": "node-b"})
+    index.saw(Change.MODIFIED, unscheduled, scheduled)
+    assert index.on_node("node-b") == {CHAT, CODE}
+
+    index.saw(Change.DELETED, on_a, None)
+    index.saw(Change.DELETED, scheduled, None)
+    assert index.on_node("node-a") == set()
+    assert index.on_node("node-b") == {CODE}
+
+
+def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
+    pod = a_pod(spec={"nodeName": "node-a"})
+    sample = Sample(at=datetime(2026, 1, 1, tzinfo=UTC), kv_usage=0.5, running=1, waiting=0)
+    server = FakeApiServer()
+    caches = Caches(server.client(), [INFERENCE_SERVICES], namespaces=(), wake=lambda *_: None, on_drift=lambda _: None)
+    kind = InferenceServices(
+        Inputs(
+            caches=caches,
+            wake=lambda *_: None,
+            sample_of={pod.uid: sample}.get,
+            defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
+            token_digests=lambda namespace, name, nonce: (f"{namespace}/{name}/{nonce}",),
+            serving_digests=lambda namespace, service: (f"{namespace}/{service}",),
+            random_bytes=bytes,
+            asking_since=lambda: at("2026-01-01T00:00:00+00:00"),
+            metrics=OperatorMetrics(),
+            now=lambda: datetime(2026, 1, 1, tzinfo=UTC),
+        )
+    )
+    for name in ("chat", "talk"):
+        body = {"metadata": {"name": name, "namespace": "team", "uid": f"uid-of-{name}", "resourceVersion": "5"}}
+        caches.heard("InferenceService", "ADDED", body | {"spec": {"model": {"uri": "file:///x", "servedName": "c"}}})
+    caches.pods.saw(Change.ADDED, None, pod)
+    for node in ("node-a", "node-b"):
+        cached = a_node(metadata={"name": node}, spec={"unschedulable": True})
+        caches.node_informer._cache.put(cached)
+    key = Key("InferenceService", "team", "chat")
+
+    observed = kind.observe(
+        key,
+        caches.stores[key.kind].get(key),
+        Memory(taken_names=frozenset({"chat-abcde-9-0"}), carried=Carried(ready=frozenset({"x"}))),
+    )
 
     assert [one.sample for one in observed.replicas] == [sample]
     assert list(observed.nodes) == ["node-a"]
     assert observed.nodes["node-a"].cordoned
     assert observed.namesakes == (Namesake(key=ServiceKey("team", "talk"), created_at=None),)
     assert observed.taken_names == {"chat-abcde-9-0"}
-    assert observed.token_digests("team", "chat-abcde-0-0") == ("team/chat-abcde-0-0",)
+    assert observed.token_digests("team", "chat-abcde-0-0", "n") == ("team/chat-abcde-0-0/n",)
+    assert observed.ready_before == {"x"}
+    assert observed.asking_since == at("2026-01-01T00:00:00+00:00")

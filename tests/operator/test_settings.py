@@ -1,41 +1,65 @@
-"""Settings come from the environment once, and a mistake in it is told in one sentence."""
+"""Settings come from the environment once, and a mistake in it is told with all the others."""
 
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from slipway_operator.settings import InvalidSettings, OperatorSettings
+from slipway_operator.settings import OperatorSettings, explain
+
+VARIABLES = [str(field.validation_alias) for field in OperatorSettings.model_fields.values()]
 
 
-def test_an_empty_environment_means_the_defaults():
-    settings = OperatorSettings.from_environment({})
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
 
-    assert settings == OperatorSettings()
+
+def test_an_empty_variable_means_the_default(monkeypatch):
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")
+
+    settings = OperatorSettings()
+
+    assert settings.admin_port == 8080
     assert settings.gateway_url == "http://slipway-gateway.slipway-system.svc.cluster.local:8000"
     assert settings.watch_namespaces == ()
 
 
-def test_every_variable_reaches_its_setting():
-    settings = OperatorSettings.from_environment(
-        {
-            "SLIPWAY_NAMESPACE": "ops",
-            "POD_NAME": "slipway-operator-7f-x",
-            "SLIPWAY_RUNTIME_IMAGE": "registry/runtime:1",
-            "SLIPWAY_GATEWAY_URL": "https://llm.example.com/",
-            "SLIPWAY_MASTER_DIR": "/secrets",
-            "SLIPWAY_WATCH_NAMESPACES": "team-a, team-b,",
-            "SLIPWAY_REPLICA_ACCESS": "proxy",
-            "SLIPWAY_ADMIN_PORT": "9090",
-            "SLIPWAY_LOG_LEVEL": "debug",
-        }
-    )
+def test_every_variable_reaches_its_setting(monkeypatch):
+    environment = {
+        "SLIPWAY_NAMESPACE": "ops",
+        "POD_NAME": "slipway-operator-7f-x",
+        "POD_UID": "0000-1111",
+        "SLIPWAY_RUNTIME_IMAGE": "registry/runtime:1",
+        "SLIPWAY_GATEWAY_URL": "https://llm.example.com/",
+        "SLIPWAY_MASTER_DIR": "/secrets",
+        "SLIPWAY_GATEWAY_KEY_DIR": "/gateway",
+        "SLIPWAY_NETWORK_POLICY": "off",
+        "SLIPWAY_CLIENT_NAMESPACES": "batch",
+        "SLIPWAY_METRICS_NAMESPACES": "monitoring,",
+        "SLIPWAY_WATCH_NAMESPACES": "team-a, team-b,",
+        "SLIPWAY_REPLICA_ACCESS": "proxy",
+        "SLIPWAY_ADMIN_PORT": "9090",
+        "SLIPWAY_LOG_LEVEL": "debug",
+    }
+    assert set(environment) == set(VARIABLES)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
 
-    assert settings == OperatorSettings(
+    assert OperatorSettings() == OperatorSettings(
         namespace="ops",
         identity="slipway-operator-7f-x",
+        pod_uid="0000-1111",
         runtime_image="registry/runtime:1",
         gateway_url="https://llm.example.com",
         master_directory=Path("/secrets"),
+        gateway_key_directory=Path("/gateway"),
+        network_policy=False,
+        client_namespaces=("batch",),
+        metrics_namespaces=("monitoring",),
         watch_namespaces=("team-a", "team-b"),
         replica_access="proxy",
         admin_port=9090,
@@ -43,10 +67,18 @@ def test_every_variable_reaches_its_setting():
     )
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("SLIPWAY_REPLICA_ACCESS", "tunnel"), ("SLIPWAY_ADMIN_PORT", "http"), ("SLIPWAY_LOG_LEVEL", "loud")],
-)
-def test_a_mistake_names_the_variable_and_its_value(variable, value):
-    with pytest.raises(InvalidSettings, match=f"(?i){variable}.*{value}"):
-        OperatorSettings.from_environment({variable: value})
+def test_all_mistakes_are_told_at_once_each_with_its_variable_and_value(monkeypatch):
+    mistakes = {
+        "SLIPWAY_REPLICA_ACCESS": "tunnel",
+        "SLIPWAY_ADMIN_PORT": "http",
+        "SLIPWAY_LOG_LEVEL": "loud",
+        "SLIPWAY_NETWORK_POLICY": "maybe",
+    }
+    for variable, value in mistakes.items():
+        monkeypatch.setenv(variable, value)
+
+    with pytest.raises(ValidationError) as caught:
+        OperatorSettings()
+
+    for variable, value in mistakes.items():
+        assert re.search(rf"(?i){variable} is '{value}': ", explain(caught.value))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipway_operator.controller.queue import QueueClosed, WorkQueue
+from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from tests.operator.virtual_time import run_in_virtual_time
 
 
 def a_queue(jitter: float = 1.0) -> WorkQueue[str]:
-    return WorkQueue(jitter=lambda: jitter)
+    return WorkQueue(uniform=lambda least, most: least + jitter * (most - least))
 
 
 def clock() -> float:
@@ -161,6 +161,66 @@ def test_a_worker_cancelled_with_a_wake_up_in_its_hand_passes_it_on():
 
         async with asyncio.timeout(1):
             assert await second == "chat"
+
+    run_in_virtual_time(story())
+
+
+def test_an_urgent_key_does_not_wait_behind_a_resync():
+    """Capability OP-14: a pod failure is seen to before a thousand keys that a resync queued."""
+
+    async def story() -> None:
+        queue = a_queue()
+        for number in range(1000):
+            queue.add(f"resync-{number}", Urgency.BACKGROUND)
+        queue.add("changed")
+        queue.add("resync-999", Urgency.URGENT)
+
+        assert [await queue.get() for _ in range(3)] == ["resync-999", "changed", "resync-0"]
+        assert len(queue) == 998, "a key is queued once, in its most urgent place"
+
+    run_in_virtual_time(story())
+
+
+def test_urgent_keys_without_end_starve_no_other():
+    async def story() -> None:
+        queue = a_queue()
+        queue.add("resync", Urgency.BACKGROUND)
+        taken = []
+        for number in range(20):
+            queue.add(f"urgent-{number}", Urgency.URGENT)
+            taken.append(await queue.get())
+            queue.done(taken[-1])
+
+        assert "resync" in taken
+
+    run_in_virtual_time(story())
+
+
+def test_a_sample_does_not_wake_a_key_in_backoff_and_a_change_does():
+    """Finding 16."""
+
+    async def story() -> None:
+        queue = a_queue()
+        for _ in range(5):
+            queue.retry("chat")
+            await queue.get()
+            queue.done("chat")
+        since = clock()
+        queue.add("chat")
+        await queue.get()
+        queue.add("chat", Urgency.BACKGROUND)
+        delay = queue.retry("chat")
+        queue.done("chat")
+        queue.add("chat", Urgency.BACKGROUND)
+        assert len(queue) == 0
+
+        await queue.get()
+        assert clock() - since == pytest.approx(delay)
+
+        queue.retry("chat")
+        queue.done("chat")
+        queue.add("chat", Urgency.URGENT)
+        assert len(queue) == 1
 
     run_in_virtual_time(story())
 

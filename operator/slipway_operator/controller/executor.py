@@ -1,14 +1,14 @@
 """From actions to writes and calls, in the plan's order; the first refusal stops the list.
 
-Whoever repeats a list, or is killed in the middle of it, does no harm: pods are created under names that only one
-attempt uses, deleted by uid, and everything else is applied to an end state.
+Repeating a list, or being killed in the middle of it, does no harm: pods are created under names that only one
+attempt uses, deleted by uid, and everything else is applied to an end state. Calls to replicas run in the background:
+a silent admin port must not hold a worker.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,34 +16,44 @@ import structlog
 
 from slipway_api import names
 from slipway_api.conditions import Reason
-from slipway_api.types import ServiceKey, rfc3339
+from slipway_api.types import rfc3339
 from slipway_kube import resources
 from slipway_kube.client import Client
 from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, StatusError
-from slipway_kube.objects import Pod
+from slipway_kube.objects import Object, Pod
 from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
-from slipway_operator.controller.memory import Memory
-from slipway_operator.controller.store import ServiceStore, StoredService
+from slipway_operator.controller.isolation import BackgroundCalls
+from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
+from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
     ApplyChild,
     CreatePod,
+    CreateRevision,
     DeletePod,
+    DeleteRevision,
     DrainPod,
+    Failure,
     RemoveFinalizer,
 )
-from slipway_operator.core.observed import Failure
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.replica_client import Address, ReplicaClient, ReplicaError
+from slipway_operator.replica_client import ReplicaClient, address_of
 
 log = structlog.get_logger()
 
 CHILDREN: Mapping[str, Resource] = {
-    resource.kind: resource for resource in (resources.SERVICES, resources.CONFIG_MAPS, resources.DISRUPTION_BUDGETS)
+    resource.kind: resource
+    for resource in (
+        resources.SERVICES,
+        resources.CONFIG_MAPS,
+        resources.DISRUPTION_BUDGETS,
+        resources.NETWORK_POLICIES,
+    )
 }
 REASONS_SHOWN = 200  # characters of a drain reason that go into an annotation
+ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are created in forty passes
 
 
 class StaleView(Exception):  # noqa: N818  not an error: look again
@@ -58,6 +68,13 @@ class Execution:
     left: tuple[Action, ...] = ()
     failure: Failure | None = None
     """What the API server refused; None with something left: a name was taken, the plan has to choose another."""
+    is_holding: bool = False
+    """What is left begins with an action that was refused before and whose backoff has not passed."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Something is left that the next pass may do at once."""
+        return bool(self.left) and self.failure is None and not self.is_holding
 
 
 class Executor:
@@ -68,62 +85,67 @@ class Executor:
         client: Client,
         writer: Writer,
         replicas: ReplicaClient,
-        services: ServiceStore,
-        address_of: Callable[[ServiceKey, str], Address | None],
+        calls: BackgroundCalls[Key],
+        kinds: Mapping[str, Kind],
+        stores: Mapping[str, ObjectStore],
+        pod_of: Callable[[str, str], Pod | None],
         metrics: OperatorMetrics,
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        monotonic: Callable[[], float],
     ) -> None:
+        """`pod_of` finds a cached pod by namespace and name."""
         self._client = client
         self._writer = writer
         self._replicas = replicas
-        self._services = services
-        self._address_of = address_of
+        self._calls = calls
+        self._kinds = kinds
+        self._stores = stores
+        self._pod_of = pod_of
         self._metrics = metrics
         self._now = now
+        self._monotonic = monotonic
 
-    async def execute(
-        self, key: ServiceKey, service: StoredService, actions: Sequence[Action], memory: Memory
-    ) -> Execution:
+    async def execute(self, key: Key, stored: StoredObject, actions: Sequence[Action], memory: Memory) -> Execution:
         """Do the actions in order. Raises StaleView, Unreachable or NotLeader: nothing after that was tried."""
         done: list[Action] = []
-        drains: list[DrainPod] = []
-        try:
-            for position, action in enumerate(actions):
-                try:
-                    reached = await self._do(key, service, action, memory)
-                except (NotFound, Conflict, Invalid) as exc:
-                    if isinstance(action, AddFinalizer | RemoveFinalizer):
-                        raise StaleView(f"{key} changed before its finalizer could") from exc
-                    return self._stopped(action, exc, done, actions[position:])
-                except StatusError as exc:
-                    return self._stopped(action, exc, done, actions[position:])
-                if not reached:
-                    self._count(action, "name taken")
-                    return Execution(tuple(done), tuple(actions[position:]))
-                done.append(action)
-                self._tell(key, action)
-                if isinstance(action, DrainPod):
-                    drains.append(action)
-        finally:
-            # The label is the promise and stands already; the call only makes the runtime hurry. A pod that does not
-            # answer costs its timeout once, not once per pod.
-            await asyncio.gather(*(self._ask_to_drain(key, drain) for drain in drains))
+        for position, action in enumerate(actions):
+            left = tuple(actions[position:])
+            if position == ACTIONS_PER_PASS:
+                return Execution(tuple(done), left)
+            refusal = memory.refusal
+            if refusal is not None and refusal.holds(_describe(action), stored.generation, self._monotonic()):
+                return Execution(tuple(done), left, is_holding=True)
+            try:
+                reached = await self._do(key, stored, action, memory)
+            except (NotFound, Conflict, Invalid) as exc:
+                if isinstance(action, AddFinalizer | RemoveFinalizer):
+                    raise StaleView(f"{key} changed before its finalizer could") from exc
+                return self._stopped(action, exc, done, left)
+            except StatusError as exc:
+                return self._stopped(action, exc, done, left)
+            if not reached:
+                self._count(action, "name taken")
+                return Execution(tuple(done), left)
+            done.append(action)
+            self._count(action, "done")
+            # The decision behind it is posted once, as an event; this is for those who follow single steps.
+            log.debug(type(action).__name__, object=str(key), about=_object_of(action), reason=action.reason)
         return Execution(tuple(done))
 
-    async def _do(self, key: ServiceKey, service: StoredService, action: Action, memory: Memory) -> bool:
+    async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory) -> bool:
         """Do one action; False when the name it needs belongs to somebody else."""
         match action:
             case AddFinalizer(finalizer=finalizer):
-                await self._set_finalizers(key, service, add=finalizer)
+                await self._set_finalizers(key, stored, add=finalizer)
             case RemoveFinalizer(finalizer=finalizer):
-                await self._set_finalizers(key, service, remove=finalizer)
+                await self._set_finalizers(key, stored, remove=finalizer)
             case CreatePod():
-                return await self._create(key, service, action, memory)
-            case DrainPod(marked=False):
-                await self._mark_draining(key, action)
+                return await self._create(key, stored, action, memory)
             case DrainPod():
-                pass
+                if not action.marked:
+                    await self._mark_draining(key, action)
+                self._ask_to_drain(key, stored, action)
             case DeletePod():
                 await self._writer.delete(
                     resources.PODS,
@@ -135,48 +157,64 @@ class Executor:
                 )
             case ApplyChild():
                 await self._apply_child(key, action, memory)
+            case CreateRevision():
+                await self._create_revision(key, stored, action)
+            case DeleteRevision():
+                await self._writer.delete(
+                    resources.CONTROLLER_REVISIONS, key.namespace, action.name, uid=action.uid, owner=key
+                )
         return True
 
-    async def _apply_child(self, key: ServiceKey, action: ApplyChild, memory: Memory) -> None:
-        """Make the child as it should be. One that somebody else made is left alone, and told."""
+    async def _apply_child(self, key: Key, action: ApplyChild, memory: Memory) -> None:
+        """Make the child as it should be, unless it is. One that somebody else made is left alone, and reported."""
         resource, name = CHILDREN[action.manifest["kind"]], action.manifest["metadata"]["name"]
+        manifest = _with_digest(action)
         if action.key not in memory.applied:
-            with contextlib.suppress(NotFound):
+            try:
                 there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, name)))
-                if there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY:
-                    kind = action.manifest["kind"]
-                    advice = "rename it, or name the InferenceService otherwise"
-                    sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
-                    raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT)
-        await self._writer.apply(resource, key.namespace, name, action.manifest, field_manager=names.FIELD_MANAGER)
+            except NotFound:
+                there = None
+            if (
+                there is not None
+                and there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY
+            ):
+                kind = action.manifest["kind"]
+                advice = f"rename it, or name the {key.kind} otherwise"
+                sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
+                raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT)
+            # A resync and a takeover look at every child: what is as it should be must not cost a write.
+            if there is not None and _contains(there, manifest):
+                memory.applied[action.key] = action.digest
+                return
+        await self._writer.apply(resource, key.namespace, name, manifest, field_manager=names.FIELD_MANAGER)
         memory.applied[action.key] = action.digest
 
     async def _set_finalizers(
-        self, key: ServiceKey, service: StoredService, *, add: str | None = None, remove: str | None = None
+        self, key: Key, stored: StoredObject, *, add: str | None = None, remove: str | None = None
     ) -> None:
         """Replace the list of finalizers, guarded by the version that it was read at: others have theirs in it too."""
-        metadata = service.body["metadata"]
+        metadata = stored.body["metadata"]
         before: list[str] = list(metadata.get("finalizers") or ())
         after = [one for one in before if one != remove] + ([add] if add is not None and add not in before else [])
         if after == before:
             return
         reply = await self._writer.json_patch(
-            resources.INFERENCE_SERVICES,
+            self._kinds[key.kind].resource,
             key.namespace,
             key.name,
             [
-                {"op": "test", "path": "/metadata/uid", "value": service.uid},
+                {"op": "test", "path": "/metadata/uid", "value": stored.uid},
                 {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
                 {"op": "add", "path": "/metadata/finalizers", "value": after},
             ],
         )
-        body = msgspec.json.decode(reply)
+        body, store = msgspec.json.decode(reply), self._stores[key.kind]
         if body["metadata"].get("deletionTimestamp") and not after:
-            self._services.remove(key, service.uid)  # that was the last one: the object is gone
+            store.remove(body)  # that was the last one: the object is gone
         else:
-            self._services.put(body)
+            store.update(body)
 
-    async def _create(self, key: ServiceKey, service: StoredService, action: CreatePod, memory: Memory) -> bool:
+    async def _create(self, key: Key, stored: StoredObject, action: CreatePod, memory: Memory) -> bool:
         """POST the pod. One of ours that is there already is what we wanted: an earlier reply was lost."""
         try:
             await self._writer.create(resources.PODS, key.namespace, action.manifest, owner=key)
@@ -186,12 +224,27 @@ class Executor:
             except NotFound as exc:
                 raise StaleView(f"pod {action.name} was there and is gone") from exc
             owners = msgspec.json.decode(raw, type=Pod).metadata.owner_references
-            if not any(owner.controller and owner.uid == service.uid for owner in owners):
+            if not any(owner.controller and owner.uid == stored.uid for owner in owners):
                 memory.taken_names |= {action.name}
                 return False
         return True
 
-    async def _mark_draining(self, key: ServiceKey, action: DrainPod) -> None:
+    async def _create_revision(self, key: Key, stored: StoredObject, action: CreateRevision) -> None:
+        """POST the revision. One of ours that is there already is what we wanted: its name is made of its content."""
+        try:
+            await self._writer.create(resources.CONTROLLER_REVISIONS, key.namespace, action.manifest, owner=key)
+        except AlreadyExists:
+            try:
+                raw = await self._client.get(resources.CONTROLLER_REVISIONS.path(key.namespace, action.name))
+            except NotFound as exc:
+                raise StaleView(f"revision {action.name} was there and is gone") from exc
+            owners = msgspec.json.decode(raw, type=Object).metadata.owner_references
+            if not any(owner.controller and owner.uid == stored.uid for owner in owners):
+                # Of a deleted object of this name: the garbage collector removes it in a moment.
+                sentence = f"the ControllerRevision {action.name} belongs to another owner; waiting until it is removed"
+                raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT) from None
+
+    async def _mark_draining(self, key: Key, action: DrainPod) -> None:
         """Take the pod out of the route. With its uid in the body, a pod that is gone is never created anew."""
         body: dict[str, Any] = {
             "apiVersion": "v1",
@@ -207,44 +260,90 @@ class Executor:
                 },
             },
         }
+        pod = self._pod_of(key.namespace, action.name)
+        is_shown = pod is not None and pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING
         try:
-            await self._writer.apply(
-                resources.PODS, key.namespace, action.name, body, field_manager=names.FIELD_MANAGER_META
+            # The next plan must see this label, or it would choose another victim: it is expected, as creates are.
+            await self._writer.label(
+                resources.PODS,
+                key.namespace,
+                action.name,
+                body,
+                label=names.LABEL_STATE,
+                field_manager=names.FIELD_MANAGER_META,
+                owner=None if is_shown else key,
             )
         except (NotFound, Conflict):
             # Gone, or another pod under this name by now: either way nothing is left to drain.
-            log.info("nothing left to drain", service=str(key), pod=action.name)
+            log.info("nothing left to drain", object=str(key), pod=action.name)
 
-    async def _ask_to_drain(self, key: ServiceKey, action: DrainPod) -> None:
-        address = self._address_of(key, action.uid)
-        if address is None:
+    def _ask_to_drain(self, key: Key, stored: StoredObject, action: DrainPod) -> None:
+        """Call the runtime in the background: the label alone is binding, the call makes the runtime hurry.
+
+        To a pod that only carries the label of the object, but is not controlled by it, no token is ever sent.
+        """
+        pod = self._pod_of(key.namespace, action.name)
+        if pod is None or pod.uid != action.uid or not pod.status.pod_ip:
             return
-        try:
-            await self._replicas.drain(address, timeout_seconds=action.timeout_seconds, reason=action.reason)
-        except ReplicaError as exc:
-            log.info("replica did not take the drain; the plan repeats it", service=str(key), error=str(exc))
+        address = address_of(pod)
+        if address.owner_uid != stored.uid:
+            return
+        drain = partial(
+            self._replicas.drain,
+            address,
+            timeout_seconds=action.timeout_seconds,
+            refuse_after_seconds=action.refuse_after_seconds,
+            reason=action.reason,
+        )
+        self._calls.start(key, action.uid, drain)
 
-    def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: Sequence[Action]) -> Execution:
-        what = f"{type(action).__name__} {_object_of(action)}".rstrip()
+    def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: tuple[Action, ...]) -> Execution:
         self._count(action, "refused")
-        failure = Failure(action=what, reason=exc.reason or str(exc.status), message=exc.message, at=self._now())
-        return Execution(tuple(done), tuple(left), failure)
-
-    def _tell(self, key: ServiceKey, action: Action) -> None:
-        self._count(action, "done")
-        # The decision behind it is told once, as an event; this is for whoever follows single steps.
-        log.debug(type(action).__name__, service=str(key), object=_object_of(action), reason=action.reason)
+        failure = Failure(
+            action=_describe(action), reason=exc.reason or str(exc.status), message=exc.message, at=self._now()
+        )
+        return Execution(tuple(done), left, failure)
 
     def _count(self, action: Action, outcome: str) -> None:
         self._metrics.actions.labels(type(action).__name__, outcome).inc()
 
 
+def _describe(action: Action) -> str:
+    """`CreatePod chat-x7k2p-0-0`"""
+    return f"{type(action).__name__} {_object_of(action)}".rstrip()
+
+
 def _object_of(action: Action) -> str:
     """The name of what the action is about."""
     match action:
-        case CreatePod() | DrainPod() | DeletePod():
+        case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
             return action.name
         case ApplyChild():
             return action.key
         case _:
             return ""
+
+
+def _with_digest(action: ApplyChild) -> dict[str, Any]:
+    """The manifest with its own digest: on the live object it says that our last apply was this very manifest.
+
+    Without it, a field that the manifest no longer has could not be told from one that somebody else added.
+    """
+    metadata = action.manifest["metadata"]
+    annotations = metadata.get("annotations", {}) | {names.ANNOTATION_APPLIED: action.digest}
+    return action.manifest | {"metadata": metadata | {"annotations": annotations}}
+
+
+def _contains(there: Any, wanted: Any) -> bool:
+    """Whether a live object says all that a manifest says; the API server adds defaults, also within list items."""
+    if isinstance(wanted, Mapping):
+        return isinstance(there, Mapping) and all(
+            name in there and _contains(there[name], value) for name, value in wanted.items()
+        )
+    if isinstance(wanted, list | tuple):
+        return (
+            isinstance(there, list)
+            and len(there) == len(wanted)
+            and all(_contains(one, other) for one, other in zip(there, wanted, strict=True))
+        )
+    return bool(there == wanted)

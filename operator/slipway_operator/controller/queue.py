@@ -1,22 +1,41 @@
-"""Which service to look at next: one worker per key, bursts coalesce, the latest wish wins, failures back off.
+"""Which key to reconcile next: one worker per key, bursts coalesce, urgent keys first, failures back off.
 
-| key is          | add()                        | done()                     |
-|-----------------|------------------------------|----------------------------|
-| unknown         | queued                       | impossible                 |
-| queued          | nothing: it will be read new | impossible                 |
-| active          | marked dirty                 | forgotten                  |
-| active and dirty| nothing                      | queued again               |
+| key is          | add()                            | done()                     |
+|-----------------|----------------------------------|----------------------------|
+| unknown         | queued                           | impossible                 |
+| queued          | moved up if it is more urgent now| impossible                 |
+| active          | marked dirty                     | forgotten                  |
+| active and dirty| nothing                          | queued again               |
+| in backoff      | queued, but not by BACKGROUND    | –                          |
 
-A key carries no payload: whoever takes it reads the newest state, so nothing is lost by coalescing.
+A key carries no payload: the worker that takes it reads the newest state, so nothing is lost by coalescing. A key is
+queued once, whatever happens to its object, so within one urgency every object gets its pass in turn: that is the
+fairness between services, and a thousand changes of one of them cost the others one pass.
 """
 
 import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
+from enum import IntEnum
 from typing import Generic, TypeVar
 
+from slipway_kube.backoff import Backoff
+
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+PASSED_OVER_AT_MOST = 8  # keys of higher urgency in a row; then one of the lower gets its pass, so nothing starves
+
+
+class Urgency(IntEnum):
+    """Why a key is queued; the smaller, the sooner."""
+
+    URGENT = 0
+    """A pod failed or is leaving, a spec changed, an object is being deleted."""
+    NORMAL = 1
+    """Anything else that changed."""
+    BACKGROUND = 2
+    """A sample, a resync: the same will come again, so it never shortens a backoff."""
 
 
 class QueueClosed(Exception):  # noqa: N818  not an error: the end of the work
@@ -26,7 +45,7 @@ class QueueClosed(Exception):  # noqa: N818  not an error: the end of the work
 class WorkQueue(Generic[KeyT]):
     """A queue of keys in which no key is ever worked on twice at the same time.
 
-    `jitter` returns a number in [0, 1): full jitter spreads the retries of a mass failure.
+    `uniform` draws the jitter of retries: at least half of each step is waited.
     """
 
     def __init__(
@@ -34,40 +53,47 @@ class WorkQueue(Generic[KeyT]):
         *,
         backoff_base_seconds: float = 0.5,
         backoff_cap_seconds: float = 60.0,
-        jitter: Callable[[], float] = random.random,
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._base = backoff_base_seconds
         self._cap = backoff_cap_seconds
-        self._jitter = jitter
-        self._queue: deque[KeyT] = deque()
-        self._dirty: set[KeyT] = set()
+        self._uniform = uniform
+        self._lanes: dict[Urgency, dict[KeyT, None]] = {urgency: {} for urgency in Urgency}  # ordered sets
+        self._dirty: dict[KeyT, Urgency] = {}  # queued, or to be queued when done
         self._active: set[KeyT] = set()
-        self._failures: dict[KeyT, int] = {}
+        self._backoffs: dict[KeyT, Backoff] = {}
+        self._resting: dict[KeyT, float] = {}  # until when, for keys in backoff
         self._timers: dict[KeyT, asyncio.TimerHandle] = {}
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
+        self._passed_over = dict.fromkeys(Urgency, 0)
 
     def __len__(self) -> int:
         """How many keys wait for a worker; those being worked on and those asleep do not count."""
-        return len(self._queue)
+        return sum(len(lane) for lane in self._lanes.values())
 
     @property
     def active(self) -> int:
         """How many keys are being worked on."""
         return len(self._active)
 
-    def add(self, key: KeyT) -> None:
-        """Look at this key as soon as a worker is free."""
-        if self._closed or key in self._dirty:
+    def add(self, key: KeyT, urgency: Urgency = Urgency.NORMAL) -> None:
+        """Reconcile this key as soon as a worker is free."""
+        if self._closed or (urgency is Urgency.BACKGROUND and self._is_resting(key)):
             return
-        self._dirty.add(key)
+        known = self._dirty.get(key)
+        if known is not None and known <= urgency:
+            return
+        self._dirty[key] = urgency
         if key not in self._active:
-            self._enqueue(key)
+            if known is not None:
+                del self._lanes[known][key]
+            self._enqueue(key, urgency)
 
     def add_after(self, key: KeyT, seconds: float) -> None:
-        """Look at this key in `seconds` at the latest; an earlier wish stands."""
+        """Reconcile this key in `seconds` at the latest; an earlier wish stands."""
         if self._closed:
             return
         if seconds <= 0:
@@ -83,26 +109,31 @@ class WorkQueue(Generic[KeyT]):
         self._timers[key] = loop.call_at(when, self._wake, key)
 
     def retry(self, key: KeyT) -> float:
-        """Look at this key again after its backoff, and say after how many seconds that is."""
-        failures = self._failures.get(key, 0)
-        self._failures[key] = failures + 1
-        # 0.5, 1, 2 … 60 s, of which at least half is waited: 2**7 × 0.5 > 60, so larger exponents change nothing
-        ceiling = min(self._cap, self._base * 2.0 ** min(failures, 30))
-        delay = ceiling * (0.5 + 0.5 * self._jitter())
+        """Reconcile this key again after its backoff, and say after how many seconds that is."""
+        backoff = self._backoffs.get(key)
+        if backoff is None:
+            backoff = Backoff(first=self._base, cap=self._cap, least=0.5, uniform=self._uniform)
+            self._backoffs[key] = backoff
+        delay = backoff.next_delay()
+        self._resting[key] = asyncio.get_running_loop().time() + delay
+        if self._dirty.get(key) is Urgency.BACKGROUND:
+            del self._dirty[key]  # added while the pass that failed ran: it is no reason to retry early either
         self.add_after(key, delay)
         return delay
 
     def failures(self, key: KeyT) -> int:
         """How many times in a row this key has failed."""
-        return self._failures.get(key, 0)
+        backoff = self._backoffs.get(key)
+        return backoff.failures if backoff is not None else 0
 
     def forget(self, key: KeyT) -> None:
         """The key succeeded, or is gone: its next failure starts the backoff anew."""
-        self._failures.pop(key, None)
+        self._backoffs.pop(key, None)
+        self._resting.pop(key, None)
 
     async def get(self) -> KeyT:
         """The next key, now active: call `done` when finished. Raises QueueClosed after `close` once it is empty."""
-        while not self._queue:
+        while not len(self):
             if self._closed:
                 raise QueueClosed
             waiter = asyncio.get_running_loop().create_future()
@@ -111,10 +142,10 @@ class WorkQueue(Generic[KeyT]):
                 await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._wake_one()  # this worker dies with a wake-up in its hand: pass it on
+                    self._wake_one()  # this worker was woken and is cancelled: wake another one for the key
                 raise
-        key = self._queue.popleft()
-        self._dirty.discard(key)
+        key = self._pop()
+        del self._dirty[key]
         self._active.add(key)
         # The pass that begins now reads everything new, and says itself when it wants to be woken next.
         timer = self._timers.pop(key, None)
@@ -126,8 +157,8 @@ class WorkQueue(Generic[KeyT]):
         """The worker is finished with the key; if it was added meanwhile, it queues again."""
         self._active.remove(key)
         if key in self._dirty:
-            self._enqueue(key)
-        elif not self._queue and not self._active:
+            self._enqueue(key, self._dirty[key])
+        elif not len(self) and not self._active:
             self._idle.set()
 
     def close(self) -> None:
@@ -143,8 +174,24 @@ class WorkQueue(Generic[KeyT]):
         """Wait until nothing is queued or active."""
         await self._idle.wait()
 
-    def _enqueue(self, key: KeyT) -> None:
-        self._queue.append(key)
+    def _pop(self) -> KeyT:
+        """The first key of the most urgent lane, unless a lane was passed over too often."""
+        filled = [urgency for urgency in Urgency if self._lanes[urgency]]
+        starving = (urgency for urgency in filled if self._passed_over[urgency] >= PASSED_OVER_AT_MOST)
+        chosen = next(starving, filled[0])
+        for urgency in filled:
+            self._passed_over[urgency] += 1
+        self._passed_over[chosen] = 0
+        lane = self._lanes[chosen]
+        key = next(iter(lane))
+        del lane[key]
+        return key
+
+    def _is_resting(self, key: KeyT) -> bool:
+        return asyncio.get_running_loop().time() < self._resting.get(key, 0.0)
+
+    def _enqueue(self, key: KeyT, urgency: Urgency) -> None:
+        self._lanes[urgency][key] = None
         self._idle.clear()
         self._wake_one()
 

@@ -21,7 +21,7 @@ class AddFinalizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFinalizer:
-    """Let the service go: nothing of it is left to drain. After this the plan writes no status."""
+    """Take our finalizer off the service: nothing of it is left to drain. After this the plan writes no status."""
 
     finalizer: str
     reason: str
@@ -50,6 +50,7 @@ class DrainPod:
     started: datetime  # annotation slipway.dev/drain-started
     timeout_seconds: int  # what is left of the drain; body of POST /drain
     reason: str  # annotation slipway.dev/drain-reason
+    refuse_after_seconds: int = 0  # what is left of the propagation; until then the replica takes new requests
     marked: bool = False
 
 
@@ -73,7 +74,37 @@ class ApplyChild:
     reason: str
 
 
-Action = AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateRevision:
+    """POST a ControllerRevision. A 409 by one of the same owner is success: the name is made of the content's hash."""
+
+    name: str
+    manifest: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteRevision:
+    """DELETE a ControllerRevision with `preconditions.uid`. NotFound and a wrong uid are success."""
+
+    name: str
+    uid: str
+    reason: str
+
+
+Action = (
+    AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild | CreateRevision | DeleteRevision
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An action of the last pass that the server refused, or we did for what is not ours; it becomes a condition."""
+
+    action: str  # "CreatePod chat-x7k2p-0-0"
+    reason: str  # the API server's: Forbidden, Invalid, InternalError ...; ours: NameConflict
+    message: str
+    at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

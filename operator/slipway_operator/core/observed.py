@@ -7,17 +7,20 @@ come back in through `service.status` or through pod metadata, because those sur
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.runtime_api import Signals, State
 from slipway_api.types import ServiceKey
+from slipway_operator.core.actions import Failure as Failure
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
-TokenDigests = Callable[[str, str], tuple[str, ...]]
-"""(namespace, pod name) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+TokenDigests = Callable[[str, str, str], tuple[str, ...]]
+"""(namespace, pod name, nonce) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+ServingDigests = Callable[[str, str], tuple[str, ...]]
+"""(namespace, service) -> the SHA-256 digests of the serving tokens that its pods shall accept, one per key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +102,12 @@ class Replica:
     unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
     ready: bool = False  # condition Ready
     ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
+    unready_since: datetime | None = None  # ... while it is not True
+    started: bool = False  # containerStatuses[server].started: this run of the server was ready once
+    scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
+    is_terminated: bool = False  # the present run has ended, and the kubelet has not said yet what comes next
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     last_word: str = ""  # the termination message that the runtime left when it last ended
@@ -118,7 +125,20 @@ class Node:
     name: str
     ready: bool = True
     not_ready_since: datetime | None = None  # lastTransitionTime of its Ready condition while that is not True
+    ready_since: datetime | None = None  # ... while it is True
     cordoned: bool = False  # spec.unschedulable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRevision:
+    """The facts of one ControllerRevision that carries the service's label."""
+
+    name: str
+    uid: str
+    owner_uid: str
+    hash: str  # label
+    number: int  # .revision: counts up, newest highest
+    data: Mapping[str, Any]  # .data, as `core.service.revision` built it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +158,15 @@ class PastRecommendation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """An action of the last pass that the server refused, or we did for what is not ours; it becomes a condition."""
+class Network:
+    """From where the ports of replicas may be reached, as the installation says."""
 
-    action: str  # "CreatePod chat-x7k2p-0-0"
-    reason: str  # the API server's: Forbidden, Invalid, InternalError ...; ours: NameConflict
-    message: str
-    at: datetime
+    release_namespace: str
+    """Namespace of operator and gateway."""
+    client_namespaces: tuple[str, ...] = ()
+    """May reach the serving port even of services that otherwise only the gateway may call."""
+    metrics_namespaces: tuple[str, ...] = ()
+    """May scrape the admin port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +175,7 @@ class Defaults:
 
     runtime_image: str
     gateway_url: str  # without /v1
+    network: Network | None = None  # None: no NetworkPolicy is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +188,27 @@ class Observed:
     namesakes: tuple[Namesake, ...] = ()
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
+    disrupted: bool = False
+    """Whether most nodes of the cluster look lost at once, so that the fault is more likely between us and them."""
+    revisions: tuple[StoredRevision, ...] = ()  # ControllerRevisions with the service's label, whatever their owner
     defaults: Defaults
     token_digests: TokenDigests
+    serving_digests: ServingDigests
+    nonce_seed: bytes
+    """Random bytes of this pass: the core derives from them what must not be guessed."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
+    ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
+    asking_since: datetime | None = None  # when this operator began to ask replicas for signals; None: long ago
     taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours
     applied: Mapping[str, str] = field(default_factory=dict)
     """`ApplyChild.key` -> `ApplyChild.digest` of what the executor applied; emptied on resync, which heals drift."""
     failures: tuple[Failure, ...] = ()
+
+
+def is_disruption(not_ready: int, nodes: int) -> bool:
+    """Whether so many nodes look lost that the fault is more likely between us and them; `Observed.disrupted`.
+
+    All of them, or at least three that are 55 percent: the limits of Kubernetes' node-lifecycle-controller.
+    """
+    return not_ready > 0 and (not_ready == nodes or (not_ready >= 3 and not_ready * 100 >= nodes * 55))

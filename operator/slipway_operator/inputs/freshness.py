@@ -1,4 +1,4 @@
-"""How old the operator's view of the world is, and from when on that is the operator's own fault.
+"""How old the operator's caches are, and from when on that is the operator's own fault.
 
 | watch is        | API server answers | the loop runs | verdict                                    |
 |-----------------|--------------------|---------------|--------------------------------------------|

@@ -1,47 +1,42 @@
-"""From the caches to `Observed`: one service, its pods, their nodes and signals, frozen at one moment.
+"""From pods and nodes to the facts that decisions use, and the index that finds a service's pods.
 
 Only reading happens here, and only from memory. A pod belongs to the service that its label names; whether it is
 really ours is for the core to say, by the owner's uid.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import cast
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
-from slipway_kube.objects import Key, Node, Pod, Terminated
-from slipway_operator.controller.memory import Memory
-from slipway_operator.controller.store import StoredService, key_of
+from slipway_kube.objects import Node, Pod, Terminated
 from slipway_operator.core import observed as seen
 
-SampleOf = Callable[[str], seen.Sample | None]
-NamesakesOf = Callable[[ServiceKey], Iterable[StoredService]]
-
-
-LAST_WORDS_SHOWN = 300  # characters of a termination message that go into a condition
+TERMINATION_MESSAGE_SHOWN = 300  # characters of it that go into a condition
 
 
 class PodIndex:
-    """Which pods carry which service's label: kept by the informer's changes, so no pass walks over all pods."""
+    """Pods by the service that their label names, and services by node, so that no event walks over all pods."""
 
     def __init__(self) -> None:
         self._pods: defaultdict[ServiceKey, dict[str, Pod]] = defaultdict(dict)
+        self._on_node: defaultdict[str, dict[ServiceKey, int]] = defaultdict(dict)  # how many pods of each
 
     def saw(self, change: Change, old: Pod | None, new: Pod | None) -> set[ServiceKey]:
-        """Take in one change, and say whose business it is. A pod that changes its label concerns two services."""
+        """Take in one change; the services that it concerns. A pod that changes its label concerns two."""
         concerned = set()
         if old is not None and (key := service_of(old)) is not None:
             concerned.add(key)
-            self._pods[key].pop(old.name, None)
+            if self._pods[key].pop(old.name, None) is not None:
+                self._count(old.spec.node_name, key, -1)
             if not self._pods[key]:
                 del self._pods[key]
         if change is not Change.DELETED and new is not None and (key := service_of(new)) is not None:
             concerned.add(key)
             self._pods[key][new.name] = new
+            self._count(new.spec.node_name, key, +1)
         return concerned
 
     def of(self, key: ServiceKey) -> list[Pod]:
@@ -55,60 +50,21 @@ class PodIndex:
 
     def on_node(self, node: str) -> set[ServiceKey]:
         """The services with a pod on this node."""
-        return {key for key, pods in self._pods.items() if any(pod.spec.node_name == node for pod in pods.values())}
+        return set(self._on_node.get(node, ()))
 
-    def all(self) -> Iterable[tuple[ServiceKey, Pod]]:
-        """Every pod with its service."""
-        return [(key, pod) for key, pods in self._pods.items() for pod in pods.values()]
-
-
-class Observer:
-    """Reads the caches into snapshots."""
-
-    def __init__(
-        self,
-        pods: PodIndex,
-        nodes: Mapping[Key, Node],
-        sample_of: SampleOf,
-        namesakes: NamesakesOf,
-        *,
-        defaults: seen.Defaults,
-        token_digests: seen.TokenDigests,
-    ) -> None:
-        self._pods = pods
-        self._nodes = nodes
-        self._sample_of = sample_of
-        self._namesakes = namesakes
-        self._defaults = defaults
-        self._token_digests = token_digests
-
-    def observe(self, key: ServiceKey, service: InferenceService, memory: Memory, *, fault: str = "") -> seen.Observed:
-        """Everything that a decision about `service` may know, now."""
-        pods = self._pods.of(key)
-        node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
-        return seen.Observed(
-            service=service,
-            fault=fault,
-            namesakes=tuple(
-                seen.Namesake(key=key_of(other.body), created_at=other.created_at) for other in self._namesakes(key)
-            ),
-            replicas=tuple(replica(pod, self._sample_of(pod.uid)) for pod in pods),
-            nodes={
-                name: node_facts(node)
-                for name in sorted(node_names)
-                if (node := self._nodes.get(("", name))) is not None
-            },
-            defaults=self._defaults,
-            token_digests=self._token_digests,
-            recommendations=memory.recommendations,
-            taken_names=memory.taken_names,
-            applied=dict(memory.applied),
-            failures=memory.failures,
-        )
+    def _count(self, node: str, key: ServiceKey, change: int) -> None:
+        if not node:
+            return
+        counts = self._on_node[node]
+        counts[key] = counts.get(key, 0) + change
+        if not counts[key]:
+            del counts[key]
+        if not counts:
+            del self._on_node[node]
 
 
 def service_of(pod: Pod) -> ServiceKey | None:
-    """Whose replica the pod says it is."""
+    """The service that the pod's label names."""
     name = pod.labels.get(names.LABEL_SERVICE)
     return ServiceKey(pod.namespace, name) if name else None
 
@@ -141,11 +97,15 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         unschedulable=scheduled.message if scheduled is not None and is_unschedulable else "",
         ready=pod.is_ready,
         ready_since=ready.last_transition_time if ready is not None and pod.is_ready else None,
+        unready_since=ready.last_transition_time if ready is not None and not pod.is_ready else None,
+        started=server is not None and bool(server.started),
+        scheduled_at=scheduled.last_transition_time if scheduled is not None and scheduled.status == "True" else None,
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
+        is_terminated=server is not None and server.state.terminated is not None,
         restarts=server.restart_count if server is not None else 0,
         last_exit=_last_exit(pod),
-        last_word=_last_word(pod),
+        last_word=_termination_message(pod),
         pod_ip=pod.status.pod_ip,
         drain_started=_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),
@@ -161,22 +121,23 @@ def node_facts(node: Node) -> seen.Node:
         name=node.name,
         ready=is_ready,
         not_ready_since=ready.last_transition_time if ready is not None and not is_ready else None,
+        ready_since=ready.last_transition_time if ready is not None and is_ready else None,
         cordoned=node.spec.unschedulable,
     )
 
 
 def _last_exit(pod: Pod) -> str:
-    """How the server's last run ended: `OOMKilled (exit code 137)`, with the word that it left, where it did."""
+    """How the server's last run ended: `OOMKilled (exit code 137)`, with its termination message, where it left one."""
     ended = _last_end(pod)
     if ended is None:
         return ""
-    how, word = f"{ended.reason or 'Error'} (exit code {ended.exit_code})", _last_word(pod)
+    how, word = f"{ended.reason or 'Error'} (exit code {ended.exit_code})", _termination_message(pod)
     return f"{how}: {word}" if word else how
 
 
-def _last_word(pod: Pod) -> str:
+def _termination_message(pod: Pod) -> str:
     ended = _last_end(pod)
-    return " ".join(ended.message.split())[:LAST_WORDS_SHOWN] if ended is not None else ""
+    return " ".join(ended.message.split())[:TERMINATION_MESSAGE_SHOWN] if ended is not None else ""
 
 
 def _last_end(pod: Pod) -> Terminated | None:

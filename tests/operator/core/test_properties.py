@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited
-from tests.operator.core.model_cluster import ModelCluster
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 QUICK = settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -62,7 +62,7 @@ def make(limits, *, replicas=None, **spec):
         **scaling,
         **spec,
     )
-    return ModelCluster(service, load_seconds=6)
+    return SimulatedCluster(service, load_seconds=6)
 
 
 def live(world, number, what):

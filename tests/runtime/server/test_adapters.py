@@ -189,6 +189,7 @@ async def test_adapters_are_off_unless_asked_for():
     assert refused.status_code == 400
     assert model.json()["servedName"] == "tiny"
     assert other.status_code == 409
+    assert "it differs in uri" in other.text
 
 
 @pytest.mark.capability("ML-2")

@@ -1,6 +1,6 @@
-"""The status of a service whose stored spec cannot be read: what is wrong, beside what is there.
+"""Builds the status of a service whose stored spec cannot be read.
 
-Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stands, so that
+Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stays, so that
 a corrected spec continues from there.
 """
 
@@ -13,35 +13,37 @@ from slipway_api.conditions import ConditionStatus, ConditionType, Reason, remov
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.route import route
+from slipway_operator.core.service.route import route_condition
 
 ADVICE: Final = "correct it; until then its replicas are left as they are"
 
 
 def invalid_status(observed: Observed, members: Sequence[Member], now: datetime) -> InferenceServiceStatus:
-    """Stalled and not Ready, for the same reason, in the same words."""
+    """The status before, with Stalled and Ready=False for the same reason, and with the present counts."""
     service, before = observed.service, observed.service.status
     ready = sum(member.is_ready for member in members)
-    told = before.conditions
+    conditions = before.conditions
     # What is under way has stopped, and nothing scales.
     for type in (ConditionType.RECONCILING, ConditionType.SCALING_ACTIVE):
-        told = remove_condition(told, type)
+        conditions = remove_condition(conditions, type)
 
-    def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
-        nonlocal told
+    def add(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+        nonlocal conditions
         generation = service.metadata.generation
-        told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
+        conditions = set_condition(
+            conditions, type, status, reason.value, message[:4096], generation=generation, now=now
+        )
 
-    tell(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    tell(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    tell(ConditionType.ROUTE_READY, *route(observed, ready))
+    add(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    add(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    add(ConditionType.ROUTE_READY, *route_condition(observed, ready))
     if not ready:
-        nobody = "no replica is ready, and none is started until the spec is valid"
-        tell(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, nobody)
+        message = "no replica is ready, and none is started until the spec is valid"
+        add(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, message)
     return before.model_copy(
         update={
             "observed_generation": service.metadata.generation,
-            "conditions": told,
+            "conditions": conditions,
             "replicas": len(members),
             "ready_replicas": ready,
             "draining_replicas": sum(one.replica.state == names.STATE_DRAINING for one in members),

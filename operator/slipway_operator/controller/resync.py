@@ -1,0 +1,54 @@
+"""Reconciles every object again now and then, each at its own moment of the period: what nobody told us heals.
+
+A resync compares and seldom writes, yet a thousand objects at once would queue before everything else. So each key
+has its moment, the same in every period, and comes with the lowest urgency.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+
+from slipway_kube.errors import KubeError
+from slipway_operator.controller.kinds import Key
+
+log = structlog.get_logger()
+
+
+class Resync:
+    """Goes round all keys once a period, then checks the caches against lists."""
+
+    def __init__(
+        self,
+        known: Callable[[], Iterable[Key]],
+        resync: Callable[[Key], None],
+        check: Callable[[], Awaitable[None]],
+        *,
+        period_seconds: tuple[float, float],
+    ) -> None:
+        """`period_seconds` are the least and the most: replicas shall not list in step."""
+        self._known = known
+        self._resync = resync
+        self._check = check
+        self._period_seconds = period_seconds
+
+    async def run(self) -> None:
+        """Go round for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            started, period = loop.time(), random.uniform(*self._period_seconds)  # noqa: S311  jitter
+            for moment, key in sorted((_phase(key) * period, key) for key in self._known()):
+                await asyncio.sleep(started + moment - loop.time())
+                self._resync(key)
+            await asyncio.sleep(started + period - loop.time())
+            try:
+                await self._check()
+            except KubeError as exc:
+                log.warning("resync failed", error=str(exc))
+
+
+def _phase(key: Key) -> float:
+    """Where in the period this key's moment lies, in [0, 1)."""
+    return int.from_bytes(hashlib.sha256("/".join(key).encode()).digest()[:4]) / 2**32

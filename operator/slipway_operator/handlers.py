@@ -1,0 +1,77 @@
+"""What kopf runs for us, and all that it runs: the operator's table of contents.
+
+`memo.manager` is the `Manager`, `memo.connect` says how to reach the API server; `main` brings both. A handler is five
+lines at most and never raises: an event only puts an object into the store and its key into the queue. docs/adr/0001
+says what kopf does here, what it does not, and why.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import kopf
+
+from slipway_kube.auth import Connection
+from slipway_kube.backoff import Backoff
+from slipway_kube.resources import INFERENCE_SERVICES
+
+KOPF_CONNECTIONS = 16  # without a bound, a thousand objects at start are a thousand TLS handshakes
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
+
+
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
+async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
+    """Fill the caches and campaign; kopf looks which kinds exist only after this returns, so ours do."""
+    configure(settings)
+    await memo.manager.start()
+
+
+@kopf.on.cleanup()
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    """Finish the work in hand and give the Lease back; kopf has stopped watching, and cancels nothing of ours yet."""
+    await memo.manager.stop()
+
+
+@kopf.on.login()
+async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
+    """Log in with the credentials that everything else uses, too."""
+    return new_session(memo.connect())
+
+
+@kopf.on.event(INFERENCE_SERVICES.group, INFERENCE_SERVICES.version, INFERENCE_SERVICES.plural)
+async def inference_service(type: str | None, event: Mapping[str, Any], memo: kopf.Memo, **_: Any) -> None:
+    """An InferenceService exists (None, at a listing), was ADDED, MODIFIED or DELETED."""
+    memo.manager.heard(INFERENCE_SERVICES.kind, type, event["object"])
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """Switch off what writes, gives up, or needs more than our own kinds."""
+    settings.peering.standalone = True  # leadership is a Lease, with a fence
+    settings.scanning.disabled = True  # or it would need to list CRDs and namespaces
+    settings.posting.enabled = False  # events come from our recorder, with series and a rate
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 5
+    # The default ends the process after 54 s of an API server that answers 5xx or 403.
+    settings.networking.error_backoffs = Backoff(first=FIRST_RETRY_SECONDS, cap=LONGEST_RETRY_SECONDS, least=0.75)
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    settings.watching.connect_timeout = 5
+    settings.watching.chunk_size = 500
+
+
+def new_session(connection: Connection) -> kopf.AiohttpSession:
+    """A new session for each login, since kopf closes the one it was given; the token is read anew per request."""
+
+    async def authenticate(
+        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        request.headers.update(await connection.credentials.headers())
+        request.server_hostname = connection.tls_server_name
+        return await handler(request)
+
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=KOPF_CONNECTIONS, ssl=connection.tls or True),
+        proxy=connection.proxy,
+        middlewares=(authenticate,),
+    )
+    return kopf.AiohttpSession(server=connection.server, aiohttp_session=session)

@@ -1,0 +1,292 @@
+"""What this process knows of the cluster: objects of our kinds, pods, nodes; hot on leader and standby alike.
+
+kopf delivers objects of our kinds (see `handlers`), informers deliver pods and nodes, and lists check on all of them:
+at the start, at a takeover, now and then, and soon after a watch has lost continuity. A change only wakes keys.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+
+from slipway_api import names
+from slipway_api.types import ServiceKey
+from slipway_kube.backoff import Backoff
+from slipway_kube.client import Client
+from slipway_kube.errors import KubeError
+from slipway_kube.informer import Change, Informer
+from slipway_kube.objects import Key as ObjectKey
+from slipway_kube.objects import Node, Pod
+from slipway_kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
+from slipway_operator.controller.kinds import Key, StoredObject
+from slipway_operator.controller.queue import Urgency
+from slipway_operator.controller.store import ObjectStore, OnChange
+from slipway_operator.core.observed import Defaults, Sample, ServingDigests, TokenDigests
+from slipway_operator.inputs.disruption import NodeCounts
+from slipway_operator.inputs.observer import PodIndex, service_of
+from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
+from slipway_operator.inputs.scraper import Target
+from slipway_operator.metrics import OperatorMetrics
+from slipway_operator.replica_client import Address, address_of
+
+log = structlog.get_logger()
+
+CATCH_UP_SECONDS = 5.0
+CHECK_DELAY_SECONDS = 2.0  # a relist tells of many objects: one check follows them all
+
+Wake = Callable[[Key, Urgency], None]
+OnPodChange = Callable[[Change, Pod | None, Pod | None, set[ServiceKey]], None]
+OnRevisionChange = Callable[[set[ServiceKey]], None]
+OnNodeChange = Callable[[Node | None, Node | None], None]
+OnTargetChange = Callable[[str, "ReplicaTarget | None"], None]
+ReplicaTarget = Target[Address, ServiceKey]
+
+
+class Caches:
+    """The caches, and who hears of their changes."""
+
+    def __init__(
+        self,
+        client: Client,
+        resources: Iterable[Resource],
+        *,
+        namespaces: tuple[str, ...],
+        wake: Wake,
+        on_drift: Callable[[int], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`resources` are those of our kinds; `on_drift` is told how many objects a list found otherwise."""
+        self._on_drift = on_drift
+        self._client = client
+        self._namespaces = namespaces
+        self._wake = wake
+        self._resources = {resource.kind: resource for resource in resources}
+        self._object_listeners: dict[str, list[OnChange]] = {kind: [] for kind in self._resources}
+        self._pod_listeners: list[OnPodChange] = []
+        self._revision_listeners: list[OnRevisionChange] = []
+        self._node_listeners: list[OnNodeChange] = []
+        self._target_listeners: list[OnTargetChange] = []
+        self._check_wanted = asyncio.Event()
+        self._is_filled = False
+        self.stores = {kind: ObjectStore(kind, partial(self._changed, kind)) for kind in self._resources}
+        self.pods = PodIndex()
+        self.pod_informer = Informer(
+            client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR, clock=monotonic
+        )
+        self.pod_informer.on_change(self._saw_pod)
+        self.pod_informer.on_relist(self._check_wanted.set)
+        self.revisions = RevisionIndex()
+        self.revision_informer = Informer(
+            client,
+            CONTROLLER_REVISIONS,
+            ControllerRevision,
+            namespaces=namespaces,
+            label_selector=names.MANAGED_SELECTOR,
+            clock=monotonic,
+        )
+        self.revision_informer.on_change(self._saw_revision)
+        self.node_counts = NodeCounts()
+        self.node_informer = Informer(client, NODES, Node, clock=monotonic)
+        self.node_informer.on_change(self._saw_node)
+
+    @property
+    def nodes(self) -> Mapping[ObjectKey, Node]:
+        """Every node known; none where we may not list them, and then all are taken for healthy."""
+        return self.node_informer.cache
+
+    def known(self) -> set[Key]:
+        """Every object of ours that exists."""
+        return set().union(*(store.keys() for store in self.stores.values()))
+
+    def silent_seconds(self) -> float:
+        """For how long the watch of the pods has said nothing, not even a bookmark."""
+        return self.pod_informer.age()
+
+    def on_object_change(self, kind: str, callback: OnChange) -> None:
+        """Tell (key, old, new) of each change to an object of this kind."""
+        self._object_listeners[kind].append(callback)
+
+    def on_pod_change(self, callback: OnPodChange) -> None:
+        """Tell (change, old, new, services concerned) of each change to a pod."""
+        self._pod_listeners.append(callback)
+
+    def on_revision_change(self, callback: OnRevisionChange) -> None:
+        """Tell (services concerned) of each change to a ControllerRevision."""
+        self._revision_listeners.append(callback)
+
+    def on_node_change(self, callback: OnNodeChange) -> None:
+        """Tell (old, new) of each change to a node."""
+        self._node_listeners.append(callback)
+
+    def on_target_change(self, callback: OnTargetChange) -> None:
+        """Tell (uid, target) of each change to a replica that should answer for its signals; None: not any more."""
+        self._target_listeners.append(callback)
+
+    # --- what is told to us -------------------------------------------------------------------------------------------
+
+    def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
+        """Take in an object of ours from kopf's watch; `type` is None while it lists."""
+        store = self.stores[kind]
+        if type == "DELETED":
+            store.remove(body)
+        else:
+            store.put(body)
+        if type is None and self._is_filled:
+            # kopf lists anew after a gap, and never tells what vanished in it; an old version may be etcd restored.
+            self._check_wanted.set()
+
+    def _changed(self, kind: str, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
+        for callback in self._object_listeners[kind]:
+            callback(key, old, new)
+        is_urgent = old is None or new is None or (old.uid, old.generation) != (new.uid, new.generation)
+        self._wake(key, Urgency.URGENT if is_urgent else Urgency.NORMAL)
+
+    def _saw_pod(self, change: Change, old: Pod | None, new: Pod | None) -> None:
+        before = target_of(old) if old is not None else None
+        after = target_of(new) if new is not None and change is not Change.DELETED else None
+        for tell in self._target_listeners:
+            if before is not None and (after is None or after.uid != before.uid):
+                tell(before.uid, None)
+            if after is not None and after != before:
+                tell(after.uid, after)
+        services = self.pods.saw(change, old, new)
+        for callback in self._pod_listeners:
+            callback(change, old, new, services)
+
+    def _saw_revision(self, change: Change, old: ControllerRevision | None, new: ControllerRevision | None) -> None:
+        services = self.revisions.saw(change, old, new)
+        for callback in self._revision_listeners:
+            callback(services)
+
+    def _saw_node(self, change: Change, old: Node | None, new: Node | None) -> None:
+        self.node_counts.saw(old, new if change is not Change.DELETED else None)
+        for callback in self._node_listeners:
+            callback(old, new)
+
+    # --- what we ask for ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep pods and nodes current, and check on our kinds when a watch may have missed something; for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.pod_informer.run())
+            group.create_task(self.revision_informer.run())
+            group.create_task(self.node_informer.run())
+            group.create_task(self._check_when_wanted())
+
+    async def fill(self) -> None:
+        """Return once our kinds and pods are listed. Waits out an outage, and a CRD that is not installed yet."""
+        backoff = Backoff(first=0.5, cap=15.0, least=0.5)
+        while True:
+            try:
+                await self._correct()
+                break
+            except KubeError as exc:
+                log.warning("cannot list our kinds yet", error=str(exc))
+                await asyncio.sleep(backoff.next_delay())
+        await self.pod_informer.synced.wait()
+        await self.revision_informer.synced.wait()
+        self._check_wanted.clear()
+        self._is_filled = True
+        log.info("caches are full", objects=len(self.known()), pods=len(self.pod_informer.cache))
+
+    async def refresh(self) -> None:
+        """Return after fresh lists, begun after this call: a standby's caches may lag, a leader's may not."""
+        await asyncio.gather(self.fill(), self.pod_informer.refresh(), self.revision_informer.refresh())
+
+    async def check(self) -> None:
+        """Compare everything with lists, and correct what the watches missed."""
+        await self._check_kinds()
+        self._count_drift("pods", await self.pod_informer.drift())
+        self._count_drift("controllerrevisions", await self.revision_informer.drift())
+
+    async def _check_kinds(self) -> None:
+        for kind, store in self.stores.items():
+            bodies, version = await self._read(kind)
+            if store.drifted(bodies, version):
+                await asyncio.sleep(CATCH_UP_SECONDS)  # the watch may only be a moment behind
+            self._count_drift(kind, len(store.correct(bodies, version)))
+
+    def _count_drift(self, what: str, objects: int) -> None:
+        if objects:
+            log.warning("a watch had missed something", what=what, objects=objects)
+            self._on_drift(objects)
+
+    async def _check_when_wanted(self) -> None:
+        backoff = Backoff(first=CHECK_DELAY_SECONDS, cap=60.0, least=1.0)
+        while True:
+            await self._check_wanted.wait()
+            await asyncio.sleep(backoff.next_delay())
+            self._check_wanted.clear()
+            try:
+                await self._check_kinds()
+            except KubeError as exc:
+                log.info("cannot check our kinds yet", error=str(exc))
+                self._check_wanted.set()
+            else:
+                backoff.reset()
+
+    async def _correct(self) -> None:
+        for kind, store in self.stores.items():
+            store.correct(*await self._read(kind))
+
+    async def _read(self, kind: str) -> tuple[list[dict[str, Any]], int]:
+        """Every object of a kind, and a version that none of the lists is older than."""
+        resource = self._resources[kind]
+        header = {"apiVersion": resource.api_version, "kind": resource.kind}
+        bodies: list[dict[str, Any]] = []
+        versions = []
+        for namespace in self._namespaces or ("",):
+            async for page in self._client.list_pages(resource.path(namespace)):
+                versions.append(int(page.metadata.resource_version))
+                # Items of a list may lack apiVersion and kind; a reference to an object needs both.
+                bodies.extend({**header, **msgspec.json.decode(item)} for item in page.items or ())
+        return bodies, min(versions)
+
+    def publish(self, metrics: OperatorMetrics) -> None:
+        """Let the metrics read sizes and ages from here."""
+        metrics.watch(metrics.services, lambda: sum(len(store) for store in self.stores.values()))
+        metrics.watch(metrics.pods, partial(len, self.pod_informer.cache))
+        for name, informer in (
+            ("pods", self.pod_informer),
+            ("controllerrevisions", self.revision_informer),
+            ("nodes", self.node_informer),
+        ):
+            metrics.watch(metrics.watch_age.labels(name), informer.age)
+            metrics.watch(metrics.relists.labels(name), partial(getattr, informer, "relists"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a kind may read from: given to each kind when it is registered."""
+
+    caches: Caches
+    wake: Wake
+    sample_of: Callable[[str], Sample | None]
+    defaults: Defaults
+    token_digests: TokenDigests
+    serving_digests: ServingDigests
+    random_bytes: Callable[[int], bytes]
+    asking_since: Callable[[], datetime]
+    metrics: OperatorMetrics
+    now: Callable[[], datetime]
+
+
+def target_of(pod: Pod) -> ReplicaTarget | None:
+    """The replica to ask for signals; None while it cannot answer: its server does not run, or is being deleted."""
+    key = service_of(pod)
+    server = pod.container(names.SERVER_CONTAINER)
+    if key is None or not pod.status.pod_ip or pod.is_terminating or server is None or server.state.running is None:
+        return None
+    return Target(
+        uid=pod.uid,
+        address=address_of(pod),
+        service=key,
+        is_draining=pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING,
+        is_starting=not server.started,
+    )

@@ -1,0 +1,182 @@
+"""The kind InferenceService for the controller: from caches to `Observed`, and the core's plan as a Decision."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import cast
+
+from slipway_api.types import ServiceKey
+from slipway_kube.informer import Change
+from slipway_kube.objects import Node, Pod
+from slipway_kube.resources import INFERENCE_SERVICES, Resource
+from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObject
+from slipway_operator.controller.queue import Urgency
+from slipway_operator.core import observed as seen
+from slipway_operator.core.observed import Namesake, Observed
+from slipway_operator.core.service.plan import plan
+from slipway_operator.inputs.caches import Inputs
+from slipway_operator.inputs.observer import node_facts, replica
+from slipway_operator.inputs.reading import read
+
+KIND = INFERENCE_SERVICES.kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What one pass hands to the next; losable, as all memory of the leader."""
+
+    recommendations: tuple[seen.PastRecommendation, ...] = ()
+    ready: frozenset[str] | None = None
+
+
+class InferenceServices:
+    """Observes one InferenceService, and plans for it."""
+
+    name: str = KIND
+    resource: Resource = INFERENCE_SERVICES
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._store = inputs.caches.stores[KIND]
+        self._claims = ServedNames()
+        inputs.caches.on_object_change(KIND, self._saw)
+        inputs.caches.on_pod_change(self._saw_pod)
+        inputs.caches.on_revision_change(self._saw_revisions)
+        inputs.caches.on_node_change(self._saw_node)
+
+    # --- what is told to it -------------------------------------------------------------------------------------------
+
+    def _saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
+        for rival in self._claims.saw(key, old, new):
+            self._inputs.wake(rival, Urgency.NORMAL)
+
+    def _saw_pod(self, _change: Change, old: Pod | None, new: Pod | None, services: set[ServiceKey]) -> None:
+        urgency = Urgency.URGENT if is_failure(old, new) else Urgency.NORMAL
+        for service in services:
+            self._inputs.wake(Key(KIND, *service), urgency)
+
+    def _saw_revisions(self, services: set[ServiceKey]) -> None:
+        for service in services:
+            self._inputs.wake(Key(KIND, *service), Urgency.NORMAL)
+
+    def _saw_node(self, old: Node | None, new: Node | None) -> None:
+        before = node_facts(old) if old is not None else None
+        after = node_facts(new) if new is not None else None
+        node = new or old
+        if before == after or node is None:
+            return
+        urgency = Urgency.NORMAL if after is not None and after.ready else Urgency.URGENT
+        for service in self._inputs.caches.pods.on_node(node.name):
+            self._inputs.wake(Key(KIND, *service), urgency)
+
+    # --- what the controller asks of it -------------------------------------------------------------------------------
+
+    def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
+        """Everything that a decision about this service may know, now."""
+        reading = read(stored.body)
+        caches = self._inputs.caches
+        pods = caches.pods.of(ServiceKey(key.namespace, key.name))
+        node_names = {pod.spec.node_name for pod in pods if pod.spec.node_name}
+        observed = Observed(
+            service=reading.service,
+            fault=reading.fault,
+            namesakes=tuple(
+                Namesake(key=ServiceKey(other.namespace, other.name), created_at=rival.created_at)
+                for other in self._claims.rivals(key, stored)
+                if (rival := self._store.get(other)) is not None
+            ),
+            replicas=tuple(replica(pod, self._inputs.sample_of(pod.uid)) for pod in pods),
+            nodes={
+                name: node_facts(node)
+                for name in sorted(node_names)
+                if (node := caches.nodes.get(("", name))) is not None
+            },
+            defaults=self._inputs.defaults,
+            disrupted=caches.node_counts.disrupted,
+            revisions=caches.revisions.of(ServiceKey(key.namespace, key.name)),
+            token_digests=self._inputs.token_digests,
+            serving_digests=self._inputs.serving_digests,
+            nonce_seed=self._inputs.random_bytes(32),
+            asking_since=self._inputs.asking_since(),
+        )
+        self._note_ages(observed)
+        return self.with_memory(observed, memory)
+
+    def with_memory(self, observed: Observed, memory: Memory) -> Observed:
+        """The same, with what the passes before and the executor have learnt."""
+        carried = cast(Carried, memory.carried or Carried())
+        return replace(
+            observed,
+            recommendations=carried.recommendations,
+            ready_before=carried.ready,
+            taken_names=memory.taken_names,
+            applied=dict(memory.applied),
+            failures=memory.failures,
+        )
+
+    def plan(self, observed: Observed, now: datetime) -> Decision:
+        """What the core decides."""
+        decided = plan(observed, now)
+        service = observed.service
+        return Decision(
+            actions=decided.actions,
+            status=decided.status.to_json() if decided.status is not None else None,
+            status_before=service.status.to_json() if service.status is not None else None,
+            events=decided.events,
+            pod_uids={one.name: one.uid for one in observed.replicas},
+            requeue_after=decided.requeue_after,
+            carried=Carried(recommendations=decided.recommendations, ready=decided.ready),
+        )
+
+    def _note_ages(self, observed: Observed) -> None:
+        now = self._inputs.now()
+        for one in observed.replicas:
+            if one.sample is not None and one.ready:
+                self._inputs.metrics.signal_age.observe(max(0.0, (now - one.sample.at).total_seconds()))
+
+
+class ServedNames:
+    """Which services, of any namespace, ask to be served under which name: one gateway serves all of them."""
+
+    def __init__(self) -> None:
+        self._claims: defaultdict[str, set[Key]] = defaultdict(set)
+
+    def saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> set[Key]:
+        """Take in a change; the other services whose right to their name may be another because of it."""
+        if old is not None and new is not None and (served_name(old), old.uid) == (served_name(new), new.uid):
+            return set()
+        concerned: set[Key] = set()
+        for stored in (old, new):
+            if stored is None:
+                continue
+            name = served_name(stored)
+            claims = self._claims[name]
+            claims.discard(key)
+            concerned |= claims
+            if stored is new:
+                claims.add(key)
+            elif not claims:
+                del self._claims[name]
+        return concerned
+
+    def rivals(self, key: Key, stored: StoredObject) -> list[Key]:
+        """The other services that ask for the same name."""
+        return sorted(self._claims.get(served_name(stored), set()) - {key})
+
+
+def served_name(stored: StoredObject) -> str:
+    """What clients shall say as `model`; also where the spec cannot be read."""
+    spec = stored.body.get("spec")
+    model = spec.get("model") if isinstance(spec, dict) else None
+    name = model.get("servedName") if isinstance(model, dict) else None
+    return name if name and isinstance(name, str) else str(stored.body["metadata"]["name"])
+
+
+def is_failure(old: Pod | None, new: Pod | None) -> bool:
+    """Whether this change takes a replica away: it must not wait behind what can."""
+    if old is None:
+        return False
+    if new is None:
+        return not old.is_terminating
+    has_failed = new.status.phase in ("Failed", "Unknown") and old.status.phase != new.status.phase
+    return has_failed or (old.is_ready and not new.is_ready) or (new.is_terminating and not old.is_terminating)

@@ -1,0 +1,575 @@
+"""A simulated cluster around one service, in virtual time: it does what plans ask for, and fails on demand.
+
+Its caches may be stale, each object by another delay; readiness may flap, engines hang, nodes and zones leave and come
+back, device plugins refuse, admin ports stay silent or answer late. It checks the laws that must hold at every single
+step, so a story or a random walk only has to move it.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from slipway_api import names
+from slipway_api.inference_service import InferenceService
+from slipway_api.vocabulary import CONDITIONS
+from slipway_operator.core.actions import (
+    AddFinalizer,
+    ApplyChild,
+    CreatePod,
+    CreateRevision,
+    DeletePod,
+    DeleteRevision,
+    DrainPod,
+    Event,
+    RemoveFinalizer,
+)
+from slipway_operator.core.health import GONE_AFTER
+from slipway_operator.core.observed import (
+    Failure,
+    Node,
+    Observed,
+    PastRecommendation,
+    Replica,
+    Sample,
+    StoredRevision,
+    is_disruption,
+)
+from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.service.replicas import FIRST_BACKOFF, SCALING_DOWN
+from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
+
+TICK = timedelta(seconds=1)
+DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
+
+
+@dataclass
+class SimulatedPod:
+    """A pod, and what its kubelet and its runtime know beyond the API."""
+
+    replica: Replica  # without its sample, which is new at each second
+    loads_for: float
+    sample: Sample | None = None
+    running: int = 0
+    kv: float = 0.0
+    waiting: int = 0
+    drains: bool = False  # the runtime was told
+    answers: bool = True
+    ends_at: Any = None  # when its kubelet is done with it
+    hangs: bool = False  # its kubelet is gone: a deletion never ends
+    late_by: int = 0  # seconds that its admin port takes to answer
+    flaps_until: Any = None  # its readiness probe fails until then
+    is_hung: bool = False  # its engine stands still
+    drain_arrives_at: Any = None
+    said: list[Sample] = field(default_factory=list)  # the answers on their way
+
+    @property
+    def is_live(self) -> bool:
+        return (
+            self.replica.owner_uid == UID
+            and self.replica.deleted_at is None
+            and self.replica.phase not in ("Failed", "Succeeded")
+            and self.replica.state != names.STATE_DRAINING
+        )
+
+
+class SimulatedCluster:
+    """One service, its pods and nodes, and an operator that can be killed."""
+
+    def __init__(self, service: InferenceService, *, nodes: int = 4, load_seconds: float = 20, gpus: int = 100) -> None:
+        self.now = T0
+        self.service: InferenceService | None = service
+        self.pods: dict[str, SimulatedPod] = {}
+        self.nodes = {f"node-{n}": Node(name=f"node-{n}") for n in range(nodes)}
+        self.load_seconds = load_seconds
+        self.gpus = gpus
+        self.events: list[Event] = []
+        self.log: list[str] = []
+        self.writes = 0
+        self.applied: dict[str, str] = {}
+        self.taken: frozenset[str] = frozenset()
+        self.failures: tuple[Failure, ...] = ()
+        self.recommendations: tuple[PastRecommendation, ...] = ()
+        self.asking_since = T0
+        self.ready_before: frozenset[str] | None = None
+        self.told: set[tuple[str, str, str]] = set()  # type, status and reason of every condition that there ever was
+        self.load = lambda world: None  # sets running, waiting and kv of the ready pods
+        self.lose_status_writes = False
+        self.image_is_broken = False
+        self.faults = 0  # those that take replicas away: what is left may be less than the rollout wants
+        self.was_cordoned = False  # a replica may have been doubled to move it
+        self.due: Any = None  # when the plan asked to be asked again
+        self.revisions: dict[str, StoredRevision] = {}
+        self.broken_revisions: set[str] = set()  # those whose image cannot be pulled
+        self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
+        self.default_image = DEFAULTS.runtime_image
+        self.created = 0
+        self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
+        self.cache_lag = 0  # seconds by which caches are behind, for each object another share of it
+        self._cached: dict[str, Replica] = {}
+        self._on_the_way: list[tuple[Any, str, Replica | None]] = []
+        self._unseen: dict[str, tuple[Callable[[Replica | None], bool], Any]] = {}  # pods written to, until they show
+        self._failed_at: dict[tuple[str, int], Any] = {}
+        self._two_ready_since: dict[tuple[str, int], Any] = {}
+        self._facts: Any = None
+        self._next_uid = 0
+
+    # --- what the operator sees and does -----------------------------------------------------------------------------
+
+    def observed(self) -> Observed:
+        assert self.service is not None
+        return Observed(
+            service=self.service,
+            replicas=tuple(
+                replace(replica, sample=self.pods[name].sample if name in self.pods else None)
+                for name, replica in self._view().items()
+            ),
+            nodes=dict(self.nodes),
+            disrupted=self.disrupted,
+            revisions=tuple(self.revisions.values()),
+            defaults=replace(DEFAULTS, runtime_image=self.default_image),
+            token_digests=digests,
+            serving_digests=serving_digests,
+            nonce_seed=b"a seed for tests",
+            recommendations=self.recommendations,
+            asking_since=self.asking_since,
+            ready_before=self.ready_before,
+            taken_names=self.taken,
+            applied=dict(self.applied),
+            failures=self.failures,
+        )
+
+    @property
+    def disrupted(self) -> bool:
+        lost = sum(not node.ready for node in self.nodes.values())
+        return is_disruption(lost, len(self.nodes))
+
+    def _view(self) -> dict[str, Replica]:
+        """What the operator's cache shows now."""
+        actual = {name: pod.replica for name, pod in self.pods.items()}
+        if not self.cache_lag:
+            return actual
+        last = self._cached | {name: replica for _, name, replica in self._on_the_way}
+        for name in {*last, *actual}:
+            if last.get(name) != actual.get(name):
+                lag = self.cache_lag * (zlib.crc32(name.encode()) % 4) // 3
+                self._on_the_way.append((self.now + timedelta(seconds=lag), name, actual.get(name)))
+        arrived = [one for one in self._on_the_way if one[0] <= self.now]
+        self._on_the_way = [one for one in self._on_the_way if one[0] > self.now]
+        for _, name, replica in arrived:
+            if replica is None:
+                self._cached.pop(name, None)
+            else:
+                self._cached[name] = replica
+        return dict(self._cached)
+
+    def _expect(self, name: str, is_seen: Callable[[Replica | None], bool]) -> None:
+        if self.cache_lag:
+            self._unseen[name] = is_seen, self.now + timedelta(seconds=2 * self.cache_lag)
+
+    def _waits_for_caches(self) -> bool:
+        """As in the shell: no decision before the caches show what we wrote."""
+        view = self._view()
+        self._unseen = {
+            name: (is_seen, until)
+            for name, (is_seen, until) in self._unseen.items()
+            if self.now < until and not is_seen(view.get(name))
+        }
+        return bool(self._unseen)
+
+    def reconcile(self, *, die_after: int | None = None) -> Plan | None:
+        """Passes until the operator would sleep; with `die_after`, it is killed after so many actions of the first."""
+        made = None
+        for _ in range(10):
+            if self.service is None:
+                return made
+            if self._waits_for_caches():
+                self.due = self.now + TICK
+                return made
+            made = self._one_pass(die_after)
+            if self.lose_status_writes:
+                self.due = self.now  # the shell sees the write fail and tries again
+                return made
+            if die_after is not None or made.requeue_after != 0.0:
+                return made
+        raise AssertionError("the plan never comes to rest")
+
+    def _one_pass(self, die_after: int | None) -> Plan:
+        observed = self.observed()
+        made = plan(observed, self.now)
+        self.due = None if made.requeue_after is None else self.now + timedelta(seconds=made.requeue_after)
+        assert made == plan(observed, self.now), "the same facts must give the same plan"
+        self._check_victims(made, observed)
+        for position, action in enumerate(made.actions):
+            if die_after is not None and position >= die_after:
+                self.restart_operator()
+                return made
+            self._do(action, observed)
+        if die_after is not None:
+            self.restart_operator()
+            return made
+        self.recommendations = made.recommendations
+        if self.service is not None and made.status is not None and not self.lose_status_writes:
+            # Through JSON, as the API server would give it back: whole seconds, no absent fields.
+            status = type(made.status).model_validate_json(
+                made.status.model_dump_json(by_alias=True, exclude_none=True)
+            )
+            if status != self.service.status:
+                self.writes += 1
+                self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
+                self.service = self.service.model_copy(update={"status": status})
+            self.events += made.events
+            self.told |= {(one.type, one.status.value, one.reason) for one in status.conditions}
+            assert self.told <= DOCUMENTED, self.told - DOCUMENTED
+        self.ready_before = self.ready_before if self.lose_status_writes else made.ready
+        self._check()
+        return made
+
+    def restart_operator(self) -> None:
+        """A new leader: nothing that lived in memory is left."""
+        self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
+        self.ready_before = None
+        self.asking_since = self.now
+        for pod in self.pods.values():
+            pod.sample = None  # what replicas told the leader before
+        self.due = self.now  # it looks at everything once
+
+    def _do(self, action: Any, observed: Observed) -> None:
+        self.log.append(f"{self.clock} {type(action).__name__} {getattr(action, 'name', '')} {action.reason}")
+        if not isinstance(action, DrainPod) or not action.marked:
+            self.writes += 1
+        assert self.service is not None
+        match action:
+            case AddFinalizer(finalizer=finalizer):
+                self._finalizers((*self.service.metadata.finalizers, finalizer))
+            case RemoveFinalizer():
+                gone_or_going = all(pod.replica.deleted_at for pod in self.pods.values())
+                assert gone_or_going, "the service went before its replicas"
+                self.service = None
+            case CreatePod():
+                self._create(action, observed)
+            case DrainPod():
+                self._drain(action)
+            case DeletePod():
+                self._delete(action)
+            case ApplyChild():
+                self.applied[action.key] = action.digest
+            case CreateRevision():
+                self._store(action)
+            case DeleteRevision():
+                (hash,) = {one.hash for one in self.revisions.values() if one.uid == action.uid}
+                assert hash not in {pod.replica.revision for pod in self.pods.values()}, "its pods still exist"
+                del self.revisions[action.name]
+
+    def _store(self, action: CreateRevision) -> None:
+        assert action.name not in self.revisions, "a revision is written once"
+        self.revisions[action.name] = StoredRevision(
+            name=action.name,
+            uid=f"uid-of-{action.name}",
+            owner_uid=UID,
+            hash=action.manifest["metadata"]["labels"][names.LABEL_REVISION],
+            number=action.manifest["revision"],
+            data=action.manifest["data"],
+        )
+
+    def _finalizers(self, finalizers: tuple[str, ...]) -> None:
+        assert self.service is not None
+        metadata = self.service.metadata.model_copy(update={"finalizers": finalizers})
+        self.service = self.service.model_copy(update={"metadata": metadata})
+
+    def _create(self, action: CreatePod, observed: Observed) -> None:
+        labels = action.manifest["metadata"]["labels"]
+        slot, attempt = int(labels[names.LABEL_SLOT]), int(labels[names.LABEL_ATTEMPT])
+        status = observed.service.status
+        assert names.FINALIZER in observed.service.metadata.finalizers or isinstance(
+            next(iter(plan(observed, self.now).actions)), AddFinalizer
+        ), "no child before the finalizer"
+        if attempt > 0:
+            carried = [
+                one.attempt
+                for one in status.attempts
+                if (one.revision, one.slot) == (labels[names.LABEL_REVISION], slot)
+            ]
+            assert attempt in carried, f"attempt {attempt} of slot {slot} is not in status"
+        assert any(one.hash == labels[names.LABEL_REVISION] and one.image for one in status.revisions)
+        assert any(one.hash == labels[names.LABEL_REVISION] for one in self.revisions.values()), "it is not stored"
+        failed_at = self._failed_at.pop((labels[names.LABEL_REVISION], slot), None)
+        assert failed_at is None or self.now - failed_at >= FIRST_BACKOFF - TICK, "no backoff after a failure"
+        if action.name in self.pods:
+            pod = self.pods[action.name]
+            if pod.replica.owner_uid != UID:
+                self.taken |= {action.name}
+            return  # 409: ours already
+        self._next_uid += 1
+        self.created += 1
+        self.manifests[action.name] = action.manifest
+        self.pods[action.name] = SimulatedPod(
+            Replica(
+                name=action.name,
+                uid=f"pod-{self._next_uid}",
+                owner_uid=UID,
+                revision=labels[names.LABEL_REVISION],
+                slot=slot,
+                attempt=attempt,
+                created_at=self.now,
+            ),
+            loads_for=self.load_seconds,
+        )
+        self._expect(action.name, lambda replica: replica is not None)
+        self._check_total()
+
+    def _drain(self, action: DrainPod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid:
+            return  # gone, unseen by the caches
+        if not action.marked:
+            pod.replica = replace(
+                pod.replica,
+                state=names.STATE_DRAINING,
+                drain_started=action.started.replace(microsecond=0),
+                drain_reason=action.reason,
+            )
+            self._expect(action.name, lambda replica: replica is None or replica.state == names.STATE_DRAINING)
+        if pod.answers and pod.drain_arrives_at is None:
+            pod.drain_arrives_at = self.now + timedelta(seconds=pod.late_by)
+        if pod.drain_arrives_at == self.now:
+            pod.drains = True
+
+    def _delete(self, action: DeletePod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at:
+            return
+        assert self.service is not None
+        drain = self.service.spec.drain
+        if pod.replica.ready:
+            assert pod.replica.drain_started, f"{action.name} was deleted without a drain"
+        if pod.replica.drain_started and pod.replica.phase == "Running" and pod.answers and pod.running:
+            age = (self.now - pod.replica.drain_started).total_seconds()
+            assert age >= drain.timeout_seconds, f"{action.name} was deleted with {pod.running} streams after {age}s"
+        self.end(action.name, grace=action.grace_seconds, takes=2)
+        self._expect(action.name, lambda replica: replica is None or replica.deleted_at is not None)
+
+    # --- what the cluster does ---------------------------------------------------------------------------------------
+
+    def tick(self, *, reconcile: bool = True) -> None:
+        """One second passes."""
+        self.now += TICK
+        self.load(self)
+        in_use = sum(bool(pod.replica.node) for pod in self.pods.values())
+        for name, pod in list(self.pods.items()):
+            if pod.ends_at is not None:
+                if self.now >= pod.ends_at and not pod.hangs:
+                    del self.pods[name]
+                continue
+            if not pod.replica.node and pod.replica.phase == "Pending":
+                in_use += self._schedule(pod, in_use)
+            self._run(pod)
+        if reconcile and self._is_woken():
+            self.reconcile()
+
+    def _is_woken(self) -> bool:
+        """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
+        facts = (
+            self.service and (self.service.metadata, self.service.spec),
+            tuple(pod.replica for pod in self.pods.values()),
+            tuple(self.nodes.values()),
+        )
+        samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
+        is_busy = any(sample.draining or sample.requests for sample in samples) and self.now.second % 2 == 0
+        is_due = self.due is not None and self.now >= self.due
+        is_woken = facts != self._facts or is_busy or is_due
+        self._facts = facts
+        return is_woken
+
+    def _schedule(self, pod: SimulatedPod, in_use: int) -> int:
+        usable = [node.name for node in self.nodes.values() if node.ready and not node.cordoned]
+        if in_use >= self.gpus or not usable:
+            pod.replica = replace(pod.replica, unschedulable="0/4 nodes are available: 4 Insufficient nvidia.com/gpu.")
+            return 0
+        load = {name: sum(other.replica.node == name for other in self.pods.values()) for name in usable}
+        node = min(usable, key=lambda name: (load[name], name))
+        pod.replica = replace(pod.replica, node=node, unschedulable="", scheduled_at=self.now, unready_since=self.now)
+        if node in self.refusing:
+            self.fail(pod.replica.name, "UnexpectedAdmissionError")
+        return 1
+
+    def _run(self, pod: SimulatedPod) -> None:
+        node = self.nodes.get(pod.replica.node)
+        if node is None or pod.replica.phase in ("Failed", "Succeeded"):
+            return
+        if not node.ready:
+            self._set_ready(pod, is_ready=False)
+            return
+        is_broken = self.image_is_broken or pod.replica.revision in self.broken_revisions
+        if is_broken and not pod.replica.ready and not pod.replica.started:
+            pod.replica = replace(pod.replica, waiting_reason="ImagePullBackOff")
+            return
+        if pod.replica.phase == "Pending":
+            pod.replica = replace(pod.replica, phase="Running", waiting_reason="")
+        pod.loads_for -= 1
+        if pod.drain_arrives_at is not None and self.now >= pod.drain_arrives_at:
+            pod.drains = True
+        flaps = pod.flaps_until is not None and self.now < pod.flaps_until
+        is_started = pod.loads_for <= 0 and not pod.replica.waiting_reason
+        if is_started != pod.replica.started:
+            pod.replica = replace(pod.replica, started=is_started)
+        self._set_ready(pod, is_ready=is_started and not (pod.drains or flaps or pod.is_hung))
+        if pod.drains and pod.running and self.now.second % 3 == 0 and not pod.is_hung:
+            pod.running -= 1
+        if pod.drains:
+            pod.waiting = 0  # what waits gets its turn
+        if pod.answers and pod.loads_for <= 0:
+            answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
+            pod.said = [*pod.said, answer][-1 - pod.late_by :]
+            pod.sample = pod.said[0]
+
+    def _set_ready(self, pod: SimulatedPod, *, is_ready: bool) -> None:
+        if is_ready == pod.replica.ready:
+            return
+        since, until = (self.now, None) if is_ready else (None, self.now)
+        pod.replica = replace(pod.replica, ready=is_ready, ready_since=since, unready_since=until)
+
+    def run(self, seconds: float) -> "SimulatedCluster":
+        for _ in range(int(seconds)):
+            self.tick()
+        return self
+
+    # --- what may go wrong -------------------------------------------------------------------------------------------
+
+    def end(self, name: str, *, grace: float = 30, takes: float = 2) -> None:
+        """The pod is being deleted, by the operator or another."""
+        pod = self.pods[name]
+        pod.replica = replace(pod.replica, deleted_at=self.now + timedelta(seconds=grace), ready=False)
+        pod.ends_at = self.now + timedelta(seconds=takes)
+
+    def fail(self, name: str, reason: str = "Error") -> None:
+        self.faults += 1
+        pod = self.pods[name]
+        pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
+        self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
+
+    def flap(self, name: str, seconds: float) -> None:
+        """Its readiness probe fails for a while, and nothing else."""
+        self.pods[name].flaps_until = self.now + timedelta(seconds=seconds)
+
+    def hang(self, name: str) -> None:
+        """Its engine stands still; its ports answer."""
+        self.faults += 1
+        self.pods[name].is_hung = True
+
+    def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
+        self.faults += 1
+        pod = self.pods[name]
+        pod.replica = replace(
+            pod.replica,
+            ready=False,
+            ready_since=None,
+            unready_since=self.now,
+            started=False,
+            waiting_reason="CrashLoopBackOff",
+            restarts=restarts,
+            last_word=last_word,
+        )
+
+    def lose_node(self, name: str) -> None:
+        self.faults += 1
+        self.nodes[name] = replace(self.nodes[name], ready=False, not_ready_since=self.now, ready_since=None)
+        for pod in self.pods.values():
+            if pod.replica.node == name:
+                pod.answers, pod.hangs = False, True
+
+    def recover_node(self, name: str) -> None:
+        if self.nodes[name].ready:
+            return
+        self.nodes[name] = replace(self.nodes[name], ready=True, not_ready_since=None, ready_since=self.now)
+        for pod in self.pods.values():
+            if pod.replica.node == name:
+                pod.answers, pod.hangs = True, False
+
+    def cordon(self, name: str, cordoned: bool = True) -> None:
+        self.was_cordoned = True
+        self.nodes[name] = replace(self.nodes[name], cordoned=cordoned)
+
+    def ask_for_deletion(self) -> None:
+        assert self.service is not None
+        metadata = self.service.metadata.model_copy(update={"deletion_timestamp": self.now})
+        self.service = self.service.model_copy(update={"metadata": metadata})
+
+    # --- what is so --------------------------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> str:
+        return f"+{int((self.now - T0).total_seconds())}s"
+
+    @property
+    def live(self) -> list[SimulatedPod]:
+        return [pod for pod in self.pods.values() if pod.is_live]
+
+    @property
+    def ready(self) -> list[SimulatedPod]:
+        return [pod for pod in self.live if pod.replica.ready]
+
+    @property
+    def draining(self) -> list[SimulatedPod]:
+        return [pod for pod in self.pods.values() if pod.replica.state == names.STATE_DRAINING]
+
+    @property
+    def desired(self) -> int:
+        assert self.service is not None
+        return self.service.status.desired_replicas or 0
+
+    def condition(self, type: str) -> Any:
+        assert self.service is not None
+        return next((one for one in self.service.status.conditions if one.type == type), None)
+
+    def event_reasons(self) -> list[str]:
+        return [event.reason.value for event in self.events]
+
+    def _check(self) -> None:
+        """The laws that hold at every step."""
+        if self.service is None:
+            return
+        slots: dict[tuple[str, int], list[SimulatedPod]] = {}
+        for pod in self.live:
+            slots.setdefault((pod.replica.revision, pod.replica.slot), []).append(pod)
+        counts = {slot: len(pods) for slot, pods in slots.items()}
+        assert all(count <= 2 for count in counts.values()), f"a slot has more than two live replicas: {counts}"
+        if not self.faults and not self.was_cordoned:
+            assert all(count == 1 for count in counts.values()), f"two live replicas on one slot: {counts}"
+        doubled = {slot for slot, pods in slots.items() if sum(pod.replica.ready for pod in pods) > 1}
+        self._two_ready_since = {slot: self._two_ready_since.get(slot, self.now) for slot in doubled}
+
+    def _check_victims(self, made: Plan, observed: Observed) -> None:
+        """One decision asks at most one replica to go, and only while enough others serve."""
+        if observed.service.is_being_deleted:
+            return
+        victims = [one for one in made.actions if isinstance(one, DrainPod) and not one.marked]
+        assert len(victims) <= 1, f"more than one victim: {victims}"
+        serving = {
+            one.uid
+            for one in observed.replicas
+            if one.ready and one.state == names.STATE_SERVING and one.deleted_at is None and one.owner_uid == UID
+        }
+        if victims and victims[0].uid in serving:
+            least = (made.status.desired_replicas or 0) - observed.service.spec.rollout.rolling_update.max_unavailable
+            assert len(serving) - 1 >= least, f"{victims[0]} was still needed"
+
+    def _check_total(self) -> None:
+        """What we start fits into the surge, with those that drain; what is on a lost node is no use to anybody."""
+        assert self.service is not None
+        here = [
+            pod
+            for pod in self.pods.values()
+            if pod.replica.node not in self.nodes or self.nodes[pod.replica.node].ready
+        ]
+        draining = [
+            pod
+            for pod in here
+            if pod.replica.state == names.STATE_DRAINING
+            and not pod.replica.drain_reason.startswith(SCALING_DOWN)
+            and not (pod.replica.deleted_at and self.now >= pod.replica.deleted_at + GONE_AFTER)
+        ]
+        live = [pod for pod in here if pod.is_live]
+        most = self.desired + self.service.spec.rollout.rolling_update.max_surge
+        assert len(live) + len(draining) <= most, f"{len(live)} live and {len(draining)} draining: more than {most}"

@@ -1,0 +1,386 @@
+"""A small cluster in virtual time: API server, kubelet, garbage collector, runtimes, and real operator processes.
+
+    async with simulated_cluster(tmp_path) as cluster:
+        cluster.apply("chat", replicas=2)
+        operator = cluster.start_operator()
+        await cluster.until(lambda: len(cluster.serving("chat")) == 2)
+        operator.kill()                         # kill -9: nothing of it runs or writes any more
+
+Everything of the operator is real except the network, the clock and kopf, whose place a plain watch takes.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipway_api import names
+from slipway_api.admin_token import token_matches
+from slipway_api.runtime_api import DrainStatus, Signals
+from slipway_kube.errors import KubeError, Unreachable
+from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
+from slipway_operator.clock import Clock
+from slipway_operator.controller.kinds import Kind
+from slipway_operator.manager import KINDS, Manager, Registration
+from slipway_operator.metrics import OperatorMetrics
+from slipway_operator.replica_client import Address
+from slipway_operator.settings import OperatorSettings
+from tests.fakes import FakeApiServer, InProcessClient
+
+NAMESPACE = "team"
+T0 = datetime(2026, 1, 1, tzinfo=UTC)
+MASTER = b"a-master-for-tests"
+GATEWAY_KEY = b"a-gateway-key-for-tests"
+TICK_SECONDS = 0.25
+GIVE_UP_SECONDS = 900.0
+
+Object = dict[str, Any]
+
+
+@dataclass
+class Runtime:
+    """What runs in one pod."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    draining: bool = False
+    drained_with: list[int | None] = field(default_factory=list)
+
+
+class Severable(InProcessClient):
+    """A client whose process can be killed, at a write of the test's choice."""
+
+    def __init__(self, server: FakeApiServer, process: "Process") -> None:
+        super().__init__(server)
+        self._process = process
+
+    async def _exchange(self, method: str, path: str, **options: Any) -> tuple[int, bytes, str | None]:
+        is_write = method != "GET" and "/leases" not in path and "/events" not in path
+        self._process.check()
+        if is_write:
+            await self._process.before_write(f"{method} {path}")
+        reply = await super()._exchange(method, path, **options)
+        self._process.check()
+        if is_write:
+            await self._process.after_write(f"{method} {path}")
+        return reply
+
+
+class Process:
+    """One operator process."""
+
+    def __init__(
+        self, cluster: "SimulatedCluster", identity: str, *, pod_uid: str = "", dies_after_writes: int | None = None
+    ) -> None:
+        self._cluster = cluster
+        self._left = dies_after_writes
+        self.writes: list[str] = []
+        self.is_dead = False
+        self.died = asyncio.Event()
+        self.lost: list[str] = []
+        self.metrics = OperatorMetrics()
+        self._stop = asyncio.Event()
+        client, lease_client = Severable(cluster.server, self), Severable(cluster.server, self)
+        self.manager = Manager(
+            OperatorSettings(
+                namespace="slipway-system",
+                identity=identity,
+                pod_uid=pod_uid,
+                master_directory=cluster.master_directory,
+                gateway_key_directory=cluster.gateway_key_directory,
+                gateway_url="http://gateway",
+            ),
+            client,
+            lease_client,
+            cluster.dial,
+            self.metrics,
+            on_lost=self._lose,
+            clock=cluster.clock,
+            kinds=cluster.kinds,
+        )
+        self._tasks = [
+            asyncio.create_task(self._live()),
+            *(asyncio.create_task(self._watch(client, kind)) for kind in self.manager.kinds.values()),
+        ]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.manager.elector.is_leader()
+
+    def check(self) -> None:
+        if self.is_dead:
+            raise Unreachable("this process is dead")
+
+    async def before_write(self, what: str) -> None:
+        if self._left == 0:
+            self.kill()
+            await asyncio.Event().wait()
+        self.writes.append(what)
+
+    async def after_write(self, what: str) -> None:
+        self._cluster.on_write(what)
+        await asyncio.sleep(self._cluster.write_seconds)
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.kill()
+                await asyncio.Event().wait()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.is_dead = True
+        self.died.set()
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """SIGTERM."""
+        self._stop.set()
+        await self._tasks[0]
+        for task in self._tasks:
+            task.cancel()
+
+    async def end(self) -> None:
+        self.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _lose(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.kill()
+
+    async def _live(self) -> None:
+        """As `handlers` has it: start, be asked to stop, stop."""
+        try:
+            await self.manager.start()
+            await self._stop.wait()
+        finally:
+            await self.manager.stop()
+
+    async def _watch(self, client: Severable, kind: Kind) -> None:
+        """As kopf does: list, watch, list again after a gap, and never say what vanished in it."""
+        path = kind.resource.path()
+        while True:
+            with contextlib.suppress(KubeError):
+                version = ""
+                async for page in client.list_pages(path):
+                    version = page.metadata.resource_version
+                    for item in page.items or ():
+                        self.manager.heard(kind.name, None, msgspec.json.decode(item))
+                async for line in client.watch(path, resource_version=version):
+                    event = msgspec.json.decode(line)
+                    if event["type"] in ("ADDED", "MODIFIED", "DELETED") and not self.is_dead:
+                        self.manager.heard(kind.name, event["type"], event["object"])
+            await asyncio.sleep(1.0)
+
+
+class SimulatedCluster:
+    """The cluster around the operators."""
+
+    def __init__(self, master_directory: Path) -> None:
+        (master_directory / "current").write_bytes(MASTER)
+        self.master_directory = master_directory
+        self.gateway_key_directory = master_directory / "gateway"
+        self.gateway_key_directory.mkdir(exist_ok=True)
+        (self.gateway_key_directory / "current").write_bytes(GATEWAY_KEY)
+        self.server = FakeApiServer()
+        self.server.store._now = self.now
+        self.clock = Clock(now=self.now, monotonic=self.time, lease=self.time)
+        self.runtimes: dict[str, Runtime] = {}
+        self.start_seconds = 1.0
+        self.stop_seconds = 0.5
+        self.kubelet_works = True
+        self.write_seconds = 0.0
+        self.on_write: Callable[[str], None] = lambda _what: None
+        self.silent: Callable[[str], bool] = lambda _pod: False
+        self.sampled: list[tuple[float, str]] = []  # when which pod answered for its signals
+        self.most_live_pods = 0
+        self.processes: list[Process] = []
+        self.kinds: tuple[Registration, ...] = KINDS
+        self._since: dict[str, float] = {}
+        self.server.put(NODES, {"metadata": {"name": "node-a"}, "status": {"conditions": [_condition("Ready", self)]}})
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def now(self) -> datetime:
+        return T0 + timedelta(seconds=self.time())
+
+    async def until(self, condition: Callable[[], bool], what: str = "the condition") -> None:
+        """Let time pass until it is so."""
+        deadline = self.time() + GIVE_UP_SECONDS
+        while not condition():
+            assert self.time() < deadline, f"{what} did not come about: {self.describe()}"
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def quiet(self, seconds: float = 30.0) -> list[str]:
+        """Let time pass, and say which writes were made meanwhile."""
+        before = len(self.server.requests)
+        await asyncio.sleep(seconds)
+        return [
+            f"{request.method} {request.path}"
+            for request in self.server.requests[before:]
+            if request.method != "GET" and "/leases" not in request.path and "/events" not in request.path
+        ]
+
+    # --- users --------------------------------------------------------------------------------------------------------
+
+    def apply(self, name: str, **spec: Any) -> None:
+        """kubectl apply; what is not said stays as it is."""
+        old = self.server.get(INFERENCE_SERVICES, NAMESPACE, name)
+        base = {
+            "model": {"uri": "file:///models/tiny"},
+            "resources": {"gpu": {"count": 0}},
+            "drain": {"timeoutSeconds": 30, "endpointPropagationSeconds": 1},
+        }
+        body = old or {"metadata": {"name": name, "namespace": NAMESPACE}, "spec": base}
+        self.server.put(INFERENCE_SERVICES, body | {"spec": body["spec"] | spec})
+
+    def delete(self, name: str) -> None:
+        """kubectl delete."""
+        self.server.delete(INFERENCE_SERVICES, NAMESPACE, name)
+
+    def service(self, name: str) -> Object | None:
+        return self.server.get(INFERENCE_SERVICES, NAMESPACE, name)
+
+    def status(self, name: str) -> Object:
+        return (self.service(name) or {}).get("status") or {}
+
+    def condition(self, name: str, kind: str) -> Object:
+        return next((one for one in self.status(name).get("conditions", []) if one["type"] == kind), {})
+
+    # --- pods ---------------------------------------------------------------------------------------------------------
+
+    def pods(self, name: str = "") -> list[Object]:
+        """All that exist, terminating ones too."""
+        pods = self.server.objects(PODS, NAMESPACE)
+        return [pod for pod in pods if not name or pod["metadata"]["labels"].get(names.LABEL_SERVICE) == name]
+
+    def live(self, name: str = "") -> list[Object]:
+        return [pod for pod in self.pods(name) if "deletionTimestamp" not in pod["metadata"]]
+
+    def serving(self, name: str) -> list[str]:
+        """Names of the pods that the gateway would route to."""
+        return [
+            pod["metadata"]["name"]
+            for pod in self.live(name)
+            if pod["metadata"]["labels"].get(names.LABEL_STATE) == names.STATE_SERVING
+            and any(
+                one["type"] == "Ready" and one["status"] == "True"
+                for one in pod.get("status", {}).get("conditions", [])
+            )
+        ]
+
+    async def run_kubelet(self) -> None:
+        """Start pods, stop pods, and collect what belongs to nobody; for ever."""
+        while True:
+            self.most_live_pods = max(self.most_live_pods, len(self.live()))
+            if self.kubelet_works:
+                for pod in self.server.objects(PODS):
+                    if names.LABEL_SERVICE in pod["metadata"]["labels"]:
+                        self._tend(pod)
+                self.server.collect_garbage()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _tend(self, pod: Object) -> None:
+        meta, time = pod["metadata"], self.time()
+        uid, where = meta["uid"], (meta["namespace"], meta["name"])
+        if "deletionTimestamp" in meta:
+            if time >= self._since.setdefault(f"stop {uid}", time) + self.stop_seconds:
+                self.server.finish_pod(*where)
+            return
+        if not pod["spec"].get("nodeName"):
+            self.server.put(PODS, pod | {"spec": pod["spec"] | {"nodeName": "node-a"}})
+            return
+        if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
+            return
+        runtime = self.runtimes.setdefault(meta["name"], Runtime())
+        is_ready = not runtime.draining
+        status = {
+            "phase": "Running",
+            "podIP": f"10.0.0.{1 + len(self._since) % 250}",
+            "conditions": [_condition("PodScheduled", self), _condition("Ready", self, is_true=is_ready)],
+            "containerStatuses": [{"name": "server", "ready": is_ready, "started": True, "state": {"running": {}}}],
+        }
+        now = [(one["type"], one["status"]) for one in pod.get("status", {}).get("conditions", [])]
+        if now != [(one["type"], one["status"]) for one in status["conditions"]]:
+            self.server.patch_status(PODS, *where, status)
+
+    # --- runtimes -----------------------------------------------------------------------------------------------------
+
+    async def dial(
+        self, method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        """The admin ports of all pods."""
+        await asyncio.sleep(0.001)
+        if self.silent(replica.pod):
+            await asyncio.Event().wait()
+        pod = self.server.get(PODS, replica.namespace, replica.pod)
+        if pod is None or replica.pod not in self.runtimes:
+            raise ConnectionRefusedError(replica.pod)
+        env = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
+        if not token_matches(headers[names.HEADER_ADMIN_TOKEN], env[names.ENV_ADMIN_TOKEN_SHA256].split(",")):
+            return 401, b""
+        runtime = self.runtimes[replica.pod]
+        if path == names.PATH_DRAIN:
+            runtime.draining = True
+            runtime.drained_with.append(msgspec.json.decode(body or b"{}").get("timeoutSeconds"))
+            drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
+            return 200, drain.wire()
+        self.sampled.append((self.time(), replica.pod))
+        signals = Signals(
+            boot_id=pod["metadata"]["uid"],
+            kv_usage=runtime.kv_usage,
+            running=runtime.running,
+            waiting=runtime.waiting,
+            draining=runtime.draining,
+        )
+        return 200, signals.wire()
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+
+    def start_operator(self, identity: str = "", *, pod_uid: str = "", dies_after_writes: int | None = None) -> Process:
+        identity = identity or f"operator-{len(self.processes)}"
+        process = Process(self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes)
+        self.processes.append(process)
+        return process
+
+    def describe(self) -> Object:
+        """What a person would look at first."""
+        return {
+            "pods": [
+                (pod["metadata"]["name"], pod.get("status", {}).get("phase"), pod["metadata"]["labels"])
+                for pod in self.pods()
+            ],
+            "services": [one.get("status") for one in self.server.objects(INFERENCE_SERVICES)],
+            "lost": [process.lost for process in self.processes],
+        }
+
+
+@asynccontextmanager
+async def simulated_cluster(master_directory: Path) -> AsyncIterator[SimulatedCluster]:
+    """A cluster for as long as the block lasts."""
+    cluster = SimulatedCluster(master_directory)
+    kubelet = asyncio.create_task(cluster.run_kubelet())
+    try:
+        yield cluster
+        assert not kubelet.done(), kubelet
+    finally:
+        for process in cluster.processes:
+            await process.end()
+        kubelet.cancel()
+        await asyncio.gather(kubelet, return_exceptions=True)
+
+
+def _condition(kind: str, cluster: SimulatedCluster, *, is_true: bool = True) -> Object:
+    try:
+        now = cluster.now()
+    except RuntimeError:
+        now = T0
+    return {"type": kind, "status": str(is_true), "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
