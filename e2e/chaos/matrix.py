@@ -40,14 +40,22 @@ def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> 
         wait_steady(load.counts)
         fault.inject(stage)
         row.recovery_seconds = stage.wait_settled()
-    except Exception as error:  # noqa: BLE001  the other faults still run; the row tells
-        row.error = f"{type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # noqa: BLE001  the other faults still run; the row has the reason
+        row.error = first_line(error)
     row.counts = load.stop()
-    checks.mend(stage.cluster, stage.slipway)
-    row.violations = stage.violations()
-    if row.error:
-        stage.prepare()  # the next fault begins from the same state
+    try:
+        checks.mend(stage.cluster, stage.slipway)
+        row.violations = stage.violations()
+        if row.error:
+            stage.prepare()  # the next fault begins from the same state
+    except Exception as error:  # noqa: BLE001  as above
+        row.error = f"{row.error}; not mended: {first_line(error)}".removeprefix("; ")
     return row
+
+
+def first_line(error: Exception) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def wait_steady(counts: Counts) -> None:

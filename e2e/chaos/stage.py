@@ -70,8 +70,10 @@ class Stage:
 
     def _is_settled(self) -> bool:
         for name, wanted in ((FIXED, {REPLICAS}), (AUTO, {1, 2, 3})):
-            status = self.slipway.service(name).get("status", {})
-            ready = len(checks.ready_pods(self.slipway, name))
+            found = self.slipway.service(name)
+            status, ready = found.get("status", {}), len(checks.ready_pods(self.slipway, name))
+            if status.get("observedGeneration") != found["metadata"]["generation"]:
+                return False
             if ready not in wanted or status.get("readyReplicas") != ready:
                 return False
             if name == FIXED and len(self.slipway.pods(name)) != REPLICAS:

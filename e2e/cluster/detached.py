@@ -1,4 +1,4 @@
-"""A cluster that outlives the command that started it: its launcher runs in the background until it is stopped."""
+"""A cluster in the background: its launcher runs on after the command that started it, until it is stopped."""
 
 import subprocess
 import sys

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from e2e.chaos import hostile
 from e2e.chaos.client import CutSilently, Load, Lost, learn_references, read_text
-from e2e.chaos.faults import FAULTS, SAMPLE
-from e2e.chaos.matrix import Row, sentence, wait_steady
+from e2e.chaos.faults import FAULTS, SAMPLE, Fault
+from e2e.chaos.matrix import Row, run_fault, sentence, wait_steady
 from e2e.chaos.stage import Stage
 from e2e.slipway import NotInTimeError
 
@@ -183,3 +184,29 @@ def test_a_service_that_looks_settled_for_a_moment_has_not_recovered(monkeypatch
 def test_a_service_that_never_settles_is_told_in_time():
     with pytest.raises(NotInTimeError, match="settled"):
         FlickeringStage([False]).wait_settled(timeout=0.1)
+
+
+async def test_a_fault_that_cannot_be_injected_is_a_bad_row_and_ends_no_other(monkeypatch):
+    mended = []
+    monkeypatch.setattr("e2e.checks.mend", lambda cluster, slipway: mended.append(True))
+
+    class Broken(FlickeringStage):
+        cluster = None
+
+        def violations(self):
+            return ["orphan pod-1"]
+
+        def prepare(self):
+            self.prepared = True
+
+    def refuse(stage):
+        raise RuntimeError("no such pod\nand more")
+
+    async with serving(COMPLETE) as server:
+        stage = Broken([True])
+        stage.slipway = SimpleNamespace(base_url=server.url)
+        row = await asyncio.to_thread(run_fault, stage, Fault("refused", refuse), {QUESTION: "a fox"}, 0)
+
+    assert (row.error, row.violations, row.is_bad) == ("RuntimeError: no such pod", ["orphan pod-1"], True)
+    assert (mended, stage.prepared) == ([True], True)
+    assert row.counts.finished == row.counts.sent >= 8
