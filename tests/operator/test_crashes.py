@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipway_api import names
-from slipway_kube.resources import DISRUPTION_BUDGETS, SERVICES
+from slipway_kube.resources import CONTROLLER_REVISIONS, DISRUPTION_BUDGETS, SERVICES
 from tests.operator.simulated_cluster import NAMESPACE, Process, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
@@ -27,6 +27,10 @@ def picture(cluster: SimulatedCluster) -> dict[str, Any]:
         ),
         "finalizers": cluster.service("chat")["metadata"]["finalizers"],
         "services": [one["spec"] for one in cluster.server.objects(SERVICES, NAMESPACE)],
+        "revisions": [
+            (one["metadata"]["name"], one["revision"], one["data"])
+            for one in cluster.server.objects(CONTROLLER_REVISIONS, NAMESPACE)
+        ],
         "budgets": [one["spec"] for one in cluster.server.objects(DISRUPTION_BUDGETS, NAMESPACE)],
         "status": {key: status.get(key) for key in ("replicas", "readyReplicas", "desiredReplicas", "currentRevision")},
     }
@@ -34,8 +38,10 @@ def picture(cluster: SimulatedCluster) -> dict[str, Any]:
 
 def is_settled(cluster: SimulatedCluster, replicas: int) -> bool:
     status, service = cluster.status("chat"), cluster.service("chat")
+    remembered = {f"chat-{one['hash']}" for one in status.get("revisions", ())}
     return (
-        len(cluster.serving("chat")) == replicas == len(cluster.pods("chat"))
+        {one["metadata"]["name"] for one in cluster.server.objects(CONTROLLER_REVISIONS, NAMESPACE)} == remembered
+        and len(cluster.serving("chat")) == replicas == len(cluster.pods("chat"))
         and status.get("readyReplicas") == replicas == status.get("replicas")
         and status.get("currentRevision") == status.get("updateRevision")
         and status.get("observedGeneration") == service["metadata"]["generation"]
@@ -75,12 +81,14 @@ def live_through(
             pictures.append(await part(1, most_pods=1))
             cluster.apply("chat", replicas=2)
             pictures.append(await part(2, most_pods=2))
-            cluster.apply("chat", model={"uri": "file:///models/other"})
+            cluster.apply("chat", model={"uri": "file:///models/other"}, rollout={"revisionHistoryLimit": 0})
             pictures.append(await part(2, most_pods=2 + SURGE))
+            assert len(pictures[-1]["revisions"]) == 1, "the old one is beyond revisionHistoryLimit"
             cluster.delete("chat")
             await until(lambda: cluster.service("chat") is None and not cluster.pods(), "the end of the service")
             await cluster.quiet(5)
             assert cluster.server.objects(SERVICES, NAMESPACE) == []
+            assert cluster.server.objects(CONTROLLER_REVISIONS, NAMESPACE) == []
             return pictures, first
 
     return run_in_virtual_time(story())
@@ -91,7 +99,13 @@ def undisturbed(tmp_path_factory):
     return live_through(tmp_path_factory.mktemp("masters"), lambda cluster: cluster.start_operator())
 
 
-@pytest.mark.capability("OP-7")
+def test_the_writes_include_those_of_the_revision_store(undisturbed):
+    _, operator = undisturbed
+    verbs = {write.partition(" ")[0] for write in operator.writes if "/controllerrevisions" in write}
+    assert verbs == {"POST", "DELETE"}
+
+
+@pytest.mark.capability("OP-7", "OP-13")
 def test_killed_after_any_write_the_next_operator_comes_to_the_same_end(tmp_path, undisturbed):
     pictures, operator = undisturbed
     assert len(operator.writes) > 15

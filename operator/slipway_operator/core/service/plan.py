@@ -106,11 +106,12 @@ def plan(observed: Observed, now: datetime) -> Plan:
     )
     may_act = _is_recorded(service, revision, desired)
 
-    steps = _claim(service)
-    steps += Steps(actions=create_revision(service, revision, observed.revisions))
+    steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and revision.spec is not None:
         steps += _create(observed, decided)
+    # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
+    steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
         actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
     )
@@ -257,7 +258,7 @@ def _is_recorded(service: InferenceService, revision: Revision, desired: int) ->
     return status.desired_replicas == desired and status.update_revision == revision.hash and knows_revision
 
 
-def _claim(service: InferenceService) -> Steps:
+def _add_finalizer(service: InferenceService) -> Steps:
     """Our finalizer comes before the first child, so that no deletion can overtake a drain."""
     if names.FINALIZER in service.metadata.finalizers:
         return Steps()
