@@ -5,8 +5,6 @@ back, device plugins refuse, admin ports stay silent or answer late. It checks t
 step, so a story or a random walk only has to move it.
 """
 
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -25,7 +23,6 @@ from slipway_operator.core.actions import (
     Event,
     RemoveFinalizer,
 )
-from slipway_operator.core.health import GONE_AFTER
 from slipway_operator.core.observed import (
     Failure,
     Node,
@@ -37,8 +34,10 @@ from slipway_operator.core.observed import (
     is_disruption,
 )
 from slipway_operator.core.service.plan import Plan, plan
-from slipway_operator.core.service.replicas import FIRST_BACKOFF, SCALING_DOWN
+from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests
+from tests.operator.core import laws
+from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
 DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
@@ -106,12 +105,8 @@ class SimulatedCluster:
         self.default_image = DEFAULTS.runtime_image
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
-        self.cache_lag = 0  # seconds by which caches are behind, for each object another share of it
-        self._cached: dict[str, Replica] = {}
-        self._on_the_way: list[tuple[Any, str, Replica | None]] = []
-        self._unseen: dict[str, tuple[Callable[[Replica | None], bool], Any]] = {}  # pods written to, until they show
+        self._cache = StaleCache()
         self._failed_at: dict[tuple[str, int], Any] = {}
-        self._two_ready_since: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
         self._next_uid = 0
 
@@ -123,7 +118,7 @@ class SimulatedCluster:
             service=self.service,
             replicas=tuple(
                 replace(replica, sample=self.pods[name].sample if name in self.pods else None)
-                for name, replica in self._view().items()
+                for name, replica in self._cache.view(self._actual(), self.now).items()
             ),
             nodes=dict(self.nodes),
             disrupted=self.disrupted,
@@ -139,42 +134,21 @@ class SimulatedCluster:
         )
 
     @property
+    def cache_lag(self) -> int:
+        """Seconds by which caches are behind."""
+        return self._cache.lag
+
+    @cache_lag.setter
+    def cache_lag(self, seconds: int) -> None:
+        self._cache.set_lag(seconds, self._actual())
+
+    def _actual(self) -> dict[str, Replica]:
+        return {name: pod.replica for name, pod in self.pods.items()}
+
+    @property
     def disrupted(self) -> bool:
         lost = sum(not node.ready for node in self.nodes.values())
         return is_disruption(lost, len(self.nodes))
-
-    def _view(self) -> dict[str, Replica]:
-        """What the operator's cache shows now."""
-        actual = {name: pod.replica for name, pod in self.pods.items()}
-        if not self.cache_lag:
-            return actual
-        last = self._cached | {name: replica for _, name, replica in self._on_the_way}
-        for name in {*last, *actual}:
-            if last.get(name) != actual.get(name):
-                lag = self.cache_lag * (zlib.crc32(name.encode()) % 4) // 3
-                self._on_the_way.append((self.now + timedelta(seconds=lag), name, actual.get(name)))
-        arrived = [one for one in self._on_the_way if one[0] <= self.now]
-        self._on_the_way = [one for one in self._on_the_way if one[0] > self.now]
-        for _, name, replica in arrived:
-            if replica is None:
-                self._cached.pop(name, None)
-            else:
-                self._cached[name] = replica
-        return dict(self._cached)
-
-    def _expect(self, name: str, is_seen: Callable[[Replica | None], bool]) -> None:
-        if self.cache_lag:
-            self._unseen[name] = is_seen, self.now + timedelta(seconds=2 * self.cache_lag)
-
-    def _waits_for_caches(self) -> bool:
-        """As in the shell: no decision before the caches show what we wrote."""
-        view = self._view()
-        self._unseen = {
-            name: (is_seen, until)
-            for name, (is_seen, until) in self._unseen.items()
-            if self.now < until and not is_seen(view.get(name))
-        }
-        return bool(self._unseen)
 
     def reconcile(self, *, die_after: int | None = None) -> Plan | None:
         """Passes until the operator would sleep; with `die_after`, it is killed after so many actions of the first."""
@@ -182,7 +156,7 @@ class SimulatedCluster:
         for _ in range(10):
             if self.service is None:
                 return made
-            if self._waits_for_caches():
+            if self._cache.is_waited_for(self._actual(), self.now):
                 self.due = self.now + TICK
                 return made
             made = self._one_pass(die_after)
@@ -198,7 +172,7 @@ class SimulatedCluster:
         made = plan(observed, self.now)
         self.due = None if made.requeue_after is None else self.now + timedelta(seconds=made.requeue_after)
         assert made == plan(observed, self.now), "the same facts must give the same plan"
-        self._check_victims(made, observed)
+        laws.check_victims(made, observed)
         for position, action in enumerate(made.actions):
             if die_after is not None and position >= die_after:
                 self.restart_operator()
@@ -215,13 +189,19 @@ class SimulatedCluster:
             )
             if status != self.service.status:
                 self.writes += 1
+                before = self.service.status
+                if (before.desired_replicas, before.update_revision) != (
+                    status.desired_replicas,
+                    status.update_revision,
+                ):
+                    self._failed_at.clear()  # another number or another spec is a new start
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += made.events
             self.told |= {(one.type, one.status.value, one.reason) for one in status.conditions}
             assert self.told <= DOCUMENTED, self.told - DOCUMENTED
         self.ready_before = self.ready_before if self.lose_status_writes else made.ready
-        self._check()
+        laws.check_slots(self)
         return made
 
     def restart_operator(self) -> None:
@@ -250,7 +230,7 @@ class SimulatedCluster:
             case DrainPod():
                 self._drain(action)
             case DeletePod():
-                self._delete(action)
+                self._delete(action, observed)
             case ApplyChild():
                 self.applied[action.key] = action.digest
             case CreateRevision():
@@ -292,13 +272,13 @@ class SimulatedCluster:
             assert attempt in carried, f"attempt {attempt} of slot {slot} is not in status"
         assert any(one.hash == labels[names.LABEL_REVISION] and one.image for one in status.revisions)
         assert any(one.hash == labels[names.LABEL_REVISION] for one in self.revisions.values()), "it is not stored"
-        failed_at = self._failed_at.pop((labels[names.LABEL_REVISION], slot), None)
-        assert failed_at is None or self.now - failed_at >= FIRST_BACKOFF - TICK, "no backoff after a failure"
         if action.name in self.pods:
             pod = self.pods[action.name]
             if pod.replica.owner_uid != UID:
                 self.taken |= {action.name}
             return  # 409: ours already
+        failed_at = self._failed_at.pop((labels[names.LABEL_REVISION], slot), None)
+        assert failed_at is None or self.now - failed_at >= FIRST_BACKOFF - TICK, "no backoff after a failure"
         self._next_uid += 1
         self.created += 1
         self.manifests[action.name] = action.manifest
@@ -314,8 +294,8 @@ class SimulatedCluster:
             ),
             loads_for=self.load_seconds,
         )
-        self._expect(action.name, lambda replica: replica is not None)
-        self._check_total()
+        self._cache.expect(action.name, self.now, lambda replica: replica is not None)
+        laws.check_total(self)
 
     def _drain(self, action: DrainPod) -> None:
         pod = self.pods.get(action.name)
@@ -328,25 +308,27 @@ class SimulatedCluster:
                 drain_started=action.started.replace(microsecond=0),
                 drain_reason=action.reason,
             )
-            self._expect(action.name, lambda replica: replica is None or replica.state == names.STATE_DRAINING)
+            self._cache.expect(
+                action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_DRAINING
+            )
         if pod.answers and pod.drain_arrives_at is None:
             pod.drain_arrives_at = self.now + timedelta(seconds=pod.late_by)
         if pod.drain_arrives_at == self.now:
             pod.drains = True
 
-    def _delete(self, action: DeletePod) -> None:
+    def _delete(self, action: DeletePod, observed: Observed) -> None:
         pod = self.pods.get(action.name)
         if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at:
             return
         assert self.service is not None
         drain = self.service.spec.drain
-        if pod.replica.ready:
+        if pod.replica.ready and any(one.ready for one in observed.replicas if one.uid == action.uid):
             assert pod.replica.drain_started, f"{action.name} was deleted without a drain"
         if pod.replica.drain_started and pod.replica.phase == "Running" and pod.answers and pod.running:
             age = (self.now - pod.replica.drain_started).total_seconds()
             assert age >= drain.timeout_seconds, f"{action.name} was deleted with {pod.running} streams after {age}s"
         self.end(action.name, grace=action.grace_seconds, takes=2)
-        self._expect(action.name, lambda replica: replica is None or replica.deleted_at is not None)
+        self._cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
 
     # --- what the cluster does ---------------------------------------------------------------------------------------
 
@@ -523,51 +505,3 @@ class SimulatedCluster:
 
     def event_reasons(self) -> list[str]:
         return [event.reason.value for event in self.events]
-
-    def _check(self) -> None:
-        """The laws that hold at every step."""
-        if self.service is None:
-            return
-        slots: dict[tuple[str, int], list[SimulatedPod]] = {}
-        for pod in self.live:
-            slots.setdefault((pod.replica.revision, pod.replica.slot), []).append(pod)
-        counts = {slot: len(pods) for slot, pods in slots.items()}
-        assert all(count <= 2 for count in counts.values()), f"a slot has more than two live replicas: {counts}"
-        if not self.faults and not self.was_cordoned:
-            assert all(count == 1 for count in counts.values()), f"two live replicas on one slot: {counts}"
-        doubled = {slot for slot, pods in slots.items() if sum(pod.replica.ready for pod in pods) > 1}
-        self._two_ready_since = {slot: self._two_ready_since.get(slot, self.now) for slot in doubled}
-
-    def _check_victims(self, made: Plan, observed: Observed) -> None:
-        """One decision asks at most one replica to go, and only while enough others serve."""
-        if observed.service.is_being_deleted:
-            return
-        victims = [one for one in made.actions if isinstance(one, DrainPod) and not one.marked]
-        assert len(victims) <= 1, f"more than one victim: {victims}"
-        serving = {
-            one.uid
-            for one in observed.replicas
-            if one.ready and one.state == names.STATE_SERVING and one.deleted_at is None and one.owner_uid == UID
-        }
-        if victims and victims[0].uid in serving:
-            least = (made.status.desired_replicas or 0) - observed.service.spec.rollout.rolling_update.max_unavailable
-            assert len(serving) - 1 >= least, f"{victims[0]} was still needed"
-
-    def _check_total(self) -> None:
-        """What we start fits into the surge, with those that drain; what is on a lost node is no use to anybody."""
-        assert self.service is not None
-        here = [
-            pod
-            for pod in self.pods.values()
-            if pod.replica.node not in self.nodes or self.nodes[pod.replica.node].ready
-        ]
-        draining = [
-            pod
-            for pod in here
-            if pod.replica.state == names.STATE_DRAINING
-            and not pod.replica.drain_reason.startswith(SCALING_DOWN)
-            and not (pod.replica.deleted_at and self.now >= pod.replica.deleted_at + GONE_AFTER)
-        ]
-        live = [pod for pod in here if pod.is_live]
-        most = self.desired + self.service.spec.rollout.rolling_update.max_surge
-        assert len(live) + len(draining) <= most, f"{len(live)} live and {len(draining)} draining: more than {most}"

@@ -27,19 +27,19 @@ def invalid_status(observed: Observed, members: Sequence[Member], now: datetime)
     for type in (ConditionType.RECONCILING, ConditionType.SCALING_ACTIVE):
         conditions = remove_condition(conditions, type)
 
-    def add(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+    def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal conditions
         generation = service.metadata.generation
         conditions = set_condition(
             conditions, type, status, reason.value, message[:4096], generation=generation, now=now
         )
 
-    add(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    add(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    add(ConditionType.ROUTE_READY, *route_condition(observed, ready))
+    write(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
     if not ready:
-        message = "no replica is ready, and none is started until the spec is valid"
-        add(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, message)
+        unserved = "no replica is ready, and none is started until the spec is valid"
+        write(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, unserved)
     return before.model_copy(
         update={
             "observed_generation": service.metadata.generation,

@@ -105,7 +105,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     )
     may_act = _is_recorded(service, revision, desired)
 
-    steps = _claim(service)
+    steps = _add_finalizer(service)
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and revision.spec is not None:
@@ -254,7 +254,7 @@ def _is_recorded(service: InferenceService, revision: Revision, desired: int) ->
     return status.desired_replicas == desired and status.update_revision == revision.hash and knows_revision
 
 
-def _claim(service: InferenceService) -> Steps:
+def _add_finalizer(service: InferenceService) -> Steps:
     """Our finalizer comes before the first child, so that no deletion can overtake a drain."""
     if names.FINALIZER in service.metadata.finalizers:
         return Steps()

@@ -178,9 +178,9 @@ def _served_name(service: InferenceService, decided: Decided) -> str:
 def _capacity(decided: Decided) -> CapacityStatus | None:
     """What a replica of the wanted revision holds, or of any while there is none; the smallest, where nodes differ."""
     known = [(one.replica.revision, one.replica.sample) for one in decided.members if one.is_ready]
-    told = [(revision, sample.capacity) for revision, sample in known if sample and sample.capacity]
-    wanted = [capacity for revision, capacity in told if revision == decided.revision.hash]
-    chosen = wanted or [capacity for _, capacity in told]
+    capacities = [(revision, sample.capacity) for revision, sample in known if sample and sample.capacity]
+    wanted = [capacity for revision, capacity in capacities if revision == decided.revision.hash]
+    chosen = wanted or [capacity for _, capacity in capacities]
     if not chosen:
         return None
     least = min(chosen, key=lambda capacity: (capacity.max_sequences, capacity.kv_blocks))
@@ -247,42 +247,44 @@ def _signals(scaling: Recommendation, now: datetime) -> tuple[SignalStatus, ...]
 def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime) -> tuple[Condition, ...]:
     service = observed.service
     generation = service.metadata.generation
-    told = service.status.conditions
+    conditions = service.status.conditions
     if service.status.update_revision != decided.revision.hash:
-        told = remove_condition(told, ConditionType.RECONCILING)  # another rollout: its clock starts now
+        conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: its clock starts now
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment, now=now)
     stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
 
-    def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
-        nonlocal told
-        told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
+    def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+        nonlocal conditions
+        conditions = set_condition(
+            conditions, type, status, reason.value, message[:4096], generation=generation, now=now
+        )
 
     status, reason, message = _readiness(service.status.conditions, decided, ready, problems, stalled)
-    tell(ConditionType.READY, status, reason, message)
+    write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
-    tell(
+    write(
         ConditionType.WORKLOAD_AVAILABLE,
         enough,
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         problems.summarize(ready, decided.desired),
     )
-    tell(ConditionType.ROUTE_READY, *route_condition(observed, ready))
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
 
     if stalled:
-        tell(ConditionType.STALLED, True, *stalled)
+        write(ConditionType.STALLED, True, *stalled)
     else:
-        told = remove_condition(told, ConditionType.STALLED)
+        conditions = remove_condition(conditions, ConditionType.STALLED)
     if not stalled and (progress := _progress(observed, decided, enough)):
-        tell(ConditionType.RECONCILING, True, *progress)
+        write(ConditionType.RECONCILING, True, *progress)
     else:
-        told = remove_condition(told, ConditionType.RECONCILING)
+        conditions = remove_condition(conditions, ConditionType.RECONCILING)
 
     scaling = _scaling_condition(observed, decided)
     if scaling:
-        tell(ConditionType.SCALING_ACTIVE, *scaling)
+        write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
-        told = remove_condition(told, ConditionType.SCALING_ACTIVE)
-    return told
+        conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
+    return conditions
 
 
 def _readiness(
@@ -380,10 +382,10 @@ def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionS
     was = find_condition(before.conditions, ConditionType.SCALING_ACTIVE)
     if was is not None and scaling.keeps_condition:
         return was.status, Reason(was.reason), was.message
-    is_news = (
+    has_changed = (
         was is None
         or was.reason != scaling.verdict
         or was.status != status
         or before.desired_replicas != decided.desired
     )
-    return status, scaling.verdict, scaling.reason if was is None or is_news else was.message
+    return status, scaling.verdict, scaling.reason if was is None or has_changed else was.message
