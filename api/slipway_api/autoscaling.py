@@ -22,6 +22,18 @@ class MetricType(StrEnum):
     QUEUE_DEPTH = "QueueDepth"
 
 
+class Limit(StrEnum):
+    """What kept the number of replicas away from what the metrics ask for: status.autoscaling.limitedBy."""
+
+    LIMITED_BY_MAX = "LimitedByMax"
+    MIN_REPLICAS = "MinReplicas"
+    LIMITED_BY_CAPACITY = "LimitedByCapacity"
+    SCALE_UP_RATE = "ScaleUpRate"
+    SCALE_DOWN_RATE = "ScaleDownRate"
+    STABILIZATION_WINDOW = "StabilizationWindow"
+    LIVE_DEMAND = "LiveDemand"
+
+
 class Metric(Struct):
     """A value to hold by changing the number of replicas."""
 

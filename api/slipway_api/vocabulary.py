@@ -1,10 +1,11 @@
-"""Every condition, reason and event of an InferenceService with its meaning: the one list for documentation and tests.
+"""Every condition, event and limit of an InferenceService with its meaning: the one list for documentation and tests.
 
 A reason that nothing emits is not in here, nor in the enums; the tests hold both against what the operator says.
 """
 
 from typing import Final, NamedTuple
 
+from slipway_api.autoscaling import Limit
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason
 
 _TRUE, _FALSE, _UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
@@ -92,6 +93,16 @@ EVENTS: Final = {
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
 }
 
+LIMITS: Final = {
+    Limit.LIMITED_BY_MAX: "maxReplicas.",
+    Limit.MIN_REPLICAS: "minReplicas.",
+    Limit.LIMITED_BY_CAPACITY: "The last replicas found no node or no quota.",
+    Limit.SCALE_UP_RATE: "behavior.scaleUp: maxPods were added within periodSeconds.",
+    Limit.SCALE_DOWN_RATE: "behavior.scaleDown: maxPods were removed within periodSeconds.",
+    Limit.STABILIZATION_WINDOW: "A more cautious recommendation of the stabilization window.",
+    Limit.LIVE_DEMAND: "Fewer replicas could not run the requests that are there.",
+}
+
 
 def vocabulary_section() -> str:
     """The part of the reference page that lists conditions and events."""
@@ -109,6 +120,14 @@ def vocabulary_section() -> str:
         "| type | reason | what it tells |",
         "|---|---|---|",
         *(f"| {reason.type} | {reason.value} | {meaning} |" for reason, meaning in EVENTS.items()),
+        "",
+        "## Limits of autoscaling",
+        "",
+        "Values of `status.autoscaling.limitedBy`, also in the message of ScalingActive.",
+        "",
+        "| limitedBy | what keeps the number away from recommendedReplicas |",
+        "|---|---|",
+        *(f"| {limit.value} | {meaning} |" for limit, meaning in LIMITS.items()),
         "",
     ]
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from slipway_api.autoscaling import Autoscaling, ScalingRules
+from slipway_api.autoscaling import Autoscaling, Limit, ScalingRules
 from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.actions import earliest
@@ -31,13 +31,6 @@ from slipway_operator.core.scaling.signals import (
 )
 
 HISTORY_LENGTH: Final = 5  # changes that status keeps
-
-# What may keep the number away from what the metrics ask for; LimitedByMax and LimitedByCapacity are reasons too.
-LIVE_DEMAND: Final = "LiveDemand"
-SCALE_UP_RATE: Final = "ScaleUpRate"
-SCALE_DOWN_RATE: Final = "ScaleDownRate"
-STABILIZATION_WINDOW: Final = "StabilizationWindow"
-MIN_REPLICAS: Final = "MinReplicas"
 
 SEVERAL_CHANGES: Final = (
     "several changes, the last one: "  # begins the reason of an entry that stands for more than one
@@ -62,7 +55,7 @@ class Recommendation:
     desired: int
     reason: str  # the evidence, in one sentence: `2→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)`
     recommended: int  # what the metrics ask for, before windows and limits
-    limited_by: str = ""  # what kept `desired` away from `recommended`
+    limited_by: Limit | None = None  # what kept `desired` away from `recommended`
     verdict: Reason = Reason.METRICS_FRESH  # of condition ScalingActive
     is_active: bool | None = True  # its status; None: unknown, nothing to measure yet
     keeps_condition: bool = False  # no sample can have arrived yet: the condition stays as it is
@@ -155,19 +148,19 @@ def _with_metrics(
     window = _remember(past, policy, within, now)
     stabilised = _stabilise(within, current, window, up, down, now)
     paced = _pace(stabilised, current, past.history, up, down, now)
-    desired, limited_by = paced, ""
+    desired, limited_by = paced, None
     if desired > current and capacity_shortage:
-        desired, limited_by = current, Reason.LIMITED_BY_CAPACITY.value
+        desired, limited_by = current, Limit.LIMITED_BY_CAPACITY
     elif desired < current and (floor := live_demand(values, readings, max_num_seqs=max_num_seqs)) > desired:
-        desired, limited_by = min(current, floor), LIVE_DEMAND
+        desired, limited_by = min(current, floor), Limit.LIVE_DEMAND
     elif paced != stabilised:
-        limited_by = SCALE_UP_RATE if stabilised > current else SCALE_DOWN_RATE
+        limited_by = Limit.SCALE_UP_RATE if stabilised > current else Limit.SCALE_DOWN_RATE
     elif stabilised != within:
-        limited_by = STABILIZATION_WINDOW
+        limited_by = Limit.STABILIZATION_WINDOW
     elif recommended > policy.max_replicas:
-        limited_by = Reason.LIMITED_BY_MAX.value
+        limited_by = Limit.LIMITED_BY_MAX
     elif recommended < policy.min_replicas:
-        limited_by = MIN_REPLICAS
+        limited_by = Limit.MIN_REPLICAS
 
     return Recommendation(
         desired=desired,
@@ -317,13 +310,18 @@ def _next_decision_at(
 
 
 def _verdict(
-    policy: Autoscaling, past: Past, readings: Readings, limited_by: str, recommended: int, capacity_shortage: str
+    policy: Autoscaling,
+    past: Past,
+    readings: Readings,
+    limited_by: Limit | None,
+    recommended: int,
+    capacity_shortage: str,
 ) -> Reason:
     """The reason of ScalingActive. A limit that was reached stays until it no longer matters, so that load that
     hovers around a target does not repeat the warning: until fewer replicas are wanted, or there is capacity again.
     """
-    if limited_by in (Reason.LIMITED_BY_MAX, Reason.LIMITED_BY_CAPACITY):
-        return Reason(limited_by)
+    if limited_by in (Limit.LIMITED_BY_MAX, Limit.LIMITED_BY_CAPACITY):
+        return Reason(limited_by.value)
     is_at_max = past.current == policy.max_replicas and recommended >= past.current
     if past.verdict == Reason.LIMITED_BY_MAX and is_at_max:
         return Reason.LIMITED_BY_MAX
@@ -337,7 +335,7 @@ def _evidence(
     current: int,
     wanted_by: dict[Value, int],
     readings: Readings,
-    limited_by: str,
+    limited_by: Limit | None,
     recommended: int,
     capacity_shortage: str,
     now: datetime,
@@ -347,6 +345,6 @@ def _evidence(
     deciding = [value for value, wanted in wanted_by.items() if desired < current or wanted == recommended]
     measured = ", ".join(str(value) for value in deciding)
     age = max(0, int((now - (readings.oldest or now)).total_seconds()))
-    limit = f"; {recommended} wanted, limited by {limited_by}" if limited_by and desired != recommended else ""
-    shortage = f": {capacity_shortage}" if limited_by == Reason.LIMITED_BY_CAPACITY else ""
+    limit = f"; {recommended} wanted, limited by {limited_by.value}" if limited_by and desired != recommended else ""
+    shortage = f": {capacity_shortage}" if limited_by is Limit.LIMITED_BY_CAPACITY else ""
     return f"{change}: {measured} ({len(readings.metered)}/{readings.ready} pods, {age}s old){limit}{shortage}"

@@ -190,10 +190,9 @@ def _describe_start(member: Member, observed: Observed) -> str:
 
 
 def _describe_restarts(replica: Replica) -> str:
-    name, count = replica.name, ended_runs(replica)
-    times = "time" if count == 1 else "times"
+    name, ended = replica.name, _times(ended_runs(replica))
     last = f", last with {replica.last_exit}" if replica.last_exit else ""
-    return f"{name} ended {count} {times} and is started again{last}; see kubectl logs {name} --previous"
+    return f"{name} ended {ended} and is started again{last}; see kubectl logs {name} --previous"
 
 
 def _describe_unschedulable(replica: Replica) -> str:
@@ -202,13 +201,13 @@ def _describe_unschedulable(replica: Replica) -> str:
 
 def _describe_pause(status: AttemptStatus) -> str:
     last = f": {status.last_end}" if status.last_end else ""
-    return f"slot {status.slot} failed {status.failures} times and pauses before attempt {status.attempt}{last}"
+    return f"slot {status.slot} failed {_times(status.failures)} and pauses before attempt {status.attempt}{last}"
 
 
 def _describe_failed_slot(status: AttemptStatus) -> str:
     last = f"; {status.last_end}" if status.last_end else ""
     return (
-        f"slot {status.slot} failed {status.failures} times in a row{last}; "
+        f"slot {status.slot} failed {_times(status.failures)} in a row{last}; "
         "see the events of the service and the logs of its pods"
     )
 
@@ -217,6 +216,10 @@ def _describe_refusal(failure: Failure) -> str:
     # An object of another owner is left alone by the operator itself; that message is a whole sentence.
     is_ours = failure.reason == Reason.NAME_CONFLICT
     return failure.message if is_ours else f"the API server refused {failure.action}: {failure.message}"
+
+
+def _times(count: int) -> str:
+    return "1 time" if count == 1 else f"{count} times"
 
 
 def _pull_error(replica: Replica) -> str:

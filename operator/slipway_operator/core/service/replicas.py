@@ -225,7 +225,7 @@ class _Slots:
             )
             if because:
                 in_how_long = f" in {int(pause.total_seconds())}s" if pause else ""
-                counts = f"attempt {used + 1}, {failures} failures in a row"
+                counts = f"attempt {used + 1}, failures in a row: {failures}"
                 message = f"slot {slot} gets a new replica{in_how_long} ({counts}): {because}"
                 events.append(Event(reason=EventReason.REPLICA_REPLACED, action="Replace", message=message))
 

@@ -214,7 +214,7 @@ def _autoscaling(service: InferenceService, decided: Decided, now: datetime) -> 
         return known
     return AutoscalingStatus(
         recommended_replicas=scaling.recommended,
-        limited_by=scaling.limited_by,
+        limited_by=scaling.limited_by or "",
         signals=_signals(scaling, now) or known.signals,
         history=history,
     )

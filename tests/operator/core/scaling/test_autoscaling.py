@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from slipway_api.autoscaling import Autoscaling, MetricType
+from slipway_api.autoscaling import Autoscaling, Limit, MetricType
 from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.observed import PastRecommendation, Sample
@@ -272,6 +272,32 @@ def test_tells_the_evidence():
     limited = ask(quick(maxReplicas=4), Readings(metered=pods(2, waiting=9, at=T0)), current=2)
     assert limited.reason == ("2→4: QueueDepth 9.00 > 2.00 (2/2 pods, 0s old); 9 wanted, limited by LimitedByMax")
     assert limited.verdict is Reason.LIMITED_BY_MAX
+
+
+SLOW = {"stabilizationWindowSeconds": 0, "maxPods": 1, "periodSeconds": 60}
+HOT, COLD = Readings(metered=pods(2, waiting=9)), Readings(metered=pods(4))
+
+
+@pytest.mark.capability("AS-1")
+@pytest.mark.parametrize(
+    ("limit", "rules", "readings", "facts"),
+    [
+        (Limit.LIMITED_BY_MAX, quick(maxReplicas=3), HOT, {"current": 2}),
+        (Limit.MIN_REPLICAS, quick(minReplicas=3), COLD, {"current": 4}),
+        (Limit.LIMITED_BY_CAPACITY, quick(), HOT, {"current": 2, "capacity_shortage": "0/2 nodes are available"}),
+        (Limit.SCALE_UP_RATE, policy(behavior={"scaleUp": SLOW}), HOT, {"current": 2}),
+        (Limit.SCALE_DOWN_RATE, policy(behavior={"scaleDown": SLOW}), COLD, {"current": 4}),
+        (Limit.STABILIZATION_WINDOW, policy(), COLD, {"current": 4}),
+        (Limit.LIVE_DEMAND, quick(), Readings(metered=pods(4, running=48)), {"current": 4}),
+    ],
+    ids=[limit.value for limit in Limit],
+)
+def test_each_limit_is_named_where_it_holds_the_number(limit, rules, readings, facts):
+    answer = ask(rules, readings, **facts)
+
+    assert answer.limited_by is limit
+    assert answer.desired != answer.recommended
+    assert answer.reason.count(f"{answer.recommended} wanted, limited by {limit.value}") == 1
 
 
 # --- windows and rates --------------------------------------------------------------------------------------------

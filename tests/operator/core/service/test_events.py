@@ -128,6 +128,5 @@ def test_a_replacement_is_told_with_its_attempt_the_failures_and_the_cause():
     events = watched.look(failed.failed("").but(last_exit=KILLED), *others)
 
     (replaced,) = [event for event in events if event.reason == "ReplicaReplaced"]
-    assert replaced.message == (
-        f"slot 0 gets a new replica in 10s (attempt 1, 1 failures in a row): {failed.replica.name} has ended ({KILLED})"
-    )
+    ended = f"{failed.replica.name} has ended ({KILLED})"
+    assert replaced.message == f"slot 0 gets a new replica in 10s (attempt 1, failures in a row: 1): {ended}"

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
 from slipway_api.inference_service import InferenceService
 from slipway_api.types import ServiceKey
-from slipway_api.vocabulary import CONDITIONS, EVENTS
+from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
 from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
@@ -200,3 +201,4 @@ def test_the_events_that_the_operator_posts_are_those_that_are_documented(everyt
 def test_every_reason_has_its_meaning():
     assert {row.reason for row in CONDITIONS} == set(Reason)
     assert set(EVENTS) == set(EventReason)
+    assert set(LIMITS) == set(Limit)
