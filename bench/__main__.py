@@ -12,7 +12,18 @@ from rich.console import Console
 from bench.figures import Section
 from bench.machine import this_machine
 
-BENCHMARKS = ("gateway", "runtime", "linears", "engine", "features", "eviction", "determinism", "soak", "cluster")
+BENCHMARKS = (
+    "gateway",
+    "runtime",
+    "linears",
+    "engine",
+    "features",
+    "eviction",
+    "determinism",
+    "soak",
+    "cluster",
+    "operator_scale",
+)
 
 
 def main() -> int:

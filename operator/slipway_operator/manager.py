@@ -44,6 +44,7 @@ log = structlog.get_logger()
 LEASE_NAME = "slipway-operator"
 WORKERS = 8
 DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
+LOAD_PASSES_PER_SECOND = 200.0  # 1,000 busy services: each gets a pass every 5 s; 20 of them: every 0.1 s
 RESYNC_SECONDS = (300.0, 600.0)
 FINISH_SECONDS = 1.0  # a clean stop hands over within two seconds, so work in hand gets one
 
@@ -84,6 +85,7 @@ class Manager:
         self._metrics = metrics
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[Any]] = []
+        self._election: list[asyncio.Task[Any]] = []  # ends last, when nothing writes any more
         self._is_stopping = False
         self._listed = asyncio.Event()
 
@@ -204,31 +206,28 @@ class Manager:
 
         The Lease is looked at meanwhile, so that a dead holder's time runs while the caches fill.
         """
-        self._spawn(self.caches.run(), "informers")
-        self._spawn(self._freshness.run(), "freshness")
-        self._election = self._spawn(self.elector.run(), "election")
+        self._tasks.append(self._spawn(self.caches.run(), "informers"))
+        self._tasks.append(self._spawn(self._freshness.run(), "freshness"))
+        self._election.append(self._spawn(self.elector.run(), "election"))
         await self.caches.fill()
         self._listed.set()
-        self._spawn(self._resync.run(), "resync")
-        self._spawn(self._work_as_leader(), "leader")
+        self._tasks.append(self._spawn(self._resync.run(), "resync"))
+        self._tasks.append(self._spawn(self._work_as_leader(), "leader"))
 
     async def stop(self) -> None:
         """Finish what is in hand, give the Lease back, and end everything."""
         self._is_stopping = True
-        was_leader = self.elector.is_leader()
-        if was_leader:
+        if self.elector.is_leader():
             self._metrics.lease_transitions.labels("given back").inc()
             await self._finish_work_in_hand()
-        election = [task for task in self._tasks if task.get_name() == "election"]
-        await _end(*(task for task in self._tasks if task not in election))
+        await _end(*self._tasks)
         await self._drains.stop()
-        await _end(*election)  # cancelled, it gives the Lease back if it is ours
+        await _end(*self._election)  # cancelled, it gives the Lease back if it is ours
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run something that ends only when the process does: if it ends earlier, so does the process."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._ended)
-        self._tasks.append(task)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -248,7 +247,7 @@ class Manager:
             self._queue.add(key)
         for number in range(WORKERS):
             self._tasks.append(asyncio.create_task(self._work(), name=f"worker-{number}"))
-        self._spawn(self._recorder.run(), "recorder")
+        self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         await self._scraper.run()
 
     async def _finish_work_in_hand(self) -> None:
@@ -300,8 +299,11 @@ class Manager:
         else:
             self._scraper.watch(target)
 
-    def _wake_after_sample(self, service: tuple[str, str]) -> None:
-        self._queue.add(Key(INFERENCE_SERVICES.kind, *service), Urgency.BACKGROUND)
+    def _wake_after_sample(self, service: tuple[str, str], is_load: bool) -> None:
+        """Wake the service of a sample that matters; passes for load alone have a rate, whatever the fleet's size."""
+        key = Key(INFERENCE_SERVICES.kind, *service)
+        pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
+        self._queue.add_after(key, pause, Urgency.BACKGROUND)
 
     def _is_ours(self, target: ReplicaTarget) -> bool:
         """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""

@@ -69,7 +69,7 @@ class Severable(InProcessClient):
         reply = await super()._exchange(method, path, **options)
         self._process.check()
         if is_write:
-            await self._process.after_write(f"{method} {path}")
+            await self._process.after_write()
         return reply
 
 
@@ -119,13 +119,13 @@ class Process:
             raise Unreachable("this process is dead")
 
     async def before_write(self, what: str) -> None:
+        self._cluster.on_write(what)
         if self._left == 0:
             self.kill()
             await asyncio.Event().wait()
         self.writes.append(what)
 
-    async def after_write(self, what: str) -> None:
-        self._cluster.on_write(what)
+    async def after_write(self) -> None:
         await asyncio.sleep(self._cluster.write_seconds)
         if self._left is not None:
             self._left -= 1

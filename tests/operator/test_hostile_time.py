@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from slipway_api import names
-from slipway_kube.resources import EVENTS, INFERENCE_SERVICES
+from slipway_kube.resources import EVENTS, INFERENCE_SERVICES, PODS
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
@@ -54,25 +54,26 @@ def test_a_drain_that_the_watch_has_not_shown_yet_is_not_followed_by_another(tmp
             await ready(cluster, replicas=3)
             await cluster.quiet(5)
 
-            def stall_once_the_label_is_written(what: str) -> None:
+            def stall_when_the_label_is_written(what: str) -> None:
                 if what.startswith("PATCH") and "/pods/" in what:
                     cluster.on_write = lambda _what: None
                     cluster.server.stall_watches()
-                    for name, runtime in cluster.runtimes.items():
-                        runtime.running = 5 if what.endswith(name) else 0  # now another one would be chosen
+                    cluster.silent = what.endswith  # it does not say that it drains, and its last sample shows load
+                    for runtime in cluster.runtimes.values():
+                        runtime.running = 0  # so by their samples the others would be chosen before it now
 
-            cluster.on_write = stall_once_the_label_is_written
+            for runtime in cluster.runtimes.values():
+                runtime.running = 3
+            await cluster.quiet(20)
+            cluster.on_write = stall_when_the_label_is_written
             cluster.apply("chat", replicas=2)
             await cluster.until(lambda: bool(draining(cluster)), "the drain")
-            for name in cluster.serving("chat"):
-                cluster.runtimes[name].running = 0
             await cluster.quiet(25)
 
             assert len(draining(cluster)) == 1
 
+            cluster.silent = lambda _pod: False
             cluster.server.drop_watches()
-            for runtime in cluster.runtimes.values():
-                runtime.running = 0
             await ready(cluster, replicas=2)
 
     run_in_virtual_time(story())
@@ -134,7 +135,9 @@ def test_samples_do_not_shorten_the_backoff_of_a_refused_write(tmp_path):
             await cluster.quiet(60)
             before = len(operator.writes)
             sampled = len(cluster.sampled)
-            await cluster.quiet(120)
+            for second in range(120):  # and its pods change all the time, too
+                cluster.server.patch_status(PODS, NAMESPACE, cluster.serving("chat")[0], {"message": str(second)})
+                await cluster.quiet(1)
             tries = [write for write in operator.writes[before:] if write.startswith("POST")]
 
             assert len(cluster.sampled) - sampled >= 200, "its replicas are busy, and asked"

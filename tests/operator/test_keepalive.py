@@ -85,10 +85,10 @@ async def test_a_body_travels_with_its_length_and_other_statuses_come_back():
 
 
 async def test_a_kept_connection_that_the_server_closed_is_replaced_by_a_new_one():
-    async with (
-        serving(lambda connection, count: b"" if (connection, count) == (1, 2) else ok()) as server,
-        connections_to(server) as (_, get),
-    ):
+    def answer(connection: int, count: int) -> bytes:
+        return b"" if (connection, count) == (1, 2) else ok()
+
+    async with serving(answer) as server, connections_to(server) as (_, get):
         await get()
         assert await get() == (200, b"{}")
         assert server.connections == 2
@@ -102,10 +102,10 @@ async def test_a_new_connection_that_the_server_closes_is_an_error():
 
 
 async def test_a_connection_that_the_server_wants_closed_is_not_kept():
-    async with (
-        serving(lambda *_: ok(headers=b"Connection: close\r\n")) as server,
-        connections_to(server) as (connections, get),
-    ):
+    def answer(*_: int) -> bytes:
+        return ok(headers=b"Connection: close\r\n")
+
+    async with serving(answer) as server, connections_to(server) as (connections, get):
         await get()
         assert len(connections) == 0
 

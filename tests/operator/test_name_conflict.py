@@ -1,4 +1,4 @@
-"""Two claims to one name: whoever came later is told, and nothing of the other's is touched."""
+"""Two claims to one name: the owner of the younger is told, and nothing of the other's is touched."""
 
 import pytest
 

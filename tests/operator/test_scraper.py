@@ -43,7 +43,7 @@ class Fleet:
         self.scraper: Scraper[str, str] = Scraper(
             self.ask,
             self.describe,
-            on_news=lambda key: self.news.update([key]),
+            on_news=lambda key, _is_load: self.news.update([key]),
             on_error=self.errors.append,
             now=lambda: T0 + timedelta(seconds=asyncio.get_running_loop().time()),
         )

@@ -92,12 +92,12 @@ class WorkQueue(Generic[KeyT]):
                 del self._lanes[known][key]
             self._enqueue(key, urgency)
 
-    def add_after(self, key: KeyT, seconds: float) -> None:
+    def add_after(self, key: KeyT, seconds: float, urgency: Urgency = Urgency.NORMAL) -> None:
         """Reconcile this key in `seconds` at the latest; an earlier wish stands."""
-        if self._closed:
+        if self._closed or (urgency is Urgency.BACKGROUND and self._is_resting(key)):
             return
         if seconds <= 0:
-            self.add(key)
+            self.add(key, urgency)
             return
         loop = asyncio.get_running_loop()
         when = loop.time() + seconds
@@ -106,7 +106,7 @@ class WorkQueue(Generic[KeyT]):
             if timer.when() <= when:
                 return
             timer.cancel()
-        self._timers[key] = loop.call_at(when, self._wake, key)
+        self._timers[key] = loop.call_at(when, self._wake, key, urgency)
 
     def retry(self, key: KeyT) -> float:
         """Reconcile this key again after its backoff, and say after how many seconds that is."""
@@ -195,9 +195,9 @@ class WorkQueue(Generic[KeyT]):
         self._idle.clear()
         self._wake_one()
 
-    def _wake(self, key: KeyT) -> None:
+    def _wake(self, key: KeyT, urgency: Urgency) -> None:
         del self._timers[key]
-        self.add(key)
+        self.add(key, urgency)
 
     def _wake_one(self) -> None:
         while self._waiters:

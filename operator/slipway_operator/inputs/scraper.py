@@ -64,11 +64,19 @@ def matters(before: Sample | None, after: Sample) -> bool:
     return after.draining or after.requests > 0 or before.requests > 0
 
 
+def is_load_only(before: Sample | None, after: Sample) -> bool:
+    """Whether a sample that matters tells of nothing but load: that may wait a moment, for more of its kind."""
+    if before is None or before.boot_id != after.boot_id or before.capacity != after.capacity:
+        return False
+    is_moving = before.draining or after.draining or before.starting != after.starting
+    return not is_moving and (after.at - before.at).total_seconds() <= 2 * IDLE_SECONDS
+
+
 class Scraper(Generic[AddressT, KeyT]):
     """The newest sample of every replica.
 
     `watch` and `forget` name those that should answer; `ask` and `describe` raise on silence; `on_news` is told the
-    service of a sample that matters; `on_error` is told of each silence.
+    service of a sample that matters, and whether it tells of load only; `on_error` is told of each silence.
     """
 
     def __init__(
@@ -76,7 +84,7 @@ class Scraper(Generic[AddressT, KeyT]):
         ask: Callable[[AddressT], Awaitable[Signals]],
         describe: Callable[[AddressT], Awaitable[State]],
         *,
-        on_news: Callable[[KeyT], None],
+        on_news: Callable[[KeyT, bool], None],
         on_error: Callable[[Exception], None] = lambda _error: None,
         is_ours: Callable[[Target[AddressT, KeyT]], bool] = lambda _target: True,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -190,7 +198,7 @@ class Scraper(Generic[AddressT, KeyT]):
         after = Sample.of(signals, self._now(), capacity)
         self._samples[target.uid] = after
         if matters(before, after):
-            self._on_news(target.service)
+            self._on_news(target.service, is_load_only(before, after))
 
     async def _capacity(
         self, target: Target[AddressT, KeyT], signals: Signals, before: Sample | None
