@@ -5,6 +5,7 @@ answers finish within a limit, and the process exits with 0. A second signal ski
 """
 
 import asyncio
+import resource
 import signal
 import sys
 
@@ -17,6 +18,12 @@ from slipway_gateway.settings import GatewaySettings, SettingsError, read_settin
 from slipway_kube.errors import KubeError
 
 log = structlog.get_logger()
+
+
+def raise_descriptor_limit() -> None:
+    """Allow as many open connections as the system does: the default of a shell is far below what streams need."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def serve(settings: GatewaySettings) -> int:
@@ -46,7 +53,8 @@ def main() -> None:
     try:
         settings = read_settings(sys.argv[1:])
         configure("gateway", settings.log_level)
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, drawn by nobody
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, and no dashboard shows them
+        raise_descriptor_limit()
         status = asyncio.run(serve(settings))
     except (SettingsError, KubeError, OSError) as error:
         sys.exit(f"slipway-gateway: {error}")

@@ -114,7 +114,7 @@ class Requests:
         return len(self._open)
 
     def leave(self) -> None:
-        """This gateway is about to go: from now on, answers ask their clients to connect anew."""
+        """This gateway is about to go: from now on, answers close their connections."""
         self._forwarder.leaving = True
 
     def cut(self) -> None:

@@ -17,7 +17,7 @@ class SharedCapacity:
 
     @property
     def free(self) -> int:
-        """What nobody holds."""
+        """What no owner holds."""
         return self._free
 
     def held_by(self, owner: Hashable) -> int:

@@ -47,7 +47,7 @@ class Runtime:
         self._runner: web.AppRunner | None = None
 
     @property
-    def asked(self) -> int:
+    def requests(self) -> int:
         """How many requests came."""
         return len(self.bodies)
 

@@ -55,7 +55,7 @@ async def test_a_service_whose_replicas_hang_leaves_memory_and_connections_to_it
         async with a_gateway_for(fleet, **settings) as gateway, a_caller(gateway) as caller:
             padding = "x" * 5000
             waiting = [asyncio.create_task(caller.chat(model="hung", padding=padding).__aenter__()) for _ in range(50)]
-            await until(lambda: sum(task.done() for task in waiting) + hung.asked == 50)
+            await until(lambda: sum(task.done() for task in waiting) + hung.requests == 50)
             refused = [task.result().status for task in waiting if task.done()]
             statuses = []
             for _ in range(30):
@@ -70,7 +70,7 @@ async def test_a_service_whose_replicas_hang_leaves_memory_and_connections_to_it
         assert statuses == [200] * 30
         assert refused
         assert set(refused) == {429}
-        assert hung.asked <= 30, "half of the connections at most"
+        assert hung.requests <= 30, "half of the connections at most"
         assert "slipway_gateway_refused_total{" in text
 
 

@@ -17,7 +17,7 @@ async def connect(gateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
     """Whether the gateway closes; waits until it does."""
-    with contextlib.suppress(ConnectionResetError):
+    with contextlib.suppress(ConnectionError):
         await reader.read()
     return True
 
@@ -35,7 +35,7 @@ async def dribble(writer: asyncio.StreamWriter) -> None:
 @pytest.mark.capability("SE-6")
 async def test_200_clients_that_dribble_their_headers_are_closed_and_others_are_served_meanwhile():
     """Chaos C6: 200 of 200 were still open after 40 s."""
-    async with Runtime() as runtime, a_gateway(runtime, header_seconds=1.0) as gateway:
+    async with Runtime() as runtime, a_gateway(runtime, header_seconds=3.0) as gateway:
         clients = [await connect(gateway) for _ in range(200)]
         dribbling = [asyncio.create_task(dribble(writer)) for _, writer in clients]
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0)
@@ -47,7 +47,7 @@ async def test_200_clients_that_dribble_their_headers_are_closed_and_others_are_
         await client.close()
         await until(lambda: not len(gateway.client_listener.connections))
         assert gateway.client_listener.connections.timed_out["headers"] == 200
-        assert runtime.asked == 1
+        assert runtime.requests == 1
 
 
 @pytest.mark.capability("SE-6")
@@ -63,12 +63,12 @@ async def test_a_client_that_sends_half_its_headers_or_nothing_is_closed(sent):
 
 
 async def test_the_second_request_of_a_connection_has_the_same_limit_and_idle_time_is_not_counted():
-    async with Runtime() as runtime, a_gateway(runtime, header_seconds=0.2) as gateway:
+    async with Runtime() as runtime, a_gateway(runtime, header_seconds=1.0) as gateway:
         reader, writer = await connect(gateway)
         for _ in range(3):
             writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b'"parent": null}]}')
-            await asyncio.sleep(0.5)  # idle for longer than headers may take
+            await asyncio.sleep(1.5)  # idle for longer than headers may take
         writer.write(b"GET /v1/models HTTP/1.1\r\n")
 
         assert await is_closed(reader)
@@ -87,12 +87,12 @@ async def test_an_idle_connection_is_closed():
 async def test_a_long_answer_is_no_idle_connection():
     async with (
         Runtime().hold() as runtime,
-        a_gateway(runtime, header_seconds=0.2, idle_seconds=0.2, write_stall_seconds=0.2) as gateway,
+        a_gateway(runtime, header_seconds=1.0, idle_seconds=1.0, write_stall_seconds=1.0) as gateway,
         a_caller(gateway) as caller,
     ):
         call = asyncio.create_task(caller.chat().__aenter__())
-        await until(lambda: runtime.asked)
-        await asyncio.sleep(1.0)
+        await until(lambda: runtime.requests)
+        await asyncio.sleep(2.5)
         runtime.allow(1)
 
         assert (await call).status == 200
@@ -105,7 +105,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_408():
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n{")
 
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        assert runtime.asked == 0
+        assert runtime.requests == 0
         writer.close()
 
 
@@ -128,7 +128,7 @@ async def test_stalled_uploads_are_ended_when_others_need_their_memory():
         for _ in range(10):
             await client.chat.completions.create(model=MODEL, messages=large)
 
-        assert runtime.asked == 10
+        assert runtime.requests == 10
         for _, writer in stalled:
             writer.close()
 

@@ -90,14 +90,14 @@ class Team:
         change = {"metadata": {"labels": {names.LABEL_STATE: state}}}
         self.access.api("PATCH", f"/api/v1/namespaces/{self.namespace}/pods/{name}", change)
 
-    async def ask(self, model: str = "") -> int:
+    async def status_of_chat(self, model: str = "") -> int:
         body = {"model": model or self.model, "messages": []}
         async with self.session.post(f"{self.gateway.url}/v1/chat/completions", json=body) as response:
             await response.read()
             return response.status
 
     async def until(self, status: int) -> None:
-        while await self.ask() != status:  # noqa: ASYNC110  what is waited for travels through two other processes
+        while await self.status_of_chat() != status:  # noqa: ASYNC110  what is waited for travels through two other processes
             await asyncio.sleep(0.05)
 
 
@@ -121,25 +121,25 @@ async def test_the_gateway_stays_within_the_rights_of_the_chart(apiserver: Clust
 async def test_routing_follows_the_operators_labels_and_an_outage_of_the_api_server_changes_nothing(
     apiserver: Cluster, team: Team
 ):
-    assert await team.ask() == 404
+    assert await team.status_of_chat() == 404
     async with Runtime(address=ADDRESS, port=names.SERVING_PORT) as runtime:
         team.serve(r1=100)
         await team.until(503)
         team.run_pod("chat-r1-0-0", ADDRESS)
         await team.until(200)
-        assert await team.ask(f"{team.namespace}/chat") == 200
+        assert await team.status_of_chat(f"{team.namespace}/chat") == 200
 
         apiserver.stop_apiserver()
         try:
-            assert [await team.ask() for _ in range(5)] == [200] * 5
+            assert [await team.status_of_chat() for _ in range(5)] == [200] * 5
         finally:
             apiserver.start_apiserver()
 
         team.label("chat-r1-0-0", names.STATE_DRAINING)
         await team.until(503)
-        asked = runtime.asked
-        assert [await team.ask() for _ in range(5)] == [503] * 5
-        assert runtime.asked == asked, "nothing is sent to a draining replica"
+        asked = runtime.requests
+        assert [await team.status_of_chat() for _ in range(5)] == [503] * 5
+        assert runtime.requests == asked, "nothing is sent to a draining replica"
 
 
 @pytest.mark.capability("SE-3")

@@ -53,7 +53,7 @@ async def test_a_body_without_a_model_is_400_in_openais_shape(body):
 
         assert status == 400
         assert set(error) == {"message", "type", "param", "code"}
-        assert runtime.asked == 0
+        assert runtime.requests == 0
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -111,7 +111,7 @@ async def test_paths_outside_the_list_are_404_and_wrong_methods_405():
             async with caller.session.request(method, caller.url + path) as response:
                 assert (method, path, response.status) == (method, path, status)
                 assert "message" in (await response.json())["error"]
-        assert runtime.asked == 0
+        assert runtime.requests == 0
 
 
 async def test_what_only_the_gateway_may_say_is_removed_from_what_clients_say():
@@ -196,7 +196,7 @@ async def test_a_pinned_revision_is_served_refused_when_unknown_and_awaited_when
             for pin, status in [("r1", 200), ("r2", 503), ("r9", 404)]:
                 async with caller.chat(model="chat-b", headers={"x-slipway-pin-revision": pin}) as response:
                     assert (pin, response.status) == (pin, status)
-            assert runtime.asked == 1
+            assert runtime.requests == 1
 
 
 @pytest.mark.capability("API-1")
@@ -207,7 +207,7 @@ async def test_models_come_from_the_table_and_the_stock_client_reads_them():
 
         assert [model.id for model in models.data] == ["b/chat", "chat"]
         assert (await client.models.retrieve("chat")).created == 1767225600
-        assert runtime.asked == 0, "nobody was asked"
+        assert runtime.requests == 0, "no replica was called"
         with pytest.raises(openai.NotFoundError):
             await client.models.retrieve("other")
 

@@ -1,8 +1,10 @@
 """Settings: where they come from, and that every mistake is named at once."""
 
+from pathlib import Path
+
 import pytest
 
-from slipway_gateway.settings import SettingsError, read_settings
+from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
 
 
 def test_the_command_line_wins_over_the_environment_and_an_empty_variable_is_absent(monkeypatch):
@@ -35,3 +37,11 @@ def test_every_mistake_is_named_at_once(monkeypatch):
 
     for name in ("header_seconds", "max_connections", "static"):
         assert name in str(error.value)
+
+
+def test_the_documentation_names_every_variable():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "gateway.md").read_text()
+    others = {"pod_name": "POD_NAME", "key_directory": "SLIPWAY_GATEWAY_KEY_DIR"}
+
+    for name in GatewaySettings.model_fields:
+        assert f"`{others.get(name, f'SLIPWAY_{name.upper()}')}`" in text

@@ -1,4 +1,4 @@
-"""From the API server to the table: who is sent requests follows pods and labels, and survives the API server."""
+"""From the API server to the table: replicas get requests as pods and labels say, API server or not."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -188,7 +188,7 @@ async def test_from_the_moment_a_pod_is_labelled_draining_it_gets_no_request_and
                     assert response.status == 200
             draining.allow(100)
 
-            assert (draining.asked, other.asked) == (1, 20)
+            assert (draining.requests, other.requests) == (1, 20)
             assert text_of(await events_of(running)) == "Once upon a time."
 
 
@@ -330,14 +330,14 @@ async def test_requests_without_a_first_byte_move_when_their_hung_replica_become
         async with a_watched_fleet(server, hung.port) as fleet, a_served_fleet(fleet) as caller:
             await until(lambda: names_in(fleet) == ["team/p2"])
             waiting = [asyncio.create_task(caller.chat(stream=stream).__aenter__()) for stream in (True, False) * 30]
-            await until(lambda: hung.asked == 60)
+            await until(lambda: hung.requests == 60)
             team.put_pod("p3", address="127.0.0.3")
             await until(lambda: len(names_in(fleet)) == 2)
             team.put_pod("p2", address="127.0.0.2", ready=False)
             responses = await asyncio.gather(*waiting)
 
             assert [response.status for response in responses] == [200] * 60
-            assert other.asked == 60
+            assert other.requests == 60
 
 
 async def test_requests_stay_with_a_replica_that_drains_or_that_is_the_only_one():
@@ -353,7 +353,7 @@ async def test_requests_stay_with_a_replica_that_drains_or_that_is_the_only_one(
             async with a_watched_fleet(server, busy.port) as fleet, a_served_fleet(fleet) as caller:
                 await until(lambda fleet=fleet: names_in(fleet) == ["team/p2"])
                 waiting = asyncio.create_task(caller.chat().__aenter__())
-                await until(lambda busy=busy: busy.asked == 1)
+                await until(lambda busy=busy: busy.requests == 1)
                 if others:
                     team.put_pod("p3", address="127.0.0.3")
                     await until(lambda fleet=fleet: len(names_in(fleet)) == 2)
@@ -362,4 +362,4 @@ async def test_requests_stay_with_a_replica_that_drains_or_that_is_the_only_one(
                 busy.allow(100)
 
                 assert (await waiting).status == 200
-                assert (busy.asked, other.asked) == (1, 0)
+                assert (busy.requests, other.requests) == (1, 0)
