@@ -71,7 +71,8 @@ def test_attention_reads_ahead_and_reads_keys_seldom(sample):
 def test_a_quantized_cache_leaves_room_for_three_decode_programs(sample):
     """Finding 10: 221 registers let two run on a multiprocessor, and memory waits for them."""
     for one in of(sample, "_decode", "KV int8") + of(sample, "_decode", "KV fp8"):
-        assert one["blocks"] >= 3
+        assert one["target"] != 90 or one["blocks"] >= 3
+        assert one["shared"] > 2 * 2 * 64 * 128, "two buffers of 64 keys and values of 128 codes"
 
 
 @pytest.mark.capability("KN-1")
