@@ -132,6 +132,7 @@ class RuntimeSettings:
     max_rank: int = 16
     adapters: tuple[BootAdapter, ...] = ()
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
+    private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
     no_prefix_caching: bool = False
     no_overlap: bool = False  # plan each step only when the one before is done
