@@ -167,7 +167,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         return _refuse(settings, error, trace=error.trace)
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told, and ends the process
         return _refuse(settings, error, trace=traceback.format_exc())
-    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens or None)
+    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
     await client.start()
     try:

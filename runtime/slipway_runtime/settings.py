@@ -112,7 +112,7 @@ class RuntimeSettings:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     max_num_queued_reqs: int = 1024
-    max_queued_tokens: int = 0  # prompt tokens that may wait; 0: any number
+    max_queued_tokens: int = 2**21  # prompt tokens that may wait: some 100 bytes each, in both processes
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares under load; a tenant not here has 1
     block_size: int = 16
     max_output_tokens: int = 0
