@@ -199,7 +199,7 @@ async def test_an_adapter_comes_from_a_web_server_while_others_are_told_that_it_
     brought: list[Path] = []
 
     def slowly(uri: str) -> Path:
-        may_go_on.wait(30)
+        may_go_on.wait(300)
         brought.append(fetch(uri, cache=tmp_path, at_most_bytes=1 << 20))
         return brought[-1]
 
