@@ -55,5 +55,6 @@ def model_flags(spec: ModelSpec) -> list[str]:
 
 
 def _flag(spec: ModelSpec, name: str) -> list[str]:
-    """`max_rank` as `--max-rank 16`."""
-    return ["--" + name.replace("_", "-"), str(getattr(spec, name))]
+    """`max_rank` as `--max-rank 16`; a value that looks like a flag itself is tied to its own with `=`."""
+    flag, value = "--" + name.replace("_", "-"), str(getattr(spec, name))
+    return [f"{flag}={value}"] if value.startswith("-") else [flag, value]

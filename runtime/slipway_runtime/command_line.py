@@ -143,6 +143,11 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--adapter-endpoints", action="store_true", help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter"
     )
+    serve.add_argument(
+        "--private-adapter-addresses",
+        action="store_true",
+        help="let clients load adapters from http(s) addresses of private networks",
+    )
 
 
 def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> RuntimeSettings:

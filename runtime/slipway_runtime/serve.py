@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -46,7 +47,15 @@ from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch, release, shown
+from slipway_runtime.storage.fetch import (
+    Access,
+    AccessDeniedError,
+    FetchError,
+    ModelNotFoundError,
+    fetch,
+    release,
+    shown,
+)
 
 log = structlog.get_logger()
 
@@ -158,7 +167,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         return _refuse(settings, error, trace=error.trace)
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told, and ends the process
         return _refuse(settings, error, trace=traceback.format_exc())
-    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens or None)
+    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
     await client.start()
     try:
@@ -216,6 +225,14 @@ def _leave_word(sentence: str) -> None:
             TERMINATION_MESSAGE.write_text(sentence[:4000])
 
 
+def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool) -> Path:
+    """Bring an adapter. The bearer token is for the hosts that the command line names, wherever adapters come from."""
+    named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
+    access = Access.of(os.environ).with_hosts_of(*named)
+    access = replace(access, public_only=from_client and not settings.private_adapter_addresses)
+    return fetch(uri, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES, access=access)
+
+
 def _model(
     settings: RuntimeSettings,
     fetched: Fetched,
@@ -228,7 +245,7 @@ def _model(
         client,
         identity,
         source=AdapterSource(
-            partial(fetch, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES),
+            partial(_fetch_adapter, settings),
             partial(release, cache=settings.cache_directory),
             roots=adapter_roots(settings.cache_directory, fetched.directory),
         ),

@@ -112,7 +112,7 @@ class RuntimeSettings:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     max_num_queued_reqs: int = 1024
-    max_queued_tokens: int = 0  # prompt tokens that may wait; 0: any number
+    max_queued_tokens: int = 2**21  # prompt tokens that may wait: some 100 bytes each, in both processes
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares under load; a tenant not here has 1
     block_size: int = 16
     max_output_tokens: int = 0
@@ -132,6 +132,7 @@ class RuntimeSettings:
     max_rank: int = 16
     adapters: tuple[BootAdapter, ...] = ()
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
+    private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
     no_prefix_caching: bool = False
     no_overlap: bool = False  # plan each step only when the one before is done

@@ -72,6 +72,7 @@ def test_nothing_said_means_the_model_and_the_machine_decide():
     assert settings.kv_cache_bytes == settings.kv_cache_host_bytes == 0
     assert (settings.quantization, settings.kv_cache_dtype, settings.speculation) == ("none", "auto", "none")
     assert settings.tensor_parallel_size == 1
+    assert 0 < settings.max_queued_tokens < 10**7, "finding 9: what waits is bounded in tokens, not only in requests"
     switches = (settings.deterministic, settings.adapter_endpoints, settings.no_overlap, settings.in_process)
     assert not any(switches)
     assert (settings.max_adapters, settings.adapters, settings.warm_prompts, settings.tenant_weights) == (0, (), (), {})

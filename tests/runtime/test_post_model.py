@@ -22,12 +22,8 @@ async def test_a_process_without_a_model_loads_the_one_that_is_asked_for_and_no_
         assert (ready.status_code, ready.json()["reason"]) == (503, "NoModel")
         assert (await http.get(f"{replica.admin_url}/health")).status_code == 200
         assert (await http.get(f"{replica.url}/v1/models")).status_code == 503
-        for senseless in (
-            b"{}",
-            b'{"uri": "file:///x", "dtype": "int4"}',
-            b'{"uri": "file:///x", "kvCacheBytes": "x"}',
-        ):
-            refused = await http.post(f"{replica.admin_url}/model", content=senseless)
+        for senseless in ({}, {"uri": "file:///x", "dtype": "int4"}, {"uri": "file:///x", "kvCacheBytes": "x"}):
+            refused = await http.post(f"{replica.admin_url}/model", json=senseless)
             assert refused.status_code == 400, "and it still waits for a model"
 
         asked = await http.post(f"{replica.admin_url}/model", content=SPEC.wire())

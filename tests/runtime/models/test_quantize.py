@@ -216,3 +216,16 @@ def test_auto_is_bfloat16_only_where_the_processor_multiplies_it(computes, size,
     monkeypatch.setattr("slipway_runtime.models.quantize.computes_bf16", lambda: computes)
     config = parse_config({**LLAMA, "hidden_size": size, "intermediate_size": 4 * size, "vocab_size": 50_000})
     assert choose_dtype("auto", config, CPU) == chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_large_activations_of_a_float16_checkpoint_stay_finite(dtype: torch.dtype):
+    """Finding 3: sums of codes were rounded to float16 before their scale; with 4,096 inputs 15 to 70 % were inf."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(32, 4096).half() * 0.02, torch.randn(4, 4096).half() * 20
+
+    y = WeightOnly(weight, dtype)(x)
+
+    expected = F.linear(x.float(), weight.float())
+    assert y.isfinite().all()
+    assert (y.float() - expected).abs().max() < 0.1 * expected.abs().max()

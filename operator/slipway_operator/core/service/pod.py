@@ -13,6 +13,7 @@ from slipway_api.model_flags import model_flags
 from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_api import ModelSpec
+from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.service import model_access
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
@@ -115,6 +116,7 @@ def arguments(service: InferenceService, revision: Revision) -> list[str]:
 def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
     """The model and how to run it: what the command line of a pod says, and what POST /model is sent."""
     model, runtime, lora = service.spec.model, service.spec.runtime, service.spec.runtime.lora
+    drafts = runtime.speculation.method is not SpeculationMethod.NONE
     return ModelSpec(
         uri=model_access.address(model),
         served_name=service.served_name,
@@ -138,7 +140,7 @@ def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
         deterministic=runtime.deterministic,
         tensor_parallel_size=runtime.tensor_parallel_size,
         speculation=runtime.speculation.method,
-        speculation_max_tokens=runtime.speculation.max_tokens,
+        speculation_max_tokens=runtime.speculation.max_tokens if drafts else 0,
         max_adapters=lora.max_adapters if lora is not None else 0,
         max_cpu_adapters=lora.max_cpu_adapters if lora is not None else 0,
         max_rank=lora.max_rank if lora is not None else 0,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipway_api.runtime_api import ModelSpec
@@ -66,19 +66,14 @@ RUNTIMES = some(
 )
 
 
-def unset(spec: ModelSpec) -> ModelSpec:
-    """Without a method nothing is drafted, however many tokens are said, and the command line leaves that out."""
-    drafts = spec.speculation.value != "none"
-    return spec if drafts else spec.model_copy(update={"speculation_max_tokens": 0})
-
-
 @given(MODELS, RUNTIMES)
+@example({"chatTemplate": "--{{ messages }} $$ $(HOME)"}, {})
 def test_flags_and_body_of_any_spec_give_the_same_settings(model: dict[str, Any], runtime: dict[str, Any]):
     service = a_service(uri="hf://org/model@abc", model=model, runtime=runtime)
     process = ["serve", "--port", "8000", "--admin-port", "8001", "--drain-timeout", "300"]
 
     by_flags = serve_settings(arguments_of([one.replace("$$", "$") for one in arguments(service, REVISION)]), {})
-    body = unset(ModelSpec.model_validate_json(model_spec(service, REVISION).wire()))
+    body = ModelSpec.model_validate_json(model_spec(service, REVISION).wire())
     by_body = serve_settings(arguments_of(process), {}).with_model(body)
 
     assert by_body == by_flags
