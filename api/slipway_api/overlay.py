@@ -1,8 +1,8 @@
 """What a user may change about the pods of a service: the template's allow-list.
 
-Without it, the right to create an InferenceService would be the right to create any pod. What is listed is merged into the pod, by name
-where it has names; every other field of a pod is declared here only to be refused with a sentence, because the API
-server drops undeclared fields in silence. `core.pod` does the merging.
+Without it, the right to create an InferenceService would be the right to create any pod. What is listed is merged into
+the pod, by name where it has names; every other field of a pod is declared here only to be refused with a sentence,
+because the API server drops undeclared fields in silence. `core.service.pod` does the merging.
 """
 
 from typing import Annotated, Any

@@ -18,7 +18,7 @@ HASH_LENGTH: Final = 10
 SHORT_LENGTH: Final = 5  # in the names of pods
 # Kubernetes' alphabet for generated names: no vowels, so no words; no digit that looks like a letter.
 _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
-_INPUTS: Final = {
+_INPUTS: Final[dict[str, bool | set[str]]] = {
     "model": True,
     "runtime": True,
     "resources": True,
