@@ -27,6 +27,7 @@ from slipway_runtime.settings import (
 )
 
 _KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _COUNTS: Final = (
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -56,6 +57,14 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="0.0.0.0", help="address of the serving port")
     serve.add_argument("--port", type=int, default=names.SERVING_PORT)
     serve.add_argument("--admin-port", type=int, default=names.ADMIN_PORT)
+    serve.add_argument(
+        "--serving-token-sha256",
+        action="append",
+        default=[],
+        dest="serving_token_digests",
+        metavar="HEX",
+        help=f"take requests only with a token of this SHA-256 in {names.HEADER_SERVING_TOKEN}; once for each token",
+    )
     serve.add_argument("--dtype", choices=DTYPES, default="auto")
     serve.add_argument("--quantization", choices=("", *QUANTIZATIONS), default="", help="of the weights, at load")
     serve.add_argument("--kv-cache-dtype", choices=("", *KV_DTYPES), default="", help="number format of the KV cache")
@@ -148,6 +157,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
     if arguments.tenant_weights:
         given["tenant_weights"] = _tenant_weights(_json("--tenant-weights", arguments.tenant_weights))
     given["adapters"] = _boot_adapters(arguments.adapters)
+    given["serving_token_digests"] = tuple(digest for digest in arguments.serving_token_digests if digest)
     if arguments.max_adapters:
         given["max_cpu_adapters"] = arguments.max_cpu_adapters or arguments.max_adapters
     # Port 0 asks the kernel for a free one, which is how tests start many replicas on one machine.
@@ -183,6 +193,8 @@ def _check(settings: RuntimeSettings) -> None:
         raise ValueError(
             f"--kv-events-endpoint {settings.kv_events_endpoint!r} must name an address and a port, as tcp://*:5557"
         )
+    if not all(_SHA256.fullmatch(digest) for digest in settings.serving_token_digests):
+        raise ValueError("--serving-token-sha256 must be 64 lower-case hex digits")
     if not settings.max_adapters:
         if settings.adapters or settings.adapter_endpoints:
             asked = "--adapter" if settings.adapters else "--adapter-endpoints"

@@ -78,7 +78,12 @@ async def serve(settings: RuntimeSettings) -> int:
         stall_seconds=settings.stall_seconds,
     )
     stop = _stop_signal(replica)
-    serving = serving_app(replica, max_body_bytes=settings.max_body_bytes, adapter_endpoints=settings.adapter_endpoints)
+    serving = serving_app(
+        replica,
+        max_body_bytes=settings.max_body_bytes,
+        adapter_endpoints=settings.adapter_endpoints,
+        token_digests=settings.serving_token_digests,
+    )
     admin = admin_app(replica, token_digests=settings.admin_token_digests)
     async with (
         listening(serving, settings.host, settings.port) as port,

@@ -110,6 +110,7 @@ class RuntimeSettings:
     run_directory: Path = Path(names.RUN_DIRECTORY)
     cache_directory: Path = Path(names.CACHE_DIRECTORY)
     admin_token_digests: tuple[str, ...] = ()  # none: the admin port is for this machine only
+    serving_token_digests: tuple[str, ...] = ()  # none: the serving port takes requests without a token
     pod: str = ""
     namespace: str = ""
 

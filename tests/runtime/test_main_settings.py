@@ -111,6 +111,15 @@ def test_tenants_have_weights():
     assert settings_of('--tenant-weights={"team-a": 2, "b": 0.5}').tenant_weights == {"team-a": 2.0, "b": 0.5}
 
 
+def test_the_serving_port_takes_the_digests_of_several_tokens():
+    assert settings_of().serving_token_digests == ()
+    flags = [part for digest in ("a" * 64, "0" * 64) for part in ("--serving-token-sha256", digest)]
+    assert settings_of(*flags).serving_token_digests == ("a" * 64, "0" * 64)
+    for wrong in ("a" * 63, "A" * 64, "the token itself"):
+        with pytest.raises(ValueError, match="64 lower-case hex digits"):
+            settings_of("--serving-token-sha256", wrong)
+
+
 def test_without_a_token_the_admin_port_is_for_this_machine_only():
     assert settings_of().admin_host == "127.0.0.1"
     with_token = settings_of(SLIPWAY_ADMIN_TOKEN_SHA256="aa, bb,")

@@ -5,6 +5,7 @@
 | what                                | status | type                    | headers                        |
 |-------------------------------------|--------|-------------------------|--------------------------------|
 | a request that can never be served  | 400    | BadRequestError         |                                |
+| the serving or admin token is wrong | 401    | AuthenticationError     |                                |
 | an unknown model or path            | 404    | NotFoundError           |                                |
 | the wrong method                    | 405    | MethodNotAllowedError   | Allow                          |
 | what is here stands in the way      | 409    | ConflictError           |                                |

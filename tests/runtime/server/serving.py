@@ -159,6 +159,7 @@ async def a_replica(
     limits: QueueLimits | None = None,
     defaults: SamplingDefaults | None = None,
     token_digests: tuple[str, ...] = (),
+    serving_token_digests: tuple[str, ...] = (),
     max_output_tokens: int = 0,
     max_body_bytes: int = 2**20,
     max_open_requests: int = 64,
@@ -187,6 +188,7 @@ async def a_replica(
         max_body_bytes=max_body_bytes,
         max_open_requests=max_open_requests,
         adapter_endpoints=adapter_endpoints,
+        token_digests=serving_token_digests,
     )
     await client.start()
     try:

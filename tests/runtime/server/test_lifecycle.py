@@ -186,6 +186,30 @@ async def test_the_admin_port_wants_the_pods_token_except_for_probes():
         assert (await replica.http.get(f"{replica.url}/signals")).status_code == 404, "clients have no admin port"
 
 
+async def test_with_a_serving_token_only_its_holder_gets_an_answer_and_probes_stay_open():
+    current, previous = "the token of today", "the token of yesterday"
+    async with a_replica(serving_token_digests=(token_digest(current), token_digest(previous))) as replica:
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/nowhere"):
+            for headers in (
+                {},
+                {"x-slipway-serving-token": "a guess"},
+                {"x-slipway-serving-token": token_digest(current)},
+            ):
+                refused = await replica.post(path, {"prompt": "Hi", "max_tokens": 1}, headers=headers)
+                assert refused.status_code == 401, (path, headers)
+                assert refused.json()["error"]["type"] == "AuthenticationError"
+                assert "guess" not in refused.text
+        assert (await replica.http.get(f"{replica.url}/v1/models")).status_code == 401
+        assert replica.client.stats().admitted == 0, "nothing reached the engine"
+
+        for token in (current, previous):
+            answer = await replica.chat(max_tokens=1, headers={"x-slipway-serving-token": token})
+            assert answer.status_code == 200
+        for path in ("/health", "/metrics"):
+            assert (await replica.http.get(replica.url + path)).status_code == 200
+        assert (await replica.admin("/ready")).status_code == 200, "the admin port has a token of its own"
+
+
 # --- numbers
 
 
