@@ -22,9 +22,10 @@ from slipway_operator.core.observed import (
     PastRecommendation,
     Replica,
     Sample,
+    StoredRevision,
 )
 from slipway_operator.core.service.pod import pod_name
-from slipway_operator.core.service.revision import Revision, resolve
+from slipway_operator.core.service.revision import Revision, create_revision, resolve
 
 T0 = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 IMAGE = "slipway/runtime:test"
@@ -103,6 +104,20 @@ def promised(service: InferenceService, desired: int, **status: Any) -> Inferenc
         }
     )
     return service.model_copy(update={"status": known})
+
+
+def stored(service: InferenceService, *, owner_uid: str = "", image: str = IMAGE) -> StoredRevision:
+    """What the store holds of the revision that the service asks for."""
+    revision = resolve(service, image)
+    (action,) = create_revision(service, revision, ())
+    return StoredRevision(
+        name=action.name,
+        uid=f"uid-of-{action.name}",
+        owner_uid=owner_uid or service.metadata.uid,
+        hash=revision.hash,
+        number=action.manifest["revision"],
+        data=action.manifest["data"],
+    )
 
 
 def revision_of(service: InferenceService) -> Revision:
@@ -189,10 +204,14 @@ def seen(
     applied: Mapping[str, str] | None = None,
     namesakes: tuple[Namesake, ...] = (),
     fault: str = "",
+    disrupted: bool = False,
+    revisions: tuple[StoredRevision, ...] | None = None,
 ) -> Observed:
-    """The snapshot of a service and these pods."""
+    """The snapshot of a service and these pods; what the spec asks for is stored, unless `revisions` says otherwise."""
     return Observed(
         service=service,
+        disrupted=disrupted,
+        revisions=(stored(service),) if revisions is None else revisions,
         replicas=tuple(pod.replica for pod in pods),
         nodes={node.name: node for node in nodes},
         defaults=DEFAULTS,

@@ -111,6 +111,13 @@ class Routing(Struct):
     gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
 
 
+class Availability(Struct):
+    """What keeps the service available when replicas fail."""
+
+    replace_after_unhealthy_seconds: int = Field(default=120, ge=10, le=86_400)
+    """A replica that was ready and is not ready for this long is replaced, one replica at a time."""
+
+
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -175,6 +182,8 @@ class InferenceServiceSpec(Struct):
     """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
     routing: Routing = Routing()
     """How requests reach the replicas."""
+    availability: Availability = Availability()
+    """What keeps the service available when replicas fail."""
 
 
 class InferenceService(Struct):

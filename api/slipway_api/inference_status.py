@@ -30,6 +30,8 @@ class RevisionStatus(Struct):
     """Share of the traffic in percent; the gateway reads it."""
     ready: int = Field(default=0, ge=0)
     """Ready replicas of this revision."""
+    served: bool = False
+    """Whether it served completely once: lost replicas of such a revision are replaced while another one rolls out."""
 
 
 class AttemptStatus(Struct):

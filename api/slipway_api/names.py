@@ -31,6 +31,7 @@ ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drai
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
 ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
+ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # what the pod's runtime answers to
 
 # Every part serves clients on one port and its operators on another.
 SERVING_PORT: Final = 8000

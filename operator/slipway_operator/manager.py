@@ -89,6 +89,7 @@ class Manager:
         )
         writer = Writer(client, self.elector, on_write=self._count_write, clock=clock.monotonic)
         self.world.on_pod_change(writer.expectations.saw)
+        self.world.on_revision_change(writer.expectations.saw)
         self._recorder = Recorder(writer, instance=settings.identity)
         replicas = ReplicaClient(dial, masters)
         self._scraper: Scraper[Address, ServiceKey] = Scraper(
@@ -104,6 +105,8 @@ class Manager:
             self.world.nodes,
             self._scraper.sample,
             self.world.services.namesakes,
+            self.world.revisions,
+            self.world.node_counts,
             defaults=Defaults(
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,

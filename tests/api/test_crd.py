@@ -15,7 +15,17 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("profile", "warmPool", "budget", "slo", "availability", "suspend", "restartAt", "experimental"),
+    *(
+        "profile",
+        "warmPool",
+        "budget",
+        "slo",
+        "podDisruptionBudget",
+        "protectStartup",
+        "suspend",
+        "restartAt",
+        "experimental",
+    ),
     *("hostnames", "gatewayRef", "scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
     *("shape", "cache", "upgradePolicy", "upgradeWindow"),
 }

@@ -288,6 +288,8 @@ MAY = [
     ("operator", "patch", "poddisruptionbudgets.policy"),
     ("operator", "delete", "services"),
     ("operator", "patch", "networkpolicies.networking.k8s.io"),
+    ("operator", "create", "controllerrevisions.apps"),
+    ("operator", "delete", "controllerrevisions.apps"),
     ("operator", "create", "events.events.k8s.io"),
     ("gateway", "watch", "pods"),
     ("gateway", "list", "inferenceservices.slipway.dev"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipway_api import names
-from slipway_kube.resources import DISRUPTION_BUDGETS, SERVICES
+from slipway_kube.resources import CONTROLLER_REVISIONS, DISRUPTION_BUDGETS, SERVICES
 from tests.operator.town import NAMESPACE, Process, Town, a_town
 from tests.operator.virtual_time import run_in_virtual_time
 
@@ -27,6 +27,10 @@ def picture(town: Town) -> dict[str, Any]:
         ),
         "finalizers": town.service("chat")["metadata"]["finalizers"],
         "services": [one["spec"] for one in town.server.objects(SERVICES, NAMESPACE)],
+        "revisions": [
+            (one["metadata"]["name"], one["revision"], one["data"])
+            for one in town.server.objects(CONTROLLER_REVISIONS, NAMESPACE)
+        ],
         "budgets": [one["spec"] for one in town.server.objects(DISRUPTION_BUDGETS, NAMESPACE)],
         "status": {key: status.get(key) for key in ("replicas", "readyReplicas", "desiredReplicas", "currentRevision")},
     }
@@ -34,8 +38,10 @@ def picture(town: Town) -> dict[str, Any]:
 
 def is_settled(town: Town, replicas: int) -> bool:
     status, service = town.status("chat"), town.service("chat")
+    remembered = {f"chat-{one['hash']}" for one in status.get("revisions", ())}
     return (
-        len(town.serving("chat")) == replicas == len(town.pods("chat"))
+        {one["metadata"]["name"] for one in town.server.objects(CONTROLLER_REVISIONS, NAMESPACE)} == remembered
+        and len(town.serving("chat")) == replicas == len(town.pods("chat"))
         and status.get("readyReplicas") == replicas == status.get("replicas")
         and status.get("currentRevision") == status.get("updateRevision")
         and status.get("observedGeneration") == service["metadata"]["generation"]
@@ -73,12 +79,14 @@ def live_through(tmp_path: Path, prepare: Callable[[Town], Process]) -> tuple[li
             pictures.append(await part(1, most_pods=1))
             town.apply("chat", replicas=2)
             pictures.append(await part(2, most_pods=2))
-            town.apply("chat", model={"uri": "file:///models/other"})
+            town.apply("chat", model={"uri": "file:///models/other"}, rollout={"revisionHistoryLimit": 0})
             pictures.append(await part(2, most_pods=2 + SURGE))
+            assert len(pictures[-1]["revisions"]) == 1, "the old one is beyond revisionHistoryLimit"
             town.delete("chat")
             await until(lambda: town.service("chat") is None and not town.pods(), "the end of the service")
             await town.quiet(5)
             assert town.server.objects(SERVICES, NAMESPACE) == []
+            assert town.server.objects(CONTROLLER_REVISIONS, NAMESPACE) == []
             return pictures, first
 
     return run_in_virtual_time(story())
@@ -89,7 +97,13 @@ def undisturbed(tmp_path_factory):
     return live_through(tmp_path_factory.mktemp("masters"), lambda town: town.start_operator())
 
 
-@pytest.mark.capability("OP-7")
+def test_the_writes_include_those_of_the_revision_store(undisturbed):
+    _, operator = undisturbed
+    verbs = {write.partition(" ")[0] for write in operator.writes if "/controllerrevisions" in write}
+    assert verbs == {"POST", "DELETE"}
+
+
+@pytest.mark.capability("OP-7", "OP-13")
 def test_killed_after_any_write_the_next_operator_comes_to_the_same_end(tmp_path, undisturbed):
     pictures, operator = undisturbed
     assert len(operator.writes) > 15

@@ -13,7 +13,9 @@ from slipway_kube.objects import Node, Pod
 from slipway_operator.controller.memory import Memory
 from slipway_operator.controller.store import StoredService
 from slipway_operator.core.observed import Defaults, Namesake, Sample
+from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import Observer, PodIndex, node_facts, replica
+from slipway_operator.inputs.revisions import RevisionIndex
 
 CHAT, CODE = ServiceKey("team", "chat"), ServiceKey("team", "code")
 
@@ -175,6 +177,8 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
         {("", "node-a"): a_node(spec={"unschedulable": True}), ("", "node-b"): a_node()},
         {pod.uid: sample}.get,
         lambda key: [StoredService("uid-2", 1, {"metadata": {"name": "talk", "namespace": key.namespace}})],
+        RevisionIndex(),
+        NodeCounts(),
         defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
         token_digests=lambda namespace, name, nonce: (f"{namespace}/{name}/{nonce}",),
         serving_digests=lambda namespace, service: (f"{namespace}/{service}",),

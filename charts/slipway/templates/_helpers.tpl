@@ -190,6 +190,9 @@ subjects:
   resources: [networkpolicies]
   verbs: [get, create, patch, delete]
 {{- end }}
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [get, list, watch, create, delete]  # what each revision's pods are built from
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]

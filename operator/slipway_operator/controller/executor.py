@@ -20,7 +20,7 @@ from slipway_api.types import ServiceKey, rfc3339
 from slipway_kube import resources
 from slipway_kube.client import Client
 from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, StatusError
-from slipway_kube.objects import Pod
+from slipway_kube.objects import Object, Pod
 from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
 from slipway_operator.controller.memory import Memory
@@ -30,7 +30,9 @@ from slipway_operator.core.actions import (
     AddFinalizer,
     ApplyChild,
     CreatePod,
+    CreateRevision,
     DeletePod,
+    DeleteRevision,
     DrainPod,
     RemoveFinalizer,
 )
@@ -141,6 +143,12 @@ class Executor:
                 )
             case ApplyChild():
                 await self._apply_child(key, action, memory)
+            case CreateRevision():
+                await self._create_revision(key, service, action)
+            case DeleteRevision():
+                await self._writer.delete(
+                    resources.CONTROLLER_REVISIONS, key.namespace, action.name, uid=action.uid, owner=key
+                )
         return True
 
     async def _apply_child(self, key: ServiceKey, action: ApplyChild, memory: Memory) -> None:
@@ -197,6 +205,21 @@ class Executor:
                 return False
         return True
 
+    async def _create_revision(self, key: ServiceKey, service: StoredService, action: CreateRevision) -> None:
+        """POST the revision. One of ours that is there already is what we wanted: its name is made of its content."""
+        try:
+            await self._writer.create(resources.CONTROLLER_REVISIONS, key.namespace, action.manifest, owner=key)
+        except AlreadyExists:
+            try:
+                raw = await self._client.get(resources.CONTROLLER_REVISIONS.path(key.namespace, action.name))
+            except NotFound as exc:
+                raise StaleView(f"revision {action.name} was there and is gone") from exc
+            owners = msgspec.json.decode(raw, type=Object).metadata.owner_references
+            if not any(owner.controller and owner.uid == service.uid for owner in owners):
+                # Of a deleted service of this name: the garbage collector removes it in a moment.
+                sentence = f"the ControllerRevision {action.name} belongs to another owner; waiting until it is removed"
+                raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT) from None
+
     async def _mark_draining(self, key: ServiceKey, action: DrainPod) -> None:
         """Take the pod out of the route. With its uid in the body, a pod that is gone is never created anew."""
         body: dict[str, Any] = {
@@ -248,7 +271,7 @@ class Executor:
 def _object_of(action: Action) -> str:
     """The name of what the action is about."""
     match action:
-        case CreatePod() | DrainPod() | DeletePod():
+        case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
             return action.name
         case ApplyChild():
             return action.key

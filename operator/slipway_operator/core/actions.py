@@ -21,7 +21,7 @@ class AddFinalizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFinalizer:
-    """Let the service go: nothing of it is left to drain. After this the plan writes no status."""
+    """Take our finalizer off the service: nothing of it is left to drain. After this the plan writes no status."""
 
     finalizer: str
     reason: str
@@ -73,7 +73,27 @@ class ApplyChild:
     reason: str
 
 
-Action = AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateRevision:
+    """POST a ControllerRevision. A 409 by one of the same owner is success: the name is made of the content's hash."""
+
+    name: str
+    manifest: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteRevision:
+    """DELETE a ControllerRevision with `preconditions.uid`. NotFound and a wrong uid are success."""
+
+    name: str
+    uid: str
+    reason: str
+
+
+Action = (
+    AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild | CreateRevision | DeleteRevision
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,23 @@
 
 | stage         | when (the first that holds)                          | holds its slot | counts as                  |
 |---------------|------------------------------------------------------|----------------|----------------------------|
-| TERMINATING   | somebody deleted the pod                             | no             | nothing                    |
+| STUCK         | deleted, and GONE_AFTER past its grace still there   | no             | nothing, not even a GPU    |
+| TERMINATING   | its pod is being deleted                             | no             | nothing                    |
 | DEAD          | phase Failed or Succeeded: evicted, node shut down … | no             | nothing; it is removed     |
 | DRAINING      | label state=draining                                 | no             | nothing                    |
 | LOST          | its node has not been ready for NODE_LOST            | no             | nothing; it may come back  |
-| READY         | condition Ready                                      | yes            | capacity                   |
-| OVERDUE       | older than its startup may take                      | yes            | nothing: it blocks nobody  |
+| READY         | condition Ready, and the runtime does not drain      | yes            | capacity                   |
+| UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
+| UNHEALTHY     | it was ready, and is not for longer than is allowed  | yes            | nothing; it is replaced    |
+| UNREADY       | it was ready a moment ago                            | yes            | coming capacity            |
+| OVERDUE       | unready for longer than its startup may take         | yes            | nothing: it blocks nothing |
 | IMAGE_ERROR   | the kubelet cannot pull the image                    | yes            | nothing                    |
 | CONFIG_ERROR  | a Secret or ConfigMap of its environment is missing  | yes            | nothing                    |
 | CRASHING      | CrashLoopBackOff                                     | yes            | nothing                    |
-| UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
 | LOADING       | otherwise                                            | yes            | coming capacity            |
+
+While most nodes of the cluster look lost at once (`Observed.disrupted`), the fault is more likely between us and them:
+nothing is LOST, UNHEALTHY or OVERDUE on such a node. node-lifecycle-controller stops its evictions in the same case.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,6 +33,9 @@ from slipway_operator.core.observed import Node, Replica
 # Shorter than Kubernetes' own 300 s before it evicts, because a GPU replica takes minutes to replace; longer than a
 # kubelet's restart. Losing a replica costs nothing by itself: the old one leaves only when the new one is ready.
 NODE_LOST: Final = timedelta(seconds=30)
+# Beyond the grace of a deleted pod: its kubelet is not going to finish it, so nothing waits for it any more.
+GONE_AFTER: Final = timedelta(seconds=60)
+REPLACE_UNHEALTHY_AFTER: Final = timedelta(seconds=120)  # the default of spec.availability.replaceAfterUnhealthySeconds
 
 IMAGE_ERRORS: Final = frozenset(
     {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
@@ -34,13 +43,16 @@ IMAGE_ERRORS: Final = frozenset(
 
 
 class Stage(Enum):
-    """Where a replica stands between its creation and its end."""
+    """Where a replica stands between its creation and its end; the value completes a sentence about the replica."""
 
+    STUCK = "was deleted, but its node does not end it"
     TERMINATING = "is being deleted"
     DEAD = "has ended"
     DRAINING = "is draining"
     LOST = "is on a node that does not answer"
     READY = "is ready"
+    UNREADY = "is not ready at the moment"
+    UNHEALTHY = "was ready and has not been for too long"
     OVERDUE = "did not become ready in time"
     IMAGE_ERROR = "cannot pull its image"
     CONFIG_ERROR = "lacks a part of its environment"
@@ -55,22 +67,25 @@ class Stage(Enum):
 
     @property
     def is_broken(self) -> bool:
-        """Whether nobody should wait for it."""
+        """Whether nothing should wait for it."""
         return self in _BROKEN
 
+    @property
+    def has_served(self) -> bool:
+        """Whether it was ready once and may be again without a new start."""
+        return self in (Stage.READY, Stage.UNREADY)
 
-_GONE = frozenset({Stage.TERMINATING, Stage.DEAD, Stage.DRAINING, Stage.LOST})
-_BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING})
+    @property
+    def severity(self) -> int:
+        """Its place among the stages, the worst first; those that are as they should be come last."""
+        return _WORST_FIRST.index(self) if self in _WORST_FIRST else len(_WORST_FIRST)
 
 
+_GONE = frozenset({Stage.STUCK, Stage.TERMINATING, Stage.DEAD, Stage.DRAINING, Stage.LOST})
+_BROKEN = frozenset({Stage.OVERDUE, Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING, Stage.UNHEALTHY})
 _WORST_FIRST = (
-    Stage.IMAGE_ERROR,
-    Stage.CONFIG_ERROR,
-    Stage.CRASHING,
-    Stage.OVERDUE,
-    Stage.LOST,
-    Stage.UNSCHEDULABLE,
-    Stage.LOADING,
+    *(Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING, Stage.OVERDUE, Stage.UNHEALTHY),
+    *(Stage.LOST, Stage.UNSCHEDULABLE, Stage.LOADING, Stage.UNREADY),
 )
 
 
@@ -80,6 +95,7 @@ class Member:
 
     replica: Replica
     stage: Stage
+    on_lost_node: bool = False  # whatever its stage: it may be draining there
 
     @property
     def is_live(self) -> bool:
@@ -93,70 +109,132 @@ class Member:
 
 
 def judge(
-    replicas: Iterable[Replica], nodes: Mapping[str, Node], *, startup_timeout: timedelta, now: datetime
+    replicas: Iterable[Replica],
+    nodes: Mapping[str, Node],
+    *,
+    startup_timeout: timedelta,
+    replace_after: timedelta = REPLACE_UNHEALTHY_AFTER,
+    disrupted: bool = False,
+    now: datetime,
 ) -> tuple[Member, ...]:
     """All replicas with their stages, oldest first."""
+    limits = Limits(startup_timeout=startup_timeout, replace_after=replace_after, disrupted=disrupted)
     ordered = sorted(replicas, key=lambda replica: (replica.created_at, replica.name))
-    return tuple(Member(one, stage(one, nodes, startup_timeout=startup_timeout, now=now)) for one in ordered)
+    return tuple(
+        Member(one, stage(one, nodes, limits, now), not disrupted and is_lost(one, nodes, now)) for one in ordered
+    )
 
 
-def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[int, bool, int, float, float, str]:
-    """Sort key of victims: who serves nobody, then whose node shall be emptied, then who serves the fewest.
+def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[bool, int, bool, int, float, float, str]:
+    """Sort key of victims, the cheapest first.
 
-    A ready replica that does not answer comes after those that do: how much it serves is not known. Between equals
-    the newest goes, because its cache knows the least.
+    A replica that drains already costs nothing more: our cache may lag behind its label. Then come those that serve
+    nothing, then those on nodes to be emptied, then those that serve the fewest requests. A ready replica that does
+    not answer comes after those that do: how much it serves is not known. Between equals the newest goes, because its
+    cache knows the least.
     """
     replica = member.replica
-    standing = _WORST_FIRST.index(member.stage) if member.stage in _WORST_FIRST else len(_WORST_FIRST)
     sample = replica.sample
     requests = sample.requests if sample else 1_000_000
     usage = sample.kv_usage if sample else 1.0
-    return standing, not is_cordoned(replica, nodes), requests, usage, -replica.created_at.timestamp(), replica.name
+    return (
+        not _drains_by_its_own_word(replica),
+        member.stage.severity,
+        not is_cordoned(replica, nodes),
+        requests,
+        usage,
+        -replica.created_at.timestamp(),
+        replica.name,
+    )
 
 
-def stage(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timedelta, now: datetime) -> Stage:
-    """The table above."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a replica may stay in a stage that time ends."""
+
+    startup_timeout: timedelta
+    replace_after: timedelta = REPLACE_UNHEALTHY_AFTER
+    disrupted: bool = False
+
+
+def stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, now: datetime) -> Stage:
+    """Judge one replica by the table above."""
     if replica.deleted_at is not None:
-        return Stage.TERMINATING
+        return Stage.STUCK if now >= replica.deleted_at + GONE_AFTER else Stage.TERMINATING
     if replica.phase in ("Failed", "Succeeded"):
         return Stage.DEAD
     if replica.state == STATE_DRAINING:
         return Stage.DRAINING
-    if is_lost(replica, nodes, now):
+    if not limits.disrupted and is_lost(replica, nodes, now):
         return Stage.LOST
     if replica.ready:
-        return Stage.READY
-    if now >= replica.created_at + startup_timeout:
+        return Stage.UNREADY if _drains_by_its_own_word(replica) else Stage.READY
+    if replica.unschedulable:
+        return Stage.UNSCHEDULABLE
+    if _is_cut_off(replica, nodes):
+        return Stage.UNREADY if replica.started else Stage.LOADING
+    return _unready_stage(replica, nodes, limits, now)
+
+
+def _unready_stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, now: datetime) -> Stage:
+    """The stage of a replica that is not ready, on a node that answers."""
+    if replica.waiting_reason == "CrashLoopBackOff" and now < _overdue_at(replica, nodes, limits):
+        return Stage.CRASHING
+    if replica.started:
+        return Stage.UNHEALTHY if now >= _unready_since(replica, nodes) + limits.replace_after else Stage.UNREADY
+    if now >= _overdue_at(replica, nodes, limits):
         return Stage.OVERDUE
     if replica.waiting_reason in IMAGE_ERRORS:
         return Stage.IMAGE_ERROR
     if replica.waiting_reason == "CreateContainerConfigError":
         return Stage.CONFIG_ERROR
-    if replica.waiting_reason == "CrashLoopBackOff":
-        return Stage.CRASHING
-    if replica.unschedulable:
-        return Stage.UNSCHEDULABLE
     return Stage.LOADING
 
 
 def is_lost(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> bool:
-    """Whether the replica's node has been silent for so long that nobody should wait for it."""
+    """Whether the replica's node has been silent for so long that nothing should wait for it."""
     node = nodes.get(replica.node)
     return node is not None and not node.ready and now >= (node.not_ready_since or now) + NODE_LOST
 
 
 def is_cordoned(replica: Replica, nodes: Mapping[str, Node]) -> bool:
-    """Whether somebody wants the replica's node empty."""
+    """Whether the replica's node is to be emptied."""
     node = nodes.get(replica.node)
     return node is not None and node.cordoned
 
 
-def next_change(replica: Replica, nodes: Mapping[str, Node], *, startup_timeout: timedelta) -> datetime | None:
+def next_change(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> list[datetime]:
     """When time alone may move this replica to another stage; a moment in the past means that it has."""
+    if replica.deleted_at is not None:
+        return [replica.deleted_at + GONE_AFTER]
     moments = []
     node = nodes.get(replica.node)
     if node is not None and not node.ready and node.not_ready_since is not None:
         moments.append(node.not_ready_since + NODE_LOST)
     if not replica.ready:
-        moments.append(replica.created_at + startup_timeout)
-    return min(moments, default=None)
+        moments.append(_overdue_at(replica, nodes, limits))
+        if replica.started:
+            moments.append(_unready_since(replica, nodes) + limits.replace_after)
+    return moments
+
+
+def _drains_by_its_own_word(replica: Replica) -> bool:
+    """Whether the runtime says that it drains: told by us, where the label has not reached our cache, or by SIGTERM."""
+    return replica.sample is not None and replica.sample.draining
+
+
+def _is_cut_off(replica: Replica, nodes: Mapping[str, Node]) -> bool:
+    node = nodes.get(replica.node)
+    return node is not None and not node.ready
+
+
+def _unready_since(replica: Replica, nodes: Mapping[str, Node]) -> datetime:
+    """Since when the replica itself is not ready. What was lost with its node gets its time again when that returns."""
+    node = nodes.get(replica.node)
+    moments = (replica.scheduled_at or replica.created_at, replica.unready_since, node.ready_since if node else None)
+    return max(moment for moment in moments if moment is not None)
+
+
+def _overdue_at(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> datetime:
+    """The clock of the start-up begins when a node is found, and again whenever readiness is lost."""
+    return _unready_since(replica, nodes) + limits.startup_timeout

@@ -7,7 +7,7 @@ come back in through `service.status` or through pod metadata, because those sur
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
@@ -101,6 +101,9 @@ class Replica:
     unschedulable: str = ""  # the scheduler's message while PodScheduled=False with reason Unschedulable
     ready: bool = False  # condition Ready
     ready_since: datetime | None = None  # lastTransitionTime of condition Ready while it is True
+    unready_since: datetime | None = None  # ... while it is not True
+    started: bool = False  # containerStatuses[server].started: this run of the server was ready once
+    scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
     restarts: int = 0
@@ -120,7 +123,20 @@ class Node:
     name: str
     ready: bool = True
     not_ready_since: datetime | None = None  # lastTransitionTime of its Ready condition while that is not True
+    ready_since: datetime | None = None  # ... while it is True
     cordoned: bool = False  # spec.unschedulable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRevision:
+    """The facts of one ControllerRevision that carries the service's label."""
+
+    name: str
+    uid: str
+    owner_uid: str
+    hash: str  # label
+    number: int  # .revision: counts up, newest highest
+    data: Mapping[str, Any]  # .data, as `core.service.revision` built it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +196,9 @@ class Observed:
     namesakes: tuple[Namesake, ...] = ()
     replicas: tuple[Replica, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by name; a node that is not known is taken for healthy
+    disrupted: bool = False
+    """Whether most nodes of the cluster look lost at once, so that the fault is more likely between us and them."""
+    revisions: tuple[StoredRevision, ...] = ()  # ControllerRevisions with the service's label, whatever their owner
     defaults: Defaults
     token_digests: TokenDigests
     serving_digests: ServingDigests
@@ -191,3 +210,11 @@ class Observed:
     applied: Mapping[str, str] = field(default_factory=dict)
     """`ApplyChild.key` -> `ApplyChild.digest` of what the executor applied; emptied on resync, which heals drift."""
     failures: tuple[Failure, ...] = ()
+
+
+def is_disruption(not_ready: int, nodes: int) -> bool:
+    """Whether so many nodes look lost that the fault is more likely between us and them; `Observed.disrupted`.
+
+    All of them, or at least three that are 55 percent: the limits of Kubernetes' node-lifecycle-controller.
+    """
+    return not_ready > 0 and (not_ready == nodes or (not_ready >= 3 and not_ready * 100 >= nodes * 55))

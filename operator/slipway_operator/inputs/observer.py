@@ -18,6 +18,8 @@ from slipway_kube.objects import Key, Node, Pod, Terminated
 from slipway_operator.controller.memory import Memory
 from slipway_operator.controller.store import StoredService, key_of
 from slipway_operator.core import observed as seen
+from slipway_operator.inputs.disruption import NodeCounts
+from slipway_operator.inputs.revisions import RevisionIndex
 
 SampleOf = Callable[[str], seen.Sample | None]
 NamesakesOf = Callable[[ServiceKey], Iterable[StoredService]]
@@ -72,6 +74,8 @@ class Observer:
         nodes: Mapping[Key, Node],
         sample_of: SampleOf,
         namesakes: NamesakesOf,
+        revisions: RevisionIndex,
+        node_counts: NodeCounts,
         *,
         defaults: seen.Defaults,
         token_digests: seen.TokenDigests,
@@ -82,6 +86,8 @@ class Observer:
         self._nodes = nodes
         self._sample_of = sample_of
         self._namesakes = namesakes
+        self._revisions = revisions
+        self._node_counts = node_counts
         self._defaults = defaults
         self._token_digests = token_digests
         self._serving_digests = serving_digests
@@ -103,6 +109,8 @@ class Observer:
                 for name in sorted(node_names)
                 if (node := self._nodes.get(("", name))) is not None
             },
+            disrupted=self._node_counts.disrupted,
+            revisions=self._revisions.of(key),
             defaults=self._defaults,
             token_digests=self._token_digests,
             serving_digests=self._serving_digests,
@@ -148,6 +156,9 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         unschedulable=scheduled.message if scheduled is not None and is_unschedulable else "",
         ready=pod.is_ready,
         ready_since=ready.last_transition_time if ready is not None and pod.is_ready else None,
+        unready_since=ready.last_transition_time if ready is not None and not pod.is_ready else None,
+        started=server is not None and bool(server.started),
+        scheduled_at=scheduled.last_transition_time if scheduled is not None and scheduled.status == "True" else None,
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
         restarts=server.restart_count if server is not None else 0,
@@ -168,6 +179,7 @@ def node_facts(node: Node) -> seen.Node:
         name=node.name,
         ready=is_ready,
         not_ready_since=ready.last_transition_time if ready is not None and not is_ready else None,
+        ready_since=ready.last_transition_time if ready is not None and is_ready else None,
         cordoned=node.spec.unschedulable,
     )
 

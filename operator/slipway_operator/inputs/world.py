@@ -21,7 +21,9 @@ from slipway_kube.errors import KubeError
 from slipway_kube.informer import Change, Informer, OnChange
 from slipway_kube.objects import Key, Node, Pod
 from slipway_operator.controller.store import ServiceStore, key_of
+from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import PodIndex, node_facts, service_of
+from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from slipway_operator.inputs.scraper import Target
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address
@@ -61,6 +63,17 @@ class World:
             clock=monotonic,
         )
         self._pod_informer.on_change(self._saw_pod)
+        self.revisions = RevisionIndex()
+        self._revision_informer = Informer(
+            client,
+            resources.CONTROLLER_REVISIONS,
+            ControllerRevision,
+            namespaces=namespaces,
+            label_selector=names.MANAGED_SELECTOR,
+            clock=monotonic,
+        )
+        self._revision_informer.on_change(self._saw_revision)
+        self.node_counts = NodeCounts()
         self._node_informer = Informer(client, resources.NODES, Node, clock=monotonic)
         self._node_informer.on_change(self._saw_node)
 
@@ -92,6 +105,10 @@ class World:
         """Tell somebody else of each change to a pod, too."""
         self._pod_informer.on_change(callback)
 
+    def on_revision_change(self, callback: OnChange[ControllerRevision]) -> None:
+        """Tell `callback` of each change to a ControllerRevision, too."""
+        self._revision_informer.on_change(callback)
+
     def silent_seconds(self) -> float:
         """For how long the watch of the pods has said nothing, not even a bookmark."""
         return self._pod_informer.age()
@@ -115,7 +132,12 @@ class World:
         for key in self.pods.saw(change, old, new):
             self._wake(key)
 
-    def _saw_node(self, _change: Change, old: Node | None, new: Node | None) -> None:
+    def _saw_revision(self, change: Change, old: ControllerRevision | None, new: ControllerRevision | None) -> None:
+        for key in self.revisions.saw(change, old, new):
+            self._wake(key)
+
+    def _saw_node(self, change: Change, old: Node | None, new: Node | None) -> None:
+        self.node_counts.saw(old, new if change is not Change.DELETED else None)
         before = node_facts(old) if old is not None else None
         after = node_facts(new) if new is not None else None
         node = new or old
@@ -129,6 +151,7 @@ class World:
         """Keep pods and nodes current, for ever."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._pod_informer.run())
+            group.create_task(self._revision_informer.run())
             group.create_task(self._node_informer.run())
 
     async def fill(self) -> None:
@@ -143,11 +166,12 @@ class World:
                 await asyncio.sleep(min(RETRY_CAP_SECONDS, 0.5 * 2**attempt))
                 attempt += 1
         await self._pod_informer.synced.wait()
+        await self._revision_informer.synced.wait()
         log.info("caches are full", services=len(self.services), pods=len(self._pod_informer.cache))
 
     async def refresh(self) -> None:
         """Return after fresh lists, begun after this call: a standby's caches may lag, a leader's may not."""
-        await asyncio.gather(self.fill(), self._pod_informer.refresh())
+        await asyncio.gather(self.fill(), self._pod_informer.refresh(), self._revision_informer.refresh())
 
     async def check(self) -> int:
         """Compare with lists, correct what the watches missed, and say how many objects that were."""
@@ -157,7 +181,7 @@ class World:
         missed = self.services.correct(bodies, version)
         for key in missed:
             self._wake(key)
-        drift = len(missed) + await self._pod_informer.drift()
+        drift = len(missed) + await self._pod_informer.drift() + await self._revision_informer.drift()
         if drift:
             log.warning("the watches had missed something", services=sorted(map(str, missed)), objects=drift)
         return drift
@@ -182,7 +206,11 @@ class World:
         """Let the metrics read sizes and ages from here."""
         metrics.watch(metrics.services, partial(len, self.services))
         metrics.watch(metrics.pods, partial(len, self._pod_informer.cache))
-        for name, informer in (("pods", self._pod_informer), ("nodes", self._node_informer)):
+        for name, informer in (
+            ("pods", self._pod_informer),
+            ("nodes", self._node_informer),
+            ("controllerrevisions", self._revision_informer),
+        ):
             metrics.watch(metrics.watch_age.labels(name), informer.age)
             metrics.watch(metrics.relists.labels(name), partial(getattr, informer, "relists"))
 

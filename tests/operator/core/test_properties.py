@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited
-from tests.operator.core.model_cluster import ModelCluster
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 QUICK = settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -25,6 +25,7 @@ AUTOSCALING = {
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 10, "maxPods": 2, "periodSeconds": 5}},
 }
 
+STARTUP = {"startupTimeoutSeconds": 60}
 NUMBERS = st.integers(0, 7)
 FAULTS = st.sampled_from(
     [
@@ -39,10 +40,19 @@ FAULTS = st.sampled_from(
         "uncordon",
         "silence",
         "speak",
+        "answer late",
+        "flap",
+        "hang",
+        "device plugin refuses",
+        "device plugin works",
+        "lose zone",
+        "recover zone",
     ]
 )
 STEPS = st.one_of(
     st.tuples(st.just("wait"), st.integers(1, 40)),
+    st.tuples(st.just("wait"), st.just(400)),  # outlives startupTimeout, drains and the patience with the unhealthy
+    st.tuples(st.just("caches lag"), st.integers(0, 6)),
     st.tuples(st.just("edit"), st.integers(1, 3)),
     st.tuples(st.just("load"), NUMBERS),
     st.tuples(st.just("streams"), NUMBERS),
@@ -59,10 +69,11 @@ def make(limits, *, replicas=None, **spec):
         finalizers=(),
         rollout={"rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}},
         drain={"timeoutSeconds": 30, "endpointPropagationSeconds": 3},
+        runtime=STARTUP,
         **scaling,
         **spec,
     )
-    return ModelCluster(service, load_seconds=6)
+    return SimulatedCluster(service, load_seconds=6)
 
 
 def live(world, number, what):
@@ -70,6 +81,7 @@ def live(world, number, what):
     chosen = [name for name, pod in sorted(world.pods.items()) if pod.replica.deleted_at is None]
     if chosen:
         what(chosen[number % len(chosen)])
+        world.due = world.now  # a pod that came and went between two looks was an event, too
 
 
 def happen(world, kind, number):
@@ -78,7 +90,7 @@ def happen(world, kind, number):
         case "wait":
             world.run(number)
         case "edit":
-            world.service = edited(world.service, runtime={"maxModelLen": 100 * number})
+            world.service = edited(world.service, runtime=STARTUP | {"maxModelLen": 100 * number})
         case "load":
             share(world, number)
         case "streams":
@@ -109,9 +121,32 @@ def happen(world, kind, number):
             world.cordon(nodes[number % len(nodes)])
         case "uncordon":
             world.cordon(nodes[number % len(nodes)], cordoned=False)
+        case "caches lag":
+            world.cache_lag = number
+        case "answer late":
+            live(world, number, lambda name: setattr(world.pods[name], "late_by", number))
+        case "flap":
+            live(world, number, lambda name: world.flap(name, 10 * number))
+        case "hang":
+            live(world, number, world.hang)
+        case "device plugin refuses":
+            world.refusing.add(nodes[number % len(nodes)])
+        case "device plugin works":
+            world.refusing.discard(nodes[number % len(nodes)])
+        case "lose zone":
+            for node in zone(nodes, number):
+                world.lose_node(node)
+        case "recover zone":
+            for node in zone(nodes, number):
+                world.recover_node(node)
         case "silence" | "speak":
             live(world, number, lambda name: setattr(world.pods[name], "answers", kind == "speak"))
     world.tick()
+
+
+def zone(nodes, number):
+    """Every second node, or all."""
+    return nodes[number % 2 :: 2] if number < 6 else nodes
 
 
 def share(world, kv):
@@ -127,8 +162,12 @@ def calm_down(world):
     for node in world.nodes:
         world.recover_node(node)
         world.cordon(node, cordoned=False)
+    world.cache_lag = 0
+    world.refusing = set()
     for pod in world.pods.values():
         pod.answers = True
+        pod.is_hung = False
+        pod.late_by = 0
         pod.running = 0
         if pod.replica.waiting_reason and pod.replica.restarts < 5:
             pod.replica = replace(pod.replica, waiting_reason="")  # the kubelet's next try succeeds
@@ -167,16 +206,18 @@ def test_comes_to_rest_where_the_spec_wants_after_any_life(limits, replicas, lif
     replicas=st.integers(1, 4),
     edits=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 4)), min_size=1, max_size=4),
     streams=st.integers(0, 12),
+    lag=st.integers(0, 4),
 )
-def test_rollouts_keep_enough_replicas_ready_and_never_exceed_the_surge(limits, replicas, edits, streams):
+def test_rollouts_keep_enough_replicas_ready_and_never_exceed_the_surge(limits, replicas, edits, streams, lag):
     surge, unavailable = limits
     world = make(limits, replicas=replicas)
+    world.cache_lag = lag
     world.reconcile()
     world.run(30)
     for pod in world.pods.values():
         pod.running = streams
     for wait, length in edits:
-        world.service = edited(world.service, runtime={"maxModelLen": 100 * length})
+        world.service = edited(world.service, runtime=STARTUP | {"maxModelLen": 100 * length})
         for _ in range(wait):
             world.tick()
             assert len(world.ready) >= replicas - unavailable
@@ -212,6 +253,8 @@ def test_asked_again_and_again_at_the_same_moment_it_soon_has_nothing_to_do(life
         happen(world, kind, number)
         for _ in range(4):
             world.reconcile()
+        if world.cache_lag:
+            continue  # it waits until they show what it wrote
         made = plan(world.observed(), world.now)
         assert [action for action in made.actions if not getattr(action, "marked", False)] == []
         assert made.status == world.service.status

@@ -13,7 +13,7 @@ from slipway_api import names
 from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_operator.core.actions import ApplyChild
 from slipway_operator.core.observed import Network
-from slipway_operator.core.service.pod import owner_reference
+from slipway_operator.core.service.revision import owner_reference
 
 NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"  # a label that the API server sets on every namespace
 

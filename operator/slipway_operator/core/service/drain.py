@@ -35,8 +35,8 @@ class DrainRules:
         return int(self.timeout.total_seconds()) + GRACE_AFTER_DRAIN_SECONDS
 
 
-def let_go(replica: Replica, rules: DrainRules, now: datetime, *, reason: str) -> Steps:
-    """The next step towards the end of this replica; `reason` says why it should go."""
+def drain_replica(replica: Replica, rules: DrainRules, now: datetime, *, reason: str) -> Steps:
+    """Take the next step of the protocol with this replica; `reason` says why it should go."""
     if replica.deleted_at is not None:
         return Steps()  # the kubelet has it
     if replica.phase in ("Failed", "Succeeded"):

@@ -50,11 +50,7 @@ def explain(
 ) -> Trouble:
     """Everything that is wrong, worst first."""
     troubled = [one for one in members if (one.is_live and not one.is_ready) or one.stage is Stage.LOST]
-    order = (
-        *(Stage.IMAGE_ERROR, Stage.CONFIG_ERROR, Stage.CRASHING, Stage.OVERDUE),
-        *(Stage.UNSCHEDULABLE, Stage.LOST, Stage.LOADING),
-    )
-    troubled.sort(key=lambda one: (order.index(one.stage), one.replica.name))
+    troubled.sort(key=lambda one: (one.stage.severity, one.replica.name))
     sentences = [_sentence(one, observed, revision) for one in troubled]
     waiting = [status for status in assignment.attempts if status.not_before and now < status.not_before]
     sentences += [

@@ -22,26 +22,28 @@ def invalid_status(observed: Observed, members: Sequence[Member], now: datetime)
     """Stalled and not Ready, for the same reason, in the same words."""
     service, before = observed.service, observed.service.status
     ready = sum(member.is_ready for member in members)
-    told = before.conditions
+    conditions = before.conditions
     # What is under way has stopped, and nothing scales.
     for type in (ConditionType.RECONCILING, ConditionType.SCALING_ACTIVE):
-        told = remove_condition(told, type)
+        conditions = remove_condition(conditions, type)
 
-    def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
-        nonlocal told
+    def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+        nonlocal conditions
         generation = service.metadata.generation
-        told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
+        conditions = set_condition(
+            conditions, type, status, reason.value, message[:4096], generation=generation, now=now
+        )
 
-    tell(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    tell(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    tell(ConditionType.ROUTE_READY, *route(observed, ready))
+    write(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
+    write(ConditionType.ROUTE_READY, *route(observed, ready))
     if not ready:
-        nobody = "no replica is ready, and none is started until the spec is valid"
-        tell(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, nobody)
+        unserved = "no replica is ready, and none is started until the spec is valid"
+        write(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, unserved)
     return before.model_copy(
         update={
             "observed_generation": service.metadata.generation,
-            "conditions": told,
+            "conditions": conditions,
             "replicas": len(members),
             "ready_replicas": ready,
             "draining_replicas": sum(one.replica.state == names.STATE_DRAINING for one in members),

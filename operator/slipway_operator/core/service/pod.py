@@ -16,7 +16,7 @@ from slipway_api.runtime_spec import KVDtype, Quantization, Runtime, Speculation
 from slipway_operator.core.service import model_access
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
-from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.service.revision import Revision, owner_reference
 
 USER: Final = 65532  # the "nonroot" of distroless images
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
@@ -27,18 +27,6 @@ SHARED_MEMORY: Final = {"shm": "/dev/shm"}  # noqa: S108  GPUs that share a mode
 def pod_name(service: str, revision: Revision, slot: int, attempt: int) -> str:
     """`<service>-<revision5>-<slot>-<attempt>`."""
     return f"{service}-{revision.short}-{slot}-{attempt}"
-
-
-def owner_reference(service: InferenceService) -> dict[str, Any]:
-    """What makes a child ours: the garbage collector's safety net, and how we know our pods from others'."""
-    return {
-        "apiVersion": service.api_version,
-        "kind": service.kind,
-        "name": service.metadata.name,
-        "uid": service.metadata.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
 
 
 def build_pod(
@@ -53,7 +41,9 @@ def build_pod(
             "name": pod_name(service.metadata.name, revision, slot, attempt),
             "namespace": service.metadata.namespace,
             "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
-            "annotations": overlay.metadata.annotations | access.annotations(),
+            "annotations": overlay.metadata.annotations
+            | {names.ANNOTATION_SERVED_NAME: service.served_name}
+            | access.annotations(),
             "ownerReferences": [owner_reference(service)],
         },
         "spec": {

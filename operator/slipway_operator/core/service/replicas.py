@@ -1,17 +1,20 @@
-"""Which slots of a revision have a replica, which get one, and who has to go: the duties of whoever owns bare pods.
+"""Assigns replicas to the slots of one revision: which slots get a replica, and which replicas leave.
 
 A slot is a number within one revision; its replica is the pod of the highest attempt. An attempt is counted up when
-the pod before it died, was deleted, is on a lost or cordoned node, or when somebody else's pod has the name. Before an
-attempt above 0 is POSTed, status has to carry it: so two operators, one of them dead, never name two pods alike, and
-the backoff of a slot survives everything.
+the pod before it ended, was deleted, stays unhealthy, is on a lost or cordoned node, or when a pod of another owner has
+the name. Before an attempt above 0 is POSTed, status has to carry it: so two operators, one of them dead, never name
+two pods alike, and the backoff of a slot survives everything. After every failure a slot waits: a node that refuses
+each pod at once would otherwise be offered a new one each second.
 
-A slot may have two live replicas only while one replaces the other; the older drains as soon as the younger is ready.
+A slot may have two live replicas only while one replaces the other. The older drains as soon as the younger is ready;
+where the older is well again before that, the younger is cancelled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -29,11 +32,8 @@ LONGEST_BACKOFF: Final = timedelta(seconds=300)
 FORGIVEN_AFTER: Final = timedelta(minutes=10)  # ready for this long: earlier failures say nothing any more
 RESTARTS_UNTIL_REPLACED: Final = 5  # the kubelet's own backoff has reached minutes: another node may do better
 
-# Ends that are not the replica's fault: no backoff.
-NOT_ITS_FAULT: Final = frozenset(
-    {"Evicted", "Preempting", "Preempted", "NodeShutdown", "Terminated", "NodeLost", "NodeAffinity", "Shutdown"}
-    | {"UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods"}
-)
+SCALING_DOWN: Final = "scaling down"  # how the reason of such a drain begins; it is told apart by it
+UNHEALTHY_SINCE: Final = "was ready and has not been since"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +79,29 @@ def assign(
     taken_names: AbstractSet[str],
     nodes: Mapping[str, Node],
     now: datetime,
+    unhealthy: str = "",
+    replace_broken: bool = False,
 ) -> Assignment:
-    """Slots for the replicas of one revision. `members` are those of this revision, in any stage.
+    """Assign slots to the replicas of one revision. `members` are those of this revision, in any stage.
 
     `create_up_to` is how many slots may be filled, `keep_at_most` how many may stay filled, `moves` how many
-    replicas may be started beside one that has to leave its node.
+    replicas may be started beside one that has to leave its node. `unhealthy` is the uid of the one unhealthy replica
+    that may be replaced now; with `replace_broken` every broken one is.
     """
-    slots = _Slots(members, service, revision, attempts, taken_names, now)
+    is_over = partial(_is_over, unhealthy=unhealthy, replace_broken=replace_broken)
+    slots = _Slots(members, service, revision, attempts, taken_names, now, is_over)
     victims = slots.surplus(keep_at_most, nodes)
     kept = [slot for slot in slots.live if slot not in victims]
-    vacant = slots.vacant(create_up_to - len(kept))
+    wanted = slots.vacant(keep_at_most - len(kept))
+    room = max(0, create_up_to - len(kept))
+    vacant, waiting = wanted[:room], wanted[room:]
     moving = [slot for slot in kept if slots.should_move(slot, nodes)][: max(0, moves)]
 
     creations: list[Creation] = []
     events: list[Event] = []
     remembered = [status for slot in kept if slot not in moving and (status := slots.memory_of(slot))]
     waits = [moment for status in remembered if (moment := slots.forgiven_at(status.slot))]
+    remembered += [recorded for slot in waiting if (recorded := slots.recorded(slot))]
     must_record = False
     for slot in [*vacant, *moving]:
         following = slots.next_attempt(slot)
@@ -113,8 +120,8 @@ def assign(
         creations=tuple(creations),
         leaving=(
             *((member, reason) for slot, reason in victims.items() for member in slots.live[slot]),
-            *slots.superseded(victims),
-            *slots.spent(vacant),
+            *slots.superseded(victims, nodes),
+            *slots.ended(vacant),
             *slots.lost_and_not_needed(keep_at_most),
         ),
         attempts=tuple(sorted(remembered, key=lambda status: status.slot)),
@@ -142,14 +149,18 @@ class _Slots:
         attempts: Sequence[AttemptStatus],
         taken_names: AbstractSet[str],
         now: datetime,
+        is_over: Callable[[Member], bool],
     ) -> None:
         self._service, self._revision, self._taken, self._now = service, revision, taken_names, now
+        self._is_over = is_over
         self._recorded = {status.slot: status for status in attempts if status.revision == revision.hash}
         self.all: dict[int, list[Member]] = {}
         for member in sorted(members, key=lambda one: (one.replica.slot, one.replica.attempt)):
             self.all.setdefault(member.replica.slot, []).append(member)
         self.live = {
-            slot: live for slot, group in self.all.items() if (live := [one for one in group if _holds_slot(one)])
+            slot: live
+            for slot, group in self.all.items()
+            if (live := [one for one in group if one.is_live and not is_over(one)])
         }
 
     def surplus(self, keep_at_most: int, nodes: Mapping[str, Node]) -> dict[int, str]:
@@ -158,21 +169,32 @@ class _Slots:
         if excess <= 0:
             return {}
 
-        def cost(slot: int) -> tuple[int, bool, int, float, float, str]:
+        def cost(slot: int) -> tuple[bool, int, bool, int, float, float, str]:
             return max(cheapest_to_lose(member, nodes) for member in self.live[slot])
 
         ranked = sorted(self.live, key=cost)
-        return {slot: f"scaling down, {_why_cheapest(self.live[slot])}" for slot in ranked[:excess]}
+        return {slot: f"{SCALING_DOWN}, {_why_cheapest(self.live[slot])}" for slot in ranked[:excess]}
 
     def vacant(self, wanted: int) -> list[int]:
         """The slots to fill: first those whose replica failed, so that their backoff counts, then free numbers."""
         if wanted <= 0:
             return []
-        bereft = [slot for slot, group in self.all.items() if slot not in self.live and _lost_its_replica(group)]
-        promised = [slot for slot in self._recorded if slot not in self.all]
-        first = sorted({*bereft, *promised})
+        lost = [
+            slot for slot, group in self.all.items() if slot not in self.live and self._is_to_be_refilled(slot, group)
+        ]
+        recorded = [slot for slot in self._recorded if slot not in self.all]
+        first = sorted({*lost, *recorded})
         free = (slot for slot in count() if slot not in self.all and slot not in self._recorded)
         return [*first, *(next(free) for _ in range(wanted - len(first)))][:wanted]
+
+    def _is_to_be_refilled(self, slot: int, group: Sequence[Member]) -> bool:
+        """Whether the slot's last replica went without our asking, or is replaced: its next attempt takes its place."""
+        last, recorded = group[-1].replica, self._recorded.get(slot)
+        return last.state != STATE_DRAINING or (recorded is not None and recorded.attempt > last.attempt)
+
+    def recorded(self, slot: int) -> AttemptStatus | None:
+        """What status says of the slot."""
+        return self._recorded.get(slot)
 
     def should_move(self, slot: int, nodes: Mapping[str, Node]) -> bool:
         """Whether the slot's only replica stands on a node that somebody wants empty."""
@@ -190,8 +212,9 @@ class _Slots:
             status = recorded
         else:
             last = [member for member in group if member.replica.attempt == used]
-            failures = (recorded.failures if recorded else 0) + any(_at_fault(member) for member in last)
-            pause = backoff(failures) if any(_at_fault(member) for member in last) else timedelta()
+            has_failed = any(self._is_over(member) for member in last)
+            failures = (recorded.failures if recorded else 0) + has_failed
+            pause = backoff(failures) if has_failed else timedelta()
             status = AttemptStatus(
                 revision=self._revision.hash,
                 slot=slot,
@@ -228,25 +251,29 @@ class _Slots:
         ready_since = [one.replica.ready_since for one in self.live[slot] if one.is_ready and one.replica.ready_since]
         return min(ready_since) + FORGIVEN_AFTER if ready_since else None
 
-    def superseded(self, victims: Mapping[int, str]) -> list[tuple[Member, str]]:
-        """Older replicas on a slot, lost ones included, whose younger one is ready."""
+    def superseded(self, victims: Mapping[int, str], nodes: Mapping[str, Node]) -> list[tuple[Member, str]]:
+        """Of several replicas on a slot, those that another one serves instead of."""
         leaving = []
         for slot, group in self.all.items():
-            youngest = group[-1]
-            if slot in victims or not youngest.is_ready:
+            if slot in victims or len(group) == 1:
                 continue
-            older = [one for one in group[:-1] if _holds_slot(one) or one.stage is Stage.LOST]
-            leaving += [(one, f"{youngest.replica.name} serves in its slot") for one in older]
+            staying = next((one for one in group if one.is_ready and not is_cordoned(one.replica, nodes)), None)
+            if staying is None and group[-1].is_ready:
+                staying = group[-1]  # its node is cordoned too, and it has moved once already
+            if staying is None:
+                continue
+            others = [one for one in group if one is not staying and (one.is_live or one.stage is Stage.LOST)]
+            leaving += [(one, f"{staying.replica.name} serves in its slot") for one in others]
         return leaving
 
-    def spent(self, vacant: Sequence[int]) -> list[tuple[Member, str]]:
+    def ended(self, vacant: Sequence[int]) -> list[tuple[Member, str]]:
         """Replicas that are over. One to be replaced goes when status carries the attempt after it: it counts once."""
         leaving = []
         for slot, group in self.all.items():
             recorded = self._recorded.get(slot)
             for member in group:
                 has_successor = recorded is not None and recorded.attempt > member.replica.attempt
-                if _is_spent(member) and (has_successor or slot not in vacant):
+                if self._is_over(member) and (has_successor or slot not in vacant):
                     leaving.append((member, _end_of(member)))
         return leaving
 
@@ -263,24 +290,40 @@ class _Slots:
         ]
 
 
-def _is_spent(member: Member) -> bool:
-    """Ended, or crashing so often that the kubelet's patience helps nobody."""
+def unhealthy_to_replace(members: Sequence[Member], attempts: Sequence[AttemptStatus]) -> str:
+    """The uid of the one unhealthy replica that may be replaced now; empty: none.
+
+    One at a time over the whole service: where many are unhealthy at once, the cause is likely not in them.
+    """
+    unhealthy = [one.replica for one in members if one.stage is Stage.UNHEALTHY]
+    if not unhealthy:
+        return ""
+    recorded = {(status.revision, status.slot): status.attempt for status in attempts if status.attempt}
+    for replica in unhealthy:
+        if recorded.get((replica.revision, replica.slot), 0) > replica.attempt:
+            return replica.uid  # begun
+    there = {(one.replica.revision, one.replica.slot): one.replica.attempt for one in members}
+    waits = any(there.get(slot, -1) < attempt for slot, attempt in recorded.items())
+    starts = any(
+        one.is_live and not one.is_ready and one.replica.attempt > 0
+        for one in members
+        if one.stage is not Stage.UNHEALTHY
+    )
+    drains = any(one.stage is Stage.DRAINING and UNHEALTHY_SINCE in one.replica.drain_reason for one in members)
+    if waits or starts or drains:
+        return ""
+    return min(unhealthy, key=lambda one: (one.unready_since or one.created_at, one.name)).uid
+
+
+def _is_over(member: Member, *, unhealthy: str, replace_broken: bool) -> bool:
+    """Ended, or in a state that waiting does not improve: its slot gets another replica."""
     if member.stage is Stage.DEAD:
         return True
-    return member.stage is Stage.CRASHING and member.replica.restarts >= RESTARTS_UNTIL_REPLACED
-
-
-def _holds_slot(member: Member) -> bool:
-    return member.is_live and not _is_spent(member)
-
-
-def _lost_its_replica(group: Sequence[Member]) -> bool:
-    """Whether the slot's last replica went without our asking: it is replaced in place, by its next attempt."""
-    return group[-1].replica.state != STATE_DRAINING
-
-
-def _at_fault(member: Member) -> bool:
-    return _is_spent(member) and member.replica.phase_reason not in NOT_ITS_FAULT
+    if member.stage is Stage.CRASHING and member.replica.restarts >= RESTARTS_UNTIL_REPLACED:
+        return True
+    if member.stage is Stage.UNHEALTHY:
+        return member.replica.uid == unhealthy
+    return replace_broken and member.stage.is_broken
 
 
 def _why_replaced(group: Sequence[Member]) -> str:
@@ -295,6 +338,8 @@ def _end_of(member: Member) -> str:
     if member.stage is Stage.CRASHING:
         last = f", last with {replica.last_exit}" if replica.last_exit else ""
         return f"{replica.name} crashed {replica.restarts} times{last}"
+    if member.stage is Stage.UNHEALTHY:
+        return f"{replica.name} {UNHEALTHY_SINCE} {replica.unready_since or replica.created_at:%H:%M:%S} UTC"
     if member.is_ready:
         return f"{replica.name} has to leave node {replica.node}, which is cordoned"
     return f"{replica.name} {member.stage.value}"

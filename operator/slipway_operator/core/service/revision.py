@@ -1,18 +1,28 @@
-"""Which revision the spec asks for: a hash of what the user wrote about the pods, and of nothing else.
+"""Revisions: which one the spec asks for, and how its inputs are stored so that its pods can be built again.
 
-Operator version, certificates, scale, drain and rollout settings are not in it, so none of them restarts a pod.
-Values equal to their default are left out before hashing: a newer operator with a new field, or a default written out
-by the API server, gives the same hash. An empty `runtime.image` stays empty in the hash; which image that means is
-frozen in status when the revision is first seen.
+The hash covers what the user wrote about the pods, and nothing else. Operator version, certificates, scale, drain and
+rollout settings are not in it, so none of them restarts a pod. Values equal to their default are left out before
+hashing: a newer operator with a new field, or a default written out by the API server, gives the same hash.
+
+What is stored, in a ControllerRevision (apps/v1) owned by the service, is everything that a pod is built from: model,
+runtime, resources and template with all their defaults as they were, and the image that an empty `runtime.image` was
+resolved to. Pods are built from what is stored, never from the spec, so a changed default touches no revision that
+exists. It is never changed; its name is made of the hash.
 """
 
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
+from pydantic import ValidationError
+
+from slipway_api import names
 from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.inference_status import RevisionStatus
+from slipway_operator.core.actions import CreateRevision, DeleteRevision
+from slipway_operator.core.observed import StoredRevision
 
 HASH_LENGTH: Final = 10
 SHORT_LENGTH: Final = 5  # in the names of pods
@@ -33,11 +43,20 @@ class Revision:
 
     hash: str
     image: str
+    spec: InferenceServiceSpec | None = field(default=None, compare=False)
+    """The inputs as stored; None: not stored yet."""
 
     @property
     def short(self) -> str:
         """The part of the hash that names pods."""
         return self.hash[:SHORT_LENGTH]
+
+    def apply_to(self, service: InferenceService) -> InferenceService:
+        """The service as it asks for pods of this revision; what is not part of a revision stays as it is now."""
+        if self.spec is None:
+            return service
+        frozen = {part: getattr(self.spec, part) for part in _INPUTS}
+        return service.model_copy(update={"spec": service.spec.model_copy(update=frozen)})
 
 
 def inputs(spec: InferenceServiceSpec) -> str:
@@ -57,15 +76,86 @@ def digest(text: str, collisions: int = 0) -> str:
     return "".join(letters)
 
 
-def resolve(service: InferenceService, default_image: str) -> Revision:
-    """The revision that the spec asks for; a known one keeps its hash and its image."""
+def resolve(service: InferenceService, default_image: str, stored: Iterable[Revision] = ()) -> Revision:
+    """The revision that the spec asks for; a known one keeps its hash, its image and its defaults."""
+    kept = {revision.hash: revision for revision in stored}
     known = {revision.hash: revision for revision in service.status.revisions}
     text = inputs(service.spec)
     chosen = digest(text)
     if chosen not in known:
         chosen = _find(text, service.status.revisions)
+    if chosen in kept:
+        return kept[chosen]
     frozen = known[chosen].image if chosen in known else ""
     return Revision(hash=chosen, image=frozen or service.spec.runtime.image or default_image)
+
+
+def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) -> tuple[Revision, ...]:
+    """The revisions that can be built again. One that cannot be read is as good as not stored."""
+    loaded = []
+    for one in stored:
+        if one.owner_uid != service.metadata.uid:
+            continue
+        try:
+            spec = InferenceServiceSpec.model_validate(one.data.get("spec"))
+        except ValidationError:
+            continue
+        loaded.append(Revision(one.hash, str(one.data.get("image", "")), spec))
+    return tuple(loaded)
+
+
+def create_revision(
+    service: InferenceService, revision: Revision, stored: Sequence[StoredRevision]
+) -> tuple[CreateRevision, ...]:
+    """Store the revision that the spec asks for, before its first pod."""
+    if revision.spec is not None:
+        return ()
+    spec = service.spec.model_dump(mode="json", by_alias=True, exclude_none=True, include=_INPUTS)
+    name = f"{service.metadata.name}-{revision.hash}"
+    manifest = {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": {
+            "name": name,
+            "namespace": service.metadata.namespace,
+            "labels": {
+                names.LABEL_MANAGED_BY: names.MANAGED_BY,
+                "app.kubernetes.io/name": service.metadata.name,
+                names.LABEL_SERVICE: service.metadata.name,
+                names.LABEL_REVISION: revision.hash,
+            },
+            "ownerReferences": [owner_reference(service)],
+        },
+        "revision": max((one.number for one in stored), default=0) + 1,
+        "data": {"image": revision.image, "spec": spec},
+    }
+    reason = f"pods of revision {revision.hash} can be built again from what it holds"
+    return (CreateRevision(name=name, manifest=manifest, reason=reason),)
+
+
+def delete_revisions(
+    service: InferenceService, stored: Sequence[StoredRevision], *, populated: Iterable[str]
+) -> tuple[DeleteRevision, ...]:
+    """Forget what status has forgotten: `revisionHistoryLimit` decides there. Never one that has pods."""
+    status = service.status
+    kept = {*populated, status.update_revision, status.current_revision, *(one.hash for one in status.revisions)}
+    return tuple(
+        DeleteRevision(name=one.name, uid=one.uid, reason=f"revision {one.hash} is beyond revisionHistoryLimit")
+        for one in stored
+        if one.owner_uid == service.metadata.uid and one.hash not in kept
+    )
+
+
+def owner_reference(service: InferenceService) -> dict[str, Any]:
+    """What makes a child ours: the garbage collector's safety net, and how we know our children from others'."""
+    return {
+        "apiVersion": service.api_version,
+        "kind": service.kind,
+        "name": service.metadata.name,
+        "uid": service.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
 
 
 def _find(text: str, revisions: tuple[RevisionStatus, ...]) -> str:

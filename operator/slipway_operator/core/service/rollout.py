@@ -1,26 +1,41 @@
-"""How a new revision replaces the old one: which replicas may start, and which may go.
+"""How a new revision replaces the old one: which replicas may start, which may go, and who gets the traffic.
 
 RollingUpdate with Kubernetes' words. Two laws hold at every step, for D desired replicas:
 
 - at least D - maxUnavailable replicas are ready before a ready one is asked to go;
 - no more than D + maxSurge replicas exist. Those that drain count, because they hold their GPU until they are gone,
   so a rollout needs no spare GPU beyond maxSurge. What others took away (deleted, evicted, on a lost node) does not
-  count: its replacement does not wait for a drain of minutes.
+  count: its replacement does not wait for a drain of minutes. Nor does a deleted pod that its node never ends.
 
     D=3, maxSurge=1, maxUnavailable=0:  ooo -> ooo+n -> (n ready) oo~+n -> (~ gone) oo+nn -> ... -> nnn
     D=3, maxSurge=0, maxUnavailable=1:  ooo -> oo~   -> (~ gone)  oo+n  -> (n ready) o~+n -> ... -> nnn
+
+The stable revision is the last that served completely. Where its inputs are stored, replicas of it that are lost
+during the rollout are started again, as far as the new revision does not serve instead:
+
+    D=3, maxSurge=1, maxUnavailable=0, n cannot start:  ooo+n -> (o lost) oo+n -> ooo+n, never ooonn
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from slipway_api.inference_service import RollingUpdate
 from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
 from slipway_operator.core.observed import Node
+from slipway_operator.core.service.replicas import SCALING_DOWN
 
 REPLACED: Final = "a newer revision replaces it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revisions:
+    """The revisions that a rollout is between, by hash."""
+
+    update: str  # the one that the spec asks for
+    stable: str = ""  # the last that served completely; the same as `update` while nothing rolls
+    is_stored: bool = False  # replicas of the stable one can be built again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,53 +47,102 @@ class RolloutStep:
     moves: int  # replicas of the new revision that may be started beside the one they replace
     leaving: tuple[tuple[Member, str], ...] = ()  # old replicas that may go now, each with the reason
     serves_instead: bool = False  # the new revision alone is all that is desired
+    stable_up_to: int = 0  # replicas of the stable revision that may exist
+    stable_wanted: int = 0  # ... that should exist
+    replace_broken_stable: bool = False  # a new replica waits for a node: a broken stable one makes room for it
+    weights: Mapping[str, int] = field(default_factory=dict)  # percent of the traffic by revision, 100 in all
 
 
 def step(
     members: Sequence[Member],
     *,
-    revision: str,
+    revisions: Revisions,
     desired: int,
     limits: RollingUpdate,
     nodes: Mapping[str, Node],
 ) -> RolloutStep:
-    """The next step towards `desired` replicas, all of `revision`."""
-    new = [member for member in members if member.replica.revision == revision]
-    old = [member for member in members if member.replica.revision != revision]
+    """The next step towards `desired` replicas, all of the update revision."""
+    new = [member for member in members if member.replica.revision == revisions.update]
+    old = [member for member in members if member.replica.revision != revisions.update]
     old_live = [member for member in old if member.is_live]
-    still_draining = [member for member in members if _drains_for_a_rollout(member, revision)]
+    still_draining = [member for member in members if _drains_and_counts(member, revisions.update)]
     doubles = _doubles(new)
+    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE for member in new)
 
     new_ready = _ready(new)
-    serves_instead = new_ready >= desired
+    # 3 desired + 1 surge - 2 old live - 1 that drains = 1 place.
     room = desired + limits.max_surge - len(old_live) - len(still_draining) - doubles
+    new_live = sum(member.is_live for member in new) - doubles
+    rebuild = _stable_to_rebuild(old_live, new, revisions=revisions, desired=desired, limits=limits)
+    rebuild_now = min(rebuild, max(0, room - new_live))
+    stable_live = sum(member.replica.revision == revisions.stable for member in old_live)
+    stable_is_kept = revisions.is_stored and revisions.stable != revisions.update
+    is_rolling = bool(old_live) or rebuild > 0 or any(member in old for member in still_draining)
+    serves_instead = new_ready >= desired
+    hashes = {revisions.update, revisions.stable or revisions.update, *(one.replica.revision for one in members)}
     return RolloutStep(
-        is_rolling=bool(old_live) or any(member in old for member in still_draining),
-        create_up_to=max(0, min(desired, room)),
+        is_rolling=is_rolling,
+        create_up_to=max(0, min(desired, room - rebuild_now)),
         # Moving a replica off a cordoned node takes the same surge; while a rollout runs it does the moving itself.
-        moves=0 if old_live else max(0, limits.max_surge - doubles),
-        leaving=_old_that_may_go(old, new_ready=new_ready, desired=desired, limits=limits, nodes=nodes),
+        moves=0 if old_live else max(0, limits.max_surge - doubles - len(still_draining)),
+        leaving=_old_that_may_go(
+            old,
+            new_ready=new_ready,
+            desired=desired,
+            limits=limits,
+            nodes=nodes,
+            keeps_broken=lambda member: (
+                member.replica.revision == revisions.stable and (stable_is_kept or not new_waits_for_node)
+            ),
+        ),
         serves_instead=serves_instead,
+        stable_up_to=stable_live + rebuild_now,
+        stable_wanted=stable_live + rebuild,
+        replace_broken_stable=new_waits_for_node,
+        weights=weights(
+            members,
+            sorted(hashes),
+            current=revisions.update if serves_instead and not is_rolling else revisions.stable or revisions.update,
+        ),
     )
 
 
+def _stable_to_rebuild(
+    old_live: Sequence[Member], new: Sequence[Member], *, revisions: Revisions, desired: int, limits: RollingUpdate
+) -> int:
+    """How many replicas of the stable revision are missing, because they were lost and no new one serves instead.
+
+    A new replica that was ready a moment ago counts: a readiness probe that fails once starts no replica.
+    """
+    if not revisions.is_stored or revisions.stable == revisions.update:
+        return 0
+    new_serving = sum(member.stage.has_served for member in new)
+    return max(0, desired - limits.max_unavailable - new_serving - len(old_live))
+
+
 def _old_that_may_go(
-    old: Sequence[Member], *, new_ready: int, desired: int, limits: RollingUpdate, nodes: Mapping[str, Node]
+    old: Sequence[Member],
+    *,
+    new_ready: int,
+    desired: int,
+    limits: RollingUpdate,
+    nodes: Mapping[str, Node],
+    keeps_broken: Callable[[Member], bool],
 ) -> tuple[tuple[Member, str], ...]:
     ranked = sorted((member for member in old if member.is_live), key=lambda member: cheapest_to_lose(member, nodes))
-    hopeless = [member for member in ranked if member.stage.is_broken]
-    waiting = [member for member in ranked if not member.is_ready and not member.stage.is_broken]
+    hopeless = [member for member in ranked if member.stage.is_broken and not keeps_broken(member)]
+    waiting = [member for member in ranked if not member.is_ready and member not in hopeless]
     serving = [member for member in ranked if member.is_ready]
     must_stay = max(0, desired - limits.max_unavailable)
 
-    # Nobody waits for what is broken, so it goes at once: its GPU may be what the new revision waits for.
+    # What is broken goes at once where nothing waits for it: its GPU may be what the new revision waits for.
     leaving = [(member, f"an old revision's replica that {member.stage.value}") for member in hopeless]
     # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
     leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
     spare = max(0, len(serving) + new_ready - must_stay)
     leaving += [(member, REPLACED) for member in serving[:spare]]
-    # Whoever is on a lost node may still serve streams; it goes when it is not needed any more.
+    # A replica on a lost node may still serve streams; it goes when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
         leaving += [(member, "its node does not answer, and a newer revision serves instead") for member in lost]
@@ -124,12 +188,15 @@ def _doubles(members: Sequence[Member]) -> int:
     return len(live) - len(set(live))
 
 
-def _drains_for_a_rollout(member: Member, revision: str) -> bool:
-    """Whether a rollout asked this replica to go and it holds its GPU still; a spec set back finds its own among them.
+def _drains_and_counts(member: Member, update: str) -> bool:
+    """Whether we asked this replica to go and it holds its GPU still; a spec set back finds its own among them.
 
-    Draining for a scale-down does not count: load that comes back gets its replicas at once.
+    Draining for a scale-down does not count: load that comes back gets its replicas at once. Nor does what drains on
+    a lost node: its GPU is of no use, however long the drain takes.
     """
     replica = member.replica
     if replica.state != STATE_DRAINING or member.stage not in (Stage.DRAINING, Stage.TERMINATING):
         return False
-    return replica.revision != revision or replica.drain_reason == REPLACED
+    if member.on_lost_node:
+        return False
+    return replica.revision != update or not replica.drain_reason.startswith(SCALING_DOWN)

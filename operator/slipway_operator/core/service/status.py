@@ -35,6 +35,7 @@ from slipway_api.conditions import (
 from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_api.inference_status import (
     Address,
+    AttemptStatus,
     AutoscalingStatus,
     CapacityStatus,
     InferenceServiceStatus,
@@ -42,10 +43,10 @@ from slipway_api.inference_status import (
     ScalingDecision,
     SignalStatus,
 )
+from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Recommendation
-from slipway_operator.core.service import rollout
 from slipway_operator.core.service.explain import Trouble, explain
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
@@ -58,14 +59,35 @@ MOST_REVISIONS: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Everything that this pass decided, for status to tell."""
+    """Everything that this pass decided; status is built from it."""
 
     members: Sequence[Member]
     revision: Revision
     desired: int
     scaling: Recommendation | None  # None: the spec fixes the number
     rollout: RolloutStep
-    assignment: Assignment
+    assignment: Assignment  # of the revision that the spec asks for
+    stable: Revision | None  # the revision that replicas are rebuilt of meanwhile
+    stable_assignment: Assignment
+
+    @property
+    def attempts(self) -> tuple[AttemptStatus, ...]:
+        """What status remembers of the slots of both revisions."""
+        return self.assignment.attempts + self.stable_assignment.attempts
+
+    @property
+    def must_record(self) -> bool:
+        """Whether a replica waits until status carries its attempt."""
+        return self.assignment.must_record or self.stable_assignment.must_record
+
+    @property
+    def assignment_events(self) -> tuple[Event, ...]:
+        """What happened to single slots."""
+        return self.assignment.events + self.stable_assignment.events
+
+    def ready_of(self, revision: str) -> int:
+        """Ready replicas of one revision."""
+        return sum(one.is_ready and one.replica.revision == revision for one in self.members)
 
 
 def build_status(observed: Observed, decided: Decided, now: datetime) -> InferenceServiceStatus:
@@ -88,11 +110,11 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         draining_replicas=sum(one.replica.state == names.STATE_DRAINING for one in decided.members),
         desired_replicas=decided.desired,
         selector=f"{names.LABEL_SERVICE}={name}",
-        served_name=service.served_name,
+        served_name=_served_name(service, decided),
         current_revision=current,
         update_revision=decided.revision.hash,
         revisions=_revisions(observed, decided, current),
-        attempts=decided.assignment.attempts,
+        attempts=decided.attempts,
         autoscaling=_autoscaling(before, decided, now),
         capacity=_capacity(decided) or before.capacity,
     )
@@ -107,7 +129,7 @@ def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
     return through_gateway, Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1")
 
 
-def farewell_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
+def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
     """The status of a service that drains because it is being deleted: only the counts still move."""
     return observed.service.status.model_copy(
         update={
@@ -135,25 +157,36 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
     kept = [one for one in older if one in needed or one in spare][: MOST_REVISIONS - 1]
 
     images = {update.hash: update.image} | {one.hash: one.image for one in kept}
-    share = rollout.weights(decided.members, list(images), current=current)
+    served = {one.hash for one in service.status.revisions if one.served}
+    if decided.desired and decided.rollout.serves_instead:
+        served.add(update.hash)
     return tuple(
         RevisionStatus(
             name=f"{service.metadata.name}-{hash[:5]}",
             hash=hash,
             image=image,
-            weight=share[hash],
-            ready=sum(one.is_ready and one.replica.revision == hash for one in decided.members),
+            weight=decided.rollout.weights.get(hash, 0),
+            ready=decided.ready_of(hash),
+            served=hash in served,
         )
         for hash, image in images.items()
     )
 
 
+def _served_name(service: InferenceService, decided: Decided) -> str:
+    """What clients send as `model`: a changed name is valid from the first replica on that answers to it."""
+    update, stable = decided.revision, decided.stable
+    if stable and decided.ready_of(stable.hash) and not decided.ready_of(update.hash):
+        return stable.apply_to(service).served_name
+    return service.served_name
+
+
 def _capacity(decided: Decided) -> CapacityStatus | None:
     """What a replica of the wanted revision holds, or of any while there is none; the smallest, where nodes differ."""
     known = [(one.replica.revision, one.replica.sample) for one in decided.members if one.is_ready]
-    told = [(revision, sample.capacity) for revision, sample in known if sample and sample.capacity]
-    wanted = [capacity for revision, capacity in told if revision == decided.revision.hash]
-    chosen = wanted or [capacity for _, capacity in told]
+    capacities = [(revision, sample.capacity) for revision, sample in known if sample and sample.capacity]
+    wanted = [capacity for revision, capacity in capacities if revision == decided.revision.hash]
+    chosen = wanted or [capacity for _, capacity in capacities]
     if not chosen:
         return None
     least = min(chosen, key=lambda capacity: (capacity.max_sequences, capacity.kv_blocks))
@@ -220,42 +253,44 @@ def _signals(scaling: Recommendation, now: datetime) -> tuple[SignalStatus, ...]
 def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime) -> tuple[Condition, ...]:
     service = observed.service
     generation = service.metadata.generation
-    told = service.status.conditions
+    conditions = service.status.conditions
     if service.status.update_revision != decided.revision.hash:
-        told = remove_condition(told, ConditionType.RECONCILING)  # another rollout: its clock starts now
+        conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: its clock starts now
     trouble = explain(observed, decided.members, decided.revision, decided.assignment, now=now)
     stalled = trouble.stalled or _past_deadline(observed, decided, trouble, now)
 
-    def tell(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
-        nonlocal told
-        told = set_condition(told, type, status, reason.value, message[:4096], generation=generation, now=now)
+    def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
+        nonlocal conditions
+        conditions = set_condition(
+            conditions, type, status, reason.value, message[:4096], generation=generation, now=now
+        )
 
     status, reason, message = _readiness(service.status.conditions, decided, ready, trouble, stalled)
-    tell(ConditionType.READY, status, reason, message)
+    write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
-    tell(
+    write(
         ConditionType.WORKLOAD_AVAILABLE,
         enough,
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
         trouble.sentence(ready, decided.desired),
     )
-    tell(ConditionType.ROUTE_READY, *route(observed, ready))
+    write(ConditionType.ROUTE_READY, *route(observed, ready))
 
     if stalled:
-        tell(ConditionType.STALLED, True, *stalled)
+        write(ConditionType.STALLED, True, *stalled)
     else:
-        told = remove_condition(told, ConditionType.STALLED)
+        conditions = remove_condition(conditions, ConditionType.STALLED)
     if not stalled and (progress := _progress(observed, decided, enough)):
-        tell(ConditionType.RECONCILING, True, *progress)
+        write(ConditionType.RECONCILING, True, *progress)
     else:
-        told = remove_condition(told, ConditionType.RECONCILING)
+        conditions = remove_condition(conditions, ConditionType.RECONCILING)
 
     scaling = _scaling_condition(observed, decided)
     if scaling:
-        tell(ConditionType.SCALING_ACTIVE, *scaling)
+        write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
-        told = remove_condition(told, ConditionType.SCALING_ACTIVE)
-    return told
+        conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
+    return conditions
 
 
 def _readiness(
@@ -325,7 +360,7 @@ def _past_deadline(observed: Observed, decided: Decided, trouble: Trouble, now: 
     if not still and (deadline is None or now < deadline):
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds
-    new = sum(one.is_ready and one.replica.revision == decided.revision.hash for one in decided.members)
+    new = decided.ready_of(decided.revision.hash)
     sentence = trouble.sentence(new, decided.desired, f" of revision {decided.revision.hash}")
     return (
         Reason.PROGRESS_DEADLINE_EXCEEDED,
@@ -349,10 +384,10 @@ def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionS
         return ConditionStatus.TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale"
     status = ConditionStatus.UNKNOWN if scaling.is_active is None else ConditionStatus(str(scaling.is_active))
     was = find_condition(before.conditions, ConditionType.SCALING_ACTIVE)
-    is_news = (
+    has_changed = (
         was is None
         or was.reason != scaling.verdict
         or was.status != status
         or before.desired_replicas != decided.desired
     )
-    return status, scaling.verdict, scaling.reason if was is None or is_news else was.message
+    return status, scaling.verdict, scaling.reason if was is None or has_changed else was.message

@@ -4,7 +4,7 @@ import pytest
 
 from slipway_api.conditions import ConditionStatus
 from tests.builders import a_service, edited, minutes
-from tests.operator.core.model_cluster import ModelCluster
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 DEMO = {
     "maxReplicas": 3,
@@ -26,7 +26,7 @@ def shared(*, kv=0.0, running=0, waiting=0):
 
 
 def fleet(**autoscaling):
-    world = ModelCluster(a_service(autoscaling={**DEMO, **autoscaling}))
+    world = SimulatedCluster(a_service(autoscaling={**DEMO, **autoscaling}))
     world.reconcile()
     world.run(30)
     assert len(world.ready) == 1
@@ -119,7 +119,7 @@ def test_one_silent_replica_is_told_and_stops_nothing():
 
 
 def test_without_free_gpus_it_stops_asking_for_more():
-    world = ModelCluster(a_service(autoscaling={"maxReplicas": 10}), gpus=2)
+    world = SimulatedCluster(a_service(autoscaling={"maxReplicas": 10}), gpus=2)
     world.reconcile()
     world.run(30)
     world.load = shared(kv=9, waiting=200)
@@ -146,7 +146,7 @@ def test_a_new_operator_every_minute_neither_flaps_nor_gives_up_early():
 
 
 def test_external_mode_follows_the_number_that_others_write():
-    world = ModelCluster(a_service(replicas=2, autoscaling={"mode": "External", "maxReplicas": 5}))
+    world = SimulatedCluster(a_service(replicas=2, autoscaling={"mode": "External", "maxReplicas": 5}))
     world.reconcile()
     world.run(30)
     assert len(world.ready) == 2

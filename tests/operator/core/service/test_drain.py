@@ -3,14 +3,14 @@
 import pytest
 
 from slipway_operator.core.actions import DeletePod, DrainPod
-from slipway_operator.core.service.drain import DrainRules, let_go
+from slipway_operator.core.service.drain import DrainRules, drain_replica
 from tests.builders import T0, a_pod, seconds
 
 RULES = DrainRules(timeout=seconds(300), propagation=seconds(5))
 
 
 def look(pod, *, after=0):
-    return let_go(pod.replica, RULES, T0 + seconds(after), reason="scaling down")
+    return drain_replica(pod.replica, RULES, T0 + seconds(after), reason="scaling down")
 
 
 def test_a_ready_replica_leaves_the_route_first():

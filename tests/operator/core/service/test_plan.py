@@ -6,14 +6,14 @@ from slipway_api.conditions import ConditionStatus
 from slipway_operator.core.actions import AddFinalizer, ApplyChild, CreatePod
 from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited, seen
-from tests.operator.core.model_cluster import T0, ModelCluster
+from tests.operator.core.simulated_cluster import T0, SimulatedCluster
 
 pytestmark = pytest.mark.capability("OP-2")
 
 
 def running(replicas=2, **spec):
     """A service whose replicas are all ready."""
-    world = ModelCluster(a_service(replicas=replicas, **spec))
+    world = SimulatedCluster(a_service(replicas=replicas, **spec))
     world.reconcile()
     return world.run(40)
 
@@ -29,7 +29,7 @@ def test_first_pass_claims_the_service_and_promises_before_it_creates():
 
 
 def test_children_are_pods_a_service_and_a_disruption_budget_owned_by_the_service():
-    world = ModelCluster(a_service())
+    world = SimulatedCluster(a_service())
     world.reconcile()
 
     assert set(world.applied) == {"Service/chat", "PodDisruptionBudget/chat"}
@@ -39,7 +39,7 @@ def test_children_are_pods_a_service_and_a_disruption_budget_owned_by_the_servic
 
 
 def test_says_loading_and_then_available():
-    world = ModelCluster(a_service(replicas=2))
+    world = SimulatedCluster(a_service(replicas=2))
     world.reconcile()
     ready = world.condition("Ready")
     assert (ready.status, ready.reason) == (ConditionStatus.UNKNOWN, "Loading")
@@ -78,8 +78,7 @@ def test_a_fleet_at_rest_causes_no_write_and_a_new_operator_changes_nothing():
 def test_a_dead_replica_is_replaced_at_its_slot_by_the_next_attempt():
     world = running(2)
     world.fail(next(name for name in world.pods if name.endswith("-1-0")), reason="Evicted")
-    world.tick()
-    world.tick()
+    world.run(13)  # after the first backoff
 
     assert sorted(name.rsplit("-", 2)[1:] for name in world.pods)[-1] == ["1", "1"]
     assert "ReplicaReplaced" in world.event_reasons()
@@ -114,7 +113,7 @@ def test_failures_are_forgiven_after_ten_good_minutes():
 
 
 def test_a_crash_looping_replica_gets_another_try_elsewhere_and_the_service_says_why_it_is_stalled():
-    world = ModelCluster(a_service())
+    world = SimulatedCluster(a_service())
     world.reconcile()
     world.run(3)
     (name,) = world.pods
@@ -136,7 +135,7 @@ def test_a_crash_looping_replica_gets_another_try_elsewhere_and_the_service_says
 
 @pytest.mark.capability("OP-6")
 def test_a_model_that_is_not_there_is_named_from_the_first_crash_on_until_a_replica_serves():
-    world = ModelCluster(a_service())
+    world = SimulatedCluster(a_service())
     world.reconcile()
     world.run(3)
     (name,) = world.pods
@@ -165,7 +164,7 @@ def test_a_model_that_is_not_there_is_named_from_the_first_crash_on_until_a_repl
 
 @pytest.mark.parametrize("change", [{"model": {"uri": "file:///models/other"}}, {"replicas": 0}])
 def test_a_model_that_is_not_there_is_forgotten_when_it_is_not_asked_for_any_more(change):
-    world = ModelCluster(a_service())
+    world = SimulatedCluster(a_service())
     world.reconcile()
     world.run(3)
     (name,) = world.pods
@@ -179,7 +178,7 @@ def test_a_model_that_is_not_there_is_forgotten_when_it_is_not_asked_for_any_mor
 
 
 def test_an_image_that_cannot_be_pulled_is_for_a_person_to_fix():
-    world = ModelCluster(a_service(runtime={"image": "nowhere/runtime:1"}))
+    world = SimulatedCluster(a_service(runtime={"image": "nowhere/runtime:1"}))
     world.image_is_broken = True
     world.reconcile()
     world.run(5)
@@ -190,7 +189,7 @@ def test_an_image_that_cannot_be_pulled_is_for_a_person_to_fix():
 
 
 def test_without_a_free_gpu_the_service_waits_and_says_for_what():
-    world = ModelCluster(a_service(replicas=2), gpus=0)
+    world = SimulatedCluster(a_service(replicas=2), gpus=0)
     world.reconcile()
     world.run(5)
     ready = world.condition("Ready")
@@ -243,13 +242,13 @@ def test_a_cordoned_node_is_emptied_by_surge_then_drain():
 
 def test_a_foreign_pod_with_our_name_makes_us_take_the_next_one():
     service = a_service()
-    world = ModelCluster(service)
+    world = SimulatedCluster(service)
     world.reconcile()
     (name, pod), *_ = world.pods.items()
     from dataclasses import replace
 
     stranger = replace(pod.replica, owner_uid="somebody-else")
-    world = ModelCluster(service)
+    world = SimulatedCluster(service)
     world.pods[name] = type(pod)(stranger, loads_for=0)
     world.reconcile()
     assert sorted(world.pods) == [name, name[:-1] + "1"]
@@ -300,7 +299,7 @@ def test_scaling_to_a_fixed_number_up_and_down():
 def test_a_quota_stops_creation_and_is_named():
     from slipway_operator.core.observed import Failure
 
-    world = ModelCluster(a_service())
+    world = SimulatedCluster(a_service())
     world.reconcile()
     world.pods.clear()
     message = 'pods "chat" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1'

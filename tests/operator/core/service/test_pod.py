@@ -215,7 +215,11 @@ def test_merges_the_users_overlay_by_name():
     pod = pod_of(service)
     spec = pod["spec"]
     assert pod["metadata"]["labels"]["team"] == "search"
-    assert pod["metadata"]["annotations"] == {"note": "x", "slipway.dev/admin-nonce": "d00d"}
+    assert pod["metadata"]["annotations"] == {
+        "note": "x",
+        "slipway.dev/served-name": "chat",
+        "slipway.dev/admin-nonce": "d00d",
+    }
     assert spec["nodeSelector"] == {"zone": "a"}
     assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert [one["topologyKey"] for one in spec["topologySpreadConstraints"]] == ["kubernetes.io/hostname", "zone"]

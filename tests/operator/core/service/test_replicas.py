@@ -1,28 +1,34 @@
-"""Slots, attempts and the duties of whoever owns bare pods: one look at a time."""
+"""Slots, attempts and the replacement of bare pods: one look at a time."""
 
 import pytest
 
 from slipway_api.inference_status import AttemptStatus
-from slipway_operator.core.health import Stage, judge, stage
+from slipway_operator.core.health import Limits, Stage, judge, stage
 from slipway_operator.core.observed import Node
-from slipway_operator.core.service.replicas import assign, backoff
+from slipway_operator.core.service.replicas import assign, backoff, unhealthy_to_replace
 from slipway_operator.core.service.revision import Revision
 from tests.builders import IMAGE, T0, a_pod, minutes, seconds
 
 REVISION = Revision("rrrrr22222", IMAGE)
 CORDONED = Node(name="node-1", cordoned=True)
 LOST = Node(name="node-1", ready=False, not_ready_since=T0)
+BACK = Node(name="node-1", ready_since=T0)
 
 
 def pod(slot=0, attempt=0):
     return a_pod(REVISION).slot(slot, attempt)
 
 
+def hung_since(moment, slot=0):
+    """It was ready once, and its server runs on."""
+    return pod(slot).created(T0 - minutes(60)).loading().but(started=True, unready_since=moment)
+
+
 def carried(slot, attempt, failures=0, not_before=None):
     return AttemptStatus(revision=REVISION.hash, slot=slot, attempt=attempt, failures=failures, not_before=not_before)
 
 
-def look(*pods, wanted=1, create_up_to=None, moves=1, attempts=(), taken=frozenset(), nodes=(), now=T0):
+def look(*pods, wanted=1, create_up_to=None, moves=1, attempts=(), taken=frozenset(), nodes=(), now=T0, unhealthy=""):
     by_name = {node.name: node for node in nodes}
     members = judge([one.replica for one in pods], by_name, startup_timeout=minutes(30), now=now)
     return assign(
@@ -36,6 +42,7 @@ def look(*pods, wanted=1, create_up_to=None, moves=1, attempts=(), taken=frozens
         taken_names=taken,
         nodes=by_name,
         now=now,
+        unhealthy=unhealthy,
     )
 
 
@@ -62,14 +69,30 @@ def leaving(result):
         (pod().cannot_pull(), (), Stage.IMAGE_ERROR),
         (pod().crashing(), (), Stage.CRASHING),
         (pod().created(T0 - minutes(30)), (), Stage.OVERDUE),
-        (pod().unschedulable().created(T0 - minutes(30)), (), Stage.OVERDUE),
+        (pod().unschedulable().created(T0 - minutes(300)), (), Stage.UNSCHEDULABLE),
+        (pod().created(T0 - minutes(300)).but(scheduled_at=T0), (), Stage.LOADING),
         (pod().ready().created(T0 - minutes(300)), (), Stage.READY),
+        (pod().loading().created(T0 - minutes(300)).but(started=True, unready_since=T0), (), Stage.UNREADY),
+        (hung_since(T0 - seconds(90)), (), Stage.UNHEALTHY),
+        (hung_since(T0 - seconds(89)), (), Stage.UNREADY),
+        (hung_since(T0 - seconds(90)), (BACK,), Stage.UNREADY),
+        (pod().ready().says(draining=True), (), Stage.UNREADY),
+        (pod().ready().deleted(T0 - seconds(30)), (), Stage.STUCK),
     ],
 )
 def test_stage_of_a_replica(replica, nodes, expected):
     by_name = {node.name: node for node in nodes}
     # The node was lost 30 s before, the pod created at T0 unless it says otherwise.
-    assert stage(replica.replica, by_name, startup_timeout=minutes(30), now=T0 + seconds(30)) is expected
+    limits = Limits(startup_timeout=minutes(30))
+    assert stage(replica.replica, by_name, limits, T0 + seconds(30)) is expected
+
+
+def test_while_most_nodes_look_lost_no_replica_counts_as_lost_or_unhealthy():
+    """Finding 5: the fault is more likely between us and them."""
+    replica = pod().loading().but(started=True, unready_since=T0).replica
+    for disrupted, expected in ((False, Stage.LOST), (True, Stage.UNREADY)):
+        limits = Limits(startup_timeout=minutes(30), disrupted=disrupted)
+        assert stage(replica, {"node-1": LOST}, limits, T0 + minutes(60)) is expected
 
 
 @pytest.mark.capability("DD-1")
@@ -99,10 +122,15 @@ def test_the_next_attempt_is_recorded_before_it_is_created_and_before_the_dead_o
     assert created(third) == [(0, 1)]
 
 
-def test_an_eviction_is_nobodys_fault_and_replaced_at_once():
-    first = look(pod().failed("Evicted"))
-    assert first.attempts[0].failures == 0
-    assert created(look(pod().failed("Evicted"), attempts=first.attempts)) == [(0, 1)]
+@pytest.mark.parametrize("reason", ["Error", "Evicted", "UnexpectedAdmissionError", "OutOfcpu", "OutOfnvidia.com/gpu"])
+def test_no_end_is_followed_by_a_new_replica_at_once(reason):
+    """Finding 6: a node whose device plugin refuses every pod is not offered one each second."""
+    ended = pod().failed(reason)
+    first = look(ended)
+    assert (first.attempts[0].failures, first.attempts[0].not_before) == (1, T0 + seconds(10))
+    assert created(look(ended, attempts=first.attempts)) == []
+    again = look(pod(0, 1).failed(reason), attempts=first.attempts, now=T0 + seconds(11))
+    assert (again.attempts[0].failures, again.attempts[0].not_before) == (2, T0 + seconds(31))
 
 
 def test_a_replica_deleted_by_hand_is_replaced_while_it_still_terminates():
@@ -128,10 +156,47 @@ def test_a_crash_loop_is_left_to_the_kubelet_for_a_while_and_then_replaced():
     assert leaving(look(pod().crashing(5), attempts=first.attempts)) == ["chat-rrrrr-0-0"]
 
 
-def test_of_two_on_one_slot_the_older_goes_once_the_younger_is_ready():
+def test_of_two_on_one_slot_the_one_on_a_cordoned_node_goes_once_the_other_is_ready():
     older = pod(0, 0).ready()
-    assert leaving(look(older, pod(0, 1).loading())) == []
-    assert leaving(look(older, pod(0, 1).ready())) == ["chat-rrrrr-0-0"]
+    assert leaving(look(older, pod(0, 1).on("node-2").loading(), nodes=(CORDONED,))) == []
+    assert leaving(look(older, pod(0, 1).on("node-2").ready(), nodes=(CORDONED,))) == ["chat-rrrrr-0-0"]
+
+
+@pytest.mark.parametrize("replacement", [pod(0, 1).loading(), pod(0, 1).unschedulable(), pod(0, 1).ready()])
+def test_a_replica_that_is_well_again_keeps_its_slot_and_its_cache(replacement):
+    """Finding 5: the replacement is cancelled, ready or not."""
+    assert leaving(look(pod(0, 0).ready(), replacement)) == ["chat-rrrrr-0-1"]
+
+
+def unhealthy(slot):
+    return hung_since(T0 - minutes(3), slot)
+
+
+def test_an_unhealthy_replica_is_replaced_as_a_failure():
+    """Chaos C2: a hung engine is healed."""
+    hung = unhealthy(0)
+    first = look(hung, unhealthy=hung.replica.uid)
+    assert (first.attempts[0].attempt, first.attempts[0].failures, leaving(first)) == (1, 1, [])
+    assert [event.reason for event in first.events] == ["ReplicaReplaced"]
+    assert leaving(look(hung, attempts=first.attempts, unhealthy=hung.replica.uid)) == ["chat-rrrrr-0-0"]
+    assert look(hung).attempts == (), "another one is being replaced"
+
+
+def test_unhealthy_replicas_are_replaced_one_at_a_time():
+    """Chaos C2."""
+
+    def chosen(*pods, attempts=()):
+        members = judge([one.replica for one in pods], {}, startup_timeout=minutes(30), now=T0)
+        return unhealthy_to_replace(members, attempts)
+
+    first = unhealthy(0).replica.uid
+    assert chosen(unhealthy(0), unhealthy(1)) == first
+    begun = (carried(0, 1),)
+    assert chosen(unhealthy(0), unhealthy(1), attempts=begun) == first
+    assert chosen(unhealthy(1), attempts=begun) == "", "its replacement waits for its time"
+    assert chosen(pod(0, 1).loading(), unhealthy(1), attempts=begun) == "", "its replacement starts"
+    assert chosen(pod(0, 1).ready(), unhealthy(1), attempts=begun) == unhealthy(1).replica.uid
+    assert chosen(pod(0).ready()) == ""
 
 
 def test_a_lost_replica_is_replaced_and_kept_until_the_new_one_serves():
@@ -144,7 +209,7 @@ def test_a_lost_replica_is_replaced_and_kept_until_the_new_one_serves():
     assert leaving(look(lost, young.ready(), nodes=(LOST,), now=now, attempts=first.attempts)) == ["chat-rrrrr-0-0"]
 
 
-def test_a_lost_replica_that_nobody_wants_any_more_is_let_go():
+def test_a_lost_replica_that_is_not_needed_any_more_is_removed():
     lost, other = pod(0).ready(), pod(1).ready().on("node-2")
     assert leaving(look(lost, other, wanted=1, nodes=(LOST,), now=T0 + seconds(30))) == ["chat-rrrrr-0-0"]
 
@@ -158,7 +223,7 @@ def test_as_many_replicas_leave_cordoned_nodes_at_once_as_there_is_surge():
 
 
 @pytest.mark.capability("AS-6")
-def test_victims_are_those_who_serve_the_least():
+def test_victims_are_those_that_serve_the_least():
     pods = [
         pod(0).ready().streams(5),
         pod(1).ready().streams(2),
@@ -168,7 +233,13 @@ def test_victims_are_those_who_serve_the_least():
     ]
     assert leaving(look(*pods, wanted=4)) == ["chat-rrrrr-3-0"]
     assert leaving(look(*pods, wanted=3)) == ["chat-rrrrr-3-0", "chat-rrrrr-2-0"], "between equals the newest"
-    assert leaving(look(*pods, wanted=1))[-1] == "chat-rrrrr-0-0", "who does not say what it serves goes last"
+    assert leaving(look(*pods, wanted=1))[-1] == "chat-rrrrr-0-0", "one that does not say what it serves goes last"
+
+
+def test_a_victim_that_the_caches_do_not_show_yet_is_chosen_again():
+    """Finding 11: the runtime says that it drains before the watch brings the label."""
+    told = pod(0).ready().says(running=9, draining=True)
+    assert leaving(look(told, pod(1).ready().streams(0), wanted=1)) == ["chat-rrrrr-0-0"]
 
 
 def test_says_why_a_victim_was_chosen():

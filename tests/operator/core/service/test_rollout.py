@@ -4,17 +4,20 @@ import pytest
 
 from slipway_api.inference_service import RollingUpdate
 from slipway_operator.core.health import judge
+from slipway_operator.core.observed import Node
 from slipway_operator.core.service import rollout
-from tests.builders import T0, a_pod, a_service, edited, minutes
-from tests.operator.core.model_cluster import ModelCluster
+from tests.builders import T0, a_pod, a_service, edited, minutes, seconds
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 NEW = {"runtime": {"maxModelLen": 1024}}
 
 
-def step(*pods, desired, surge=1, unavailable=0, now=T0):
-    members = judge([pod.replica for pod in pods], {}, startup_timeout=minutes(30), now=now)
+def step(*pods, desired, surge=1, unavailable=0, nodes=(), is_stored=False, now=T0):
+    by_name = {node.name: node for node in nodes}
+    members = judge([pod.replica for pod in pods], by_name, startup_timeout=minutes(30), now=now)
     limits = RollingUpdate(max_surge=surge, max_unavailable=unavailable)
-    return rollout.step(members, revision="new", desired=desired, limits=limits, nodes={})
+    revisions = rollout.Revisions(update="new", stable="old", is_stored=is_stored)
+    return rollout.step(members, revisions=revisions, desired=desired, limits=limits, nodes=by_name)
 
 
 def names(result):
@@ -71,6 +74,56 @@ def test_a_broken_old_replica_goes_at_once_because_its_gpu_may_be_what_the_new_o
     assert names(result) == ["chat-old-0-0"]
 
 
+def test_a_replica_that_served_and_crashes_is_not_given_up_for_a_new_one_that_does_not_serve():
+    """Finding 1: what is broken leaves only as far as maxUnavailable allows, unless a new one waits for its GPU."""
+    assert names(step(old(0).crashing(), old(1).ready(), new().loading(), desired=2)) == []
+    assert names(step(old(0).crashing(), old(1).ready(), new().unschedulable(), desired=2)) == ["chat-old-0-0"]
+
+
+def test_a_deleted_replica_that_its_node_never_ends_stops_counting():
+    """Finding 4: `maxSurge: 0` does not wait for ever for a kubelet that is gone."""
+    going = old(0).ready().draining().deleted()
+    assert step(going, desired=1, surge=0, unavailable=1, now=T0 + seconds(59)).create_up_to == 0
+    assert step(going, desired=1, surge=0, unavailable=1, now=T0 + seconds(60)).create_up_to == 1
+
+
+def test_a_replica_that_drains_on_a_lost_node_stops_counting():
+    """Finding 4: its GPU is of no use, however long the drain takes."""
+    lost = Node(name="node-1", ready=False, not_ready_since=T0)
+    drains = old(0).ready().draining()
+    look = {"desired": 1, "surge": 0, "unavailable": 1, "nodes": (lost,)}
+    assert step(drains, **look, now=T0 + seconds(29)).create_up_to == 0
+    assert step(drains, **look, now=T0 + seconds(30)).create_up_to == 1
+
+
+@pytest.mark.capability("OP-13")
+@pytest.mark.parametrize(
+    ("pods", "stable_up_to", "create_up_to"),
+    [
+        ([old(0).ready(), old(1).ready(), old(2).ready(), new().cannot_pull()], 3, 1),
+        ([old(0).ready(), old(1).ready(), new().cannot_pull()], 3, 1),
+        ([new().cannot_pull()], 3, 1),
+        ([old(0).ready(), old(1).ready(), new().ready()], 2, 2),
+        ([old(0).ready(), new(0).ready(), new(1).loading()], 2, 2),
+        ([old(0).ready(), new(0).ready(), new(1).ready()], 1, 3),
+        ([new(0).ready(), new(1).ready(), new(2).ready()], 0, 3),
+    ],
+    ids=["whole", "one lost", "all lost", "in the middle", "one lost in the middle", "nearly done", "done"],
+)
+def test_lost_replicas_of_the_stable_revision_are_rebuilt_where_no_new_one_serves(pods, stable_up_to, create_up_to):
+    """Finding 2: and never more than desired + maxSurge in all."""
+    result = step(*pods, desired=3, is_stored=True)
+    assert (result.stable_up_to, result.create_up_to) == (stable_up_to, create_up_to)
+    new_live = sum(one.replica.revision == "new" for one in pods)
+    assert result.stable_up_to + max(new_live, result.create_up_to) <= 4
+
+
+def test_a_readiness_probe_that_fails_once_rebuilds_nothing():
+    blip = new(0).loading().but(started=True, unready_since=T0)
+    result = step(old(0).ready(), old(1).ready(), blip, desired=3, is_stored=True)
+    assert result.stable_up_to == 2
+
+
 @pytest.mark.parametrize(
     ("ready", "expected"),
     [
@@ -87,7 +140,7 @@ def test_weights_follow_the_ready_replicas_and_make_100(ready, expected):
 
 
 def story(replicas=3, **spec):
-    world = ModelCluster(a_service(replicas=replicas, **spec))
+    world = SimulatedCluster(a_service(replicas=replicas, **spec))
     world.reconcile()
     world.run(40)
     for pod in world.pods.values():

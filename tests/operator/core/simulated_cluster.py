@@ -1,9 +1,11 @@
-"""A model of a cluster around one service, in virtual time: it does what plans ask for, and misbehaves on demand.
+"""A simulated cluster around one service, in virtual time: it does what plans ask for, and fails on demand.
 
-It checks the laws that must hold at every single step, so a story or a random walk only has to move it.
+Its caches may be stale, each object by another delay; readiness may flap, engines hang, nodes and zones leave and come
+back, device plugins refuse, admin ports stay silent or answer late. It checks the laws that must hold at every single
+step, so a story or a random walk only has to move it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,20 +15,34 @@ from slipway_operator.core.actions import (
     AddFinalizer,
     ApplyChild,
     CreatePod,
+    CreateRevision,
     DeletePod,
+    DeleteRevision,
     DrainPod,
     Event,
     RemoveFinalizer,
 )
-from slipway_operator.core.observed import Failure, Node, Observed, PastRecommendation, Replica, Sample
+from slipway_operator.core.observed import (
+    Failure,
+    Node,
+    Observed,
+    PastRecommendation,
+    Replica,
+    Sample,
+    StoredRevision,
+    is_disruption,
+)
 from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
+from tests.operator.core import laws
+from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
 
 
 @dataclass
-class ModelPod:
+class SimulatedPod:
     """A pod, and what its kubelet and its runtime know beyond the API."""
 
     replica: Replica  # without its sample, which is new at each second
@@ -39,6 +55,11 @@ class ModelPod:
     answers: bool = True
     ends_at: Any = None  # when its kubelet is done with it
     hangs: bool = False  # its kubelet is gone: a deletion never ends
+    late_by: int = 0  # seconds that its admin port takes to answer
+    flaps_until: Any = None  # its readiness probe fails until then
+    is_hung: bool = False  # its engine stands still
+    drain_arrives_at: Any = None
+    said: list[Sample] = field(default_factory=list)  # the answers on their way
 
     @property
     def is_live(self) -> bool:
@@ -50,13 +71,13 @@ class ModelPod:
         )
 
 
-class ModelCluster:
+class SimulatedCluster:
     """One service, its pods and nodes, and an operator that can be killed."""
 
     def __init__(self, service: InferenceService, *, nodes: int = 4, load_seconds: float = 20, gpus: int = 100) -> None:
         self.now = T0
         self.service: InferenceService | None = service
-        self.pods: dict[str, ModelPod] = {}
+        self.pods: dict[str, SimulatedPod] = {}
         self.nodes = {f"node-{n}": Node(name=f"node-{n}") for n in range(nodes)}
         self.load_seconds = load_seconds
         self.gpus = gpus
@@ -73,6 +94,14 @@ class ModelCluster:
         self.faults = 0  # those that take replicas away: what is left may be less than the rollout wants
         self.was_cordoned = False  # a replica may have been doubled to move it
         self.due: Any = None  # when the plan asked to be asked again
+        self.revisions: dict[str, StoredRevision] = {}
+        self.broken_revisions: set[str] = set()  # those whose image cannot be pulled
+        self.manifests: dict[str, dict[str, Any]] = {}  # by pod, the last one
+        self.default_image = DEFAULTS.runtime_image
+        self.created = 0
+        self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
+        self._cache = StaleCache()
+        self._failed_at: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
         self._next_uid = 0
 
@@ -82,9 +111,14 @@ class ModelCluster:
         assert self.service is not None
         return Observed(
             service=self.service,
-            replicas=tuple(replace(pod.replica, sample=pod.sample) for pod in self.pods.values()),
+            replicas=tuple(
+                replace(replica, sample=self.pods[name].sample if name in self.pods else None)
+                for name, replica in self._cache.view(self._actual(), self.now).items()
+            ),
             nodes=dict(self.nodes),
-            defaults=DEFAULTS,
+            disrupted=self.disrupted,
+            revisions=tuple(self.revisions.values()),
+            defaults=replace(DEFAULTS, runtime_image=self.default_image),
             token_digests=digests,
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
@@ -94,11 +128,31 @@ class ModelCluster:
             failures=self.failures,
         )
 
+    @property
+    def cache_lag(self) -> int:
+        """Seconds by which caches are behind."""
+        return self._cache.lag
+
+    @cache_lag.setter
+    def cache_lag(self, seconds: int) -> None:
+        self._cache.set_lag(seconds, self._actual())
+
+    def _actual(self) -> dict[str, Replica]:
+        return {name: pod.replica for name, pod in self.pods.items()}
+
+    @property
+    def disrupted(self) -> bool:
+        lost = sum(not node.ready for node in self.nodes.values())
+        return is_disruption(lost, len(self.nodes))
+
     def reconcile(self, *, die_after: int | None = None) -> Plan | None:
         """Passes until the operator would sleep; with `die_after`, it is killed after so many actions of the first."""
         made = None
         for _ in range(10):
             if self.service is None:
+                return made
+            if self._cache.is_waited_for(self._actual(), self.now):
+                self.due = self.now + TICK
                 return made
             made = self._one_pass(die_after)
             if self.lose_status_writes:
@@ -113,6 +167,7 @@ class ModelCluster:
         made = plan(observed, self.now)
         self.due = None if made.requeue_after is None else self.now + timedelta(seconds=made.requeue_after)
         assert made == plan(observed, self.now), "the same facts must give the same plan"
+        laws.check_victims(made, observed)
         for position, action in enumerate(made.actions):
             if die_after is not None and position >= die_after:
                 self.restart_operator()
@@ -129,10 +184,16 @@ class ModelCluster:
             )
             if status != self.service.status:
                 self.writes += 1
+                before = self.service.status
+                if (before.desired_replicas, before.update_revision) != (
+                    status.desired_replicas,
+                    status.update_revision,
+                ):
+                    self._failed_at.clear()  # another number or another spec is a new start
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += made.events
-        self._check()
+        laws.check_slots(self)
         return made
 
     def restart_operator(self) -> None:
@@ -157,9 +218,26 @@ class ModelCluster:
             case DrainPod():
                 self._drain(action)
             case DeletePod():
-                self._delete(action)
+                self._delete(action, observed)
             case ApplyChild():
                 self.applied[action.key] = action.digest
+            case CreateRevision():
+                self._store(action)
+            case DeleteRevision():
+                (hash,) = {one.hash for one in self.revisions.values() if one.uid == action.uid}
+                assert hash not in {pod.replica.revision for pod in self.pods.values()}, "its pods still exist"
+                del self.revisions[action.name]
+
+    def _store(self, action: CreateRevision) -> None:
+        assert action.name not in self.revisions, "a revision is written once"
+        self.revisions[action.name] = StoredRevision(
+            name=action.name,
+            uid=f"uid-of-{action.name}",
+            owner_uid=UID,
+            hash=action.manifest["metadata"]["labels"][names.LABEL_REVISION],
+            number=action.manifest["revision"],
+            data=action.manifest["data"],
+        )
 
     def _finalizers(self, finalizers: tuple[str, ...]) -> None:
         assert self.service is not None
@@ -174,16 +252,25 @@ class ModelCluster:
             next(iter(plan(observed, self.now).actions)), AddFinalizer
         ), "no child before the finalizer"
         if attempt > 0:
-            carried = [one.attempt for one in status.attempts if one.slot == slot]
+            carried = [
+                one.attempt
+                for one in status.attempts
+                if (one.revision, one.slot) == (labels[names.LABEL_REVISION], slot)
+            ]
             assert attempt in carried, f"attempt {attempt} of slot {slot} is not in status"
         assert any(one.hash == labels[names.LABEL_REVISION] and one.image for one in status.revisions)
+        assert any(one.hash == labels[names.LABEL_REVISION] for one in self.revisions.values()), "it is not stored"
         if action.name in self.pods:
             pod = self.pods[action.name]
             if pod.replica.owner_uid != UID:
                 self.taken |= {action.name}
             return  # 409: ours already
+        failed_at = self._failed_at.pop((labels[names.LABEL_REVISION], slot), None)
+        assert failed_at is None or self.now - failed_at >= FIRST_BACKOFF - TICK, "no backoff after a failure"
         self._next_uid += 1
-        self.pods[action.name] = ModelPod(
+        self.created += 1
+        self.manifests[action.name] = action.manifest
+        self.pods[action.name] = SimulatedPod(
             Replica(
                 name=action.name,
                 uid=f"pod-{self._next_uid}",
@@ -195,10 +282,13 @@ class ModelCluster:
             ),
             loads_for=self.load_seconds,
         )
+        self._cache.expect(action.name, self.now, lambda replica: replica is not None)
+        laws.check_total(self)
 
     def _drain(self, action: DrainPod) -> None:
-        pod = self.pods[action.name]
-        assert pod.replica.uid == action.uid
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid:
+            return  # gone, unseen by the caches
         if not action.marked:
             pod.replica = replace(
                 pod.replica,
@@ -206,21 +296,27 @@ class ModelCluster:
                 drain_started=action.started.replace(microsecond=0),
                 drain_reason=action.reason,
             )
-        if pod.answers:
+            self._cache.expect(
+                action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_DRAINING
+            )
+        if pod.answers and pod.drain_arrives_at is None:
+            pod.drain_arrives_at = self.now + timedelta(seconds=pod.late_by)
+        if pod.drain_arrives_at == self.now:
             pod.drains = True
 
-    def _delete(self, action: DeletePod) -> None:
+    def _delete(self, action: DeletePod, observed: Observed) -> None:
         pod = self.pods.get(action.name)
         if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at:
             return
         assert self.service is not None
         drain = self.service.spec.drain
-        if pod.replica.ready:
+        if pod.replica.ready and any(one.ready for one in observed.replicas if one.uid == action.uid):
             assert pod.replica.drain_started, f"{action.name} was deleted without a drain"
         if pod.replica.drain_started and pod.replica.phase == "Running" and pod.answers and pod.running:
             age = (self.now - pod.replica.drain_started).total_seconds()
             assert age >= drain.timeout_seconds, f"{action.name} was deleted with {pod.running} streams after {age}s"
         self.end(action.name, grace=action.grace_seconds, takes=2)
+        self._cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
 
     # --- what the cluster does ---------------------------------------------------------------------------------------
 
@@ -254,42 +350,55 @@ class ModelCluster:
         self._facts = facts
         return is_woken
 
-    def _schedule(self, pod: ModelPod, in_use: int) -> int:
+    def _schedule(self, pod: SimulatedPod, in_use: int) -> int:
         usable = [node.name for node in self.nodes.values() if node.ready and not node.cordoned]
         if in_use >= self.gpus or not usable:
             pod.replica = replace(pod.replica, unschedulable="0/4 nodes are available: 4 Insufficient nvidia.com/gpu.")
             return 0
         load = {name: sum(other.replica.node == name for other in self.pods.values()) for name in usable}
         node = min(usable, key=lambda name: (load[name], name))
-        pod.replica = replace(pod.replica, node=node, unschedulable="")
+        pod.replica = replace(pod.replica, node=node, unschedulable="", scheduled_at=self.now, unready_since=self.now)
+        if node in self.refusing:
+            self.fail(pod.replica.name, "UnexpectedAdmissionError")
         return 1
 
-    def _run(self, pod: ModelPod) -> None:
+    def _run(self, pod: SimulatedPod) -> None:
         node = self.nodes.get(pod.replica.node)
         if node is None or pod.replica.phase in ("Failed", "Succeeded"):
             return
         if not node.ready:
-            pod.replica = replace(pod.replica, ready=False, ready_since=None)
+            self._set_ready(pod, is_ready=False)
             return
-        if self.image_is_broken and not pod.replica.ready:
+        is_broken = self.image_is_broken or pod.replica.revision in self.broken_revisions
+        if is_broken and not pod.replica.ready and not pod.replica.started:
             pod.replica = replace(pod.replica, waiting_reason="ImagePullBackOff")
             return
         if pod.replica.phase == "Pending":
             pod.replica = replace(pod.replica, phase="Running", waiting_reason="")
         pod.loads_for -= 1
-        is_ready = pod.loads_for <= 0 and not pod.drains and not pod.replica.waiting_reason
-        if is_ready != pod.replica.ready:
-            pod.replica = replace(pod.replica, ready=is_ready, ready_since=self.now if is_ready else None)
-        if pod.drains and pod.running and self.now.second % 3 == 0:
+        if pod.drain_arrives_at is not None and self.now >= pod.drain_arrives_at:
+            pod.drains = True
+        flaps = pod.flaps_until is not None and self.now < pod.flaps_until
+        is_started = pod.loads_for <= 0 and not pod.replica.waiting_reason
+        if is_started != pod.replica.started:
+            pod.replica = replace(pod.replica, started=is_started)
+        self._set_ready(pod, is_ready=is_started and not (pod.drains or flaps or pod.is_hung))
+        if pod.drains and pod.running and self.now.second % 3 == 0 and not pod.is_hung:
             pod.running -= 1
         if pod.drains:
             pod.waiting = 0  # what waits gets its turn
         if pod.answers and pod.loads_for <= 0:
-            pod.sample = Sample(
-                at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains
-            )
+            answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
+            pod.said = [*pod.said, answer][-1 - pod.late_by :]
+            pod.sample = pod.said[0]
 
-    def run(self, seconds: float) -> "ModelCluster":
+    def _set_ready(self, pod: SimulatedPod, *, is_ready: bool) -> None:
+        if is_ready == pod.replica.ready:
+            return
+        since, until = (self.now, None) if is_ready else (None, self.now)
+        pod.replica = replace(pod.replica, ready=is_ready, ready_since=since, unready_since=until)
+
+    def run(self, seconds: float) -> "SimulatedCluster":
         for _ in range(int(seconds)):
             self.tick()
         return self
@@ -297,7 +406,7 @@ class ModelCluster:
     # --- what may go wrong -------------------------------------------------------------------------------------------
 
     def end(self, name: str, *, grace: float = 30, takes: float = 2) -> None:
-        """The pod is being deleted, by whomever."""
+        """The pod is being deleted, by the operator or another."""
         pod = self.pods[name]
         pod.replica = replace(pod.replica, deleted_at=self.now + timedelta(seconds=grace), ready=False)
         pod.ends_at = self.now + timedelta(seconds=takes)
@@ -306,6 +415,16 @@ class ModelCluster:
         self.faults += 1
         pod = self.pods[name]
         pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
+        self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
+
+    def flap(self, name: str, seconds: float) -> None:
+        """Its readiness probe fails for a while, and nothing else."""
+        self.pods[name].flaps_until = self.now + timedelta(seconds=seconds)
+
+    def hang(self, name: str) -> None:
+        """Its engine stands still; its ports answer."""
+        self.faults += 1
+        self.pods[name].is_hung = True
 
     def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
         self.faults += 1
@@ -314,6 +433,8 @@ class ModelCluster:
             pod.replica,
             ready=False,
             ready_since=None,
+            unready_since=self.now,
+            started=False,
             waiting_reason="CrashLoopBackOff",
             restarts=restarts,
             last_word=last_word,
@@ -321,13 +442,15 @@ class ModelCluster:
 
     def lose_node(self, name: str) -> None:
         self.faults += 1
-        self.nodes[name] = replace(self.nodes[name], ready=False, not_ready_since=self.now)
+        self.nodes[name] = replace(self.nodes[name], ready=False, not_ready_since=self.now, ready_since=None)
         for pod in self.pods.values():
             if pod.replica.node == name:
                 pod.answers, pod.hangs = False, True
 
     def recover_node(self, name: str) -> None:
-        self.nodes[name] = replace(self.nodes[name], ready=True, not_ready_since=None)
+        if self.nodes[name].ready:
+            return
+        self.nodes[name] = replace(self.nodes[name], ready=True, not_ready_since=None, ready_since=self.now)
         for pod in self.pods.values():
             if pod.replica.node == name:
                 pod.answers, pod.hangs = True, False
@@ -348,15 +471,15 @@ class ModelCluster:
         return f"+{int((self.now - T0).total_seconds())}s"
 
     @property
-    def live(self) -> list[ModelPod]:
+    def live(self) -> list[SimulatedPod]:
         return [pod for pod in self.pods.values() if pod.is_live]
 
     @property
-    def ready(self) -> list[ModelPod]:
+    def ready(self) -> list[SimulatedPod]:
         return [pod for pod in self.live if pod.replica.ready]
 
     @property
-    def draining(self) -> list[ModelPod]:
+    def draining(self) -> list[SimulatedPod]:
         return [pod for pod in self.pods.values() if pod.replica.state == names.STATE_DRAINING]
 
     @property
@@ -370,15 +493,3 @@ class ModelCluster:
 
     def event_reasons(self) -> list[str]:
         return [event.reason.value for event in self.events]
-
-    def _check(self) -> None:
-        """The laws that hold at every step."""
-        if self.service is None:
-            return
-        slots: dict[tuple[str, int], int] = {}
-        for pod in self.live:
-            key = (pod.replica.revision, pod.replica.slot)
-            slots[key] = slots.get(key, 0) + 1
-        assert all(count <= 2 for count in slots.values()), f"a slot has more than two live replicas: {slots}"
-        if not self.faults and not self.was_cordoned:
-            assert all(count == 1 for count in slots.values()), f"two live replicas on one slot: {slots}"

@@ -1,0 +1,61 @@
+"""The laws that hold at every step of a simulated cluster, whatever happens to it."""
+
+from typing import TYPE_CHECKING
+
+from slipway_api import names
+from slipway_operator.core.actions import DrainPod
+from slipway_operator.core.health import GONE_AFTER
+from slipway_operator.core.observed import Observed
+from slipway_operator.core.service.plan import Plan
+from slipway_operator.core.service.replicas import SCALING_DOWN
+from tests.builders import UID
+
+if TYPE_CHECKING:
+    from tests.operator.core.simulated_cluster import SimulatedCluster, SimulatedPod
+
+
+def check_slots(world: "SimulatedCluster") -> None:
+    """At most two live replicas on a slot, and one where nothing was taken away or moved."""
+    if world.service is None:
+        return
+    slots: dict[tuple[str, int], list[SimulatedPod]] = {}
+    for pod in world.live:
+        slots.setdefault((pod.replica.revision, pod.replica.slot), []).append(pod)
+    counts = {slot: len(pods) for slot, pods in slots.items()}
+    assert all(count <= 2 for count in counts.values()), f"a slot has more than two live replicas: {counts}"
+    if not world.faults and not world.was_cordoned:
+        assert all(count == 1 for count in counts.values()), f"two live replicas on one slot: {counts}"
+
+
+def check_victims(made: Plan, observed: Observed) -> None:
+    """One decision asks at most one replica to go, and only while enough others serve."""
+    if observed.service.is_being_deleted:
+        return
+    victims = [one for one in made.actions if isinstance(one, DrainPod) and not one.marked]
+    assert len(victims) <= 1, f"more than one victim: {victims}"
+    serving = {
+        one.uid
+        for one in observed.replicas
+        if one.ready and one.state == names.STATE_SERVING and one.deleted_at is None and one.owner_uid == UID
+    }
+    if victims and victims[0].uid in serving:
+        least = (made.status.desired_replicas or 0) - observed.service.spec.rollout.rolling_update.max_unavailable
+        assert len(serving) - 1 >= least, f"{victims[0]} was still needed"
+
+
+def check_total(world: "SimulatedCluster") -> None:
+    """What we start fits into the surge, with those that drain; what is on a lost node is no use to anybody."""
+    assert world.service is not None
+    here = [
+        pod for pod in world.pods.values() if pod.replica.node not in world.nodes or world.nodes[pod.replica.node].ready
+    ]
+    draining = [
+        pod
+        for pod in here
+        if pod.replica.state == names.STATE_DRAINING
+        and not pod.replica.drain_reason.startswith(SCALING_DOWN)
+        and not (pod.replica.deleted_at and world.now >= pod.replica.deleted_at + GONE_AFTER)
+    ]
+    live = [pod for pod in here if pod.is_live]
+    most = world.desired + world.service.spec.rollout.rolling_update.max_surge
+    assert len(live) + len(draining) <= most, f"{len(live)} live and {len(draining)} draining: more than {most}"
