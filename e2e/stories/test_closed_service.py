@@ -51,10 +51,14 @@ def test_closing_a_service_replaces_its_replicas_without_an_outage(clean: Slipwa
 
     load = clean.load("closing", concurrency=2, seconds=600, max_tokens=8)
     clean.apply(as_yaml(static("closing", 1, routing=CLOSED)))
+
+    def successor() -> str | None:
+        pods = [pod.metadata.name for pod in clean.pods("closing")]
+        return pods[0] if len(pods) == 1 and pods != [before.metadata.name] else None
+
+    after = wait_for("the closed replica alone", successor, timeout=180)
     clean.wait_ready("closing", replicas=1)
     report = load.stop()
 
-    (after,) = clean.pods("closing")
-    assert after.metadata.name != before.metadata.name
-    assert status_past_the_gateway(clean, after.metadata.name) == 401
+    assert status_past_the_gateway(clean, after) == 401
     assert report.failed == 0
