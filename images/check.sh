@@ -76,7 +76,7 @@ for target in "${@:-operator gateway runtime-cpu}"; do
     if [ "$part" = runtime ]; then
       check_runtime "$container"
     else
-      ! inside "$container" sh -c 'command -v gcc || command -v pip || command -v uv' > /dev/null
+      ! inside "$container" sh -c 'command -v gcc || command -v pip || command -v uv' > /dev/null 2>&1
     fi
     images rm "$container" > /dev/null
   done

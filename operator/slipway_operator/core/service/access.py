@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.inference_service import DirectAccess
+from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_operator.core.observed import Observed
 
 NONCE_LENGTH: Final = 32  # hex digits: 128 bits
@@ -40,9 +40,8 @@ class PortAccess:
         return {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(self.admin_digests)}
 
 
-def port_access(observed: Observed, pod: str) -> PortAccess:
-    """The digests of a pod that is about to be created under this name."""
-    service = observed.service
+def port_access(observed: Observed, service: InferenceService, pod: str) -> PortAccess:
+    """The digests of a pod that is about to be created under this name; `service` as the pod's revision has it."""
     namespace, name = service.metadata.namespace, service.metadata.name
     nonce = hmac.new(observed.nonce_seed, f"{namespace}/{pod}".encode(), hashlib.sha256).hexdigest()[:NONCE_LENGTH]
     is_closed = service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY

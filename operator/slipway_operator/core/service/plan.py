@@ -331,7 +331,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             revision,
             slot=creation.slot,
             attempt=creation.attempt,
-            access=port_access(observed, name),
+            access=port_access(observed, service, name),
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         steps += Steps(
