@@ -14,7 +14,7 @@ ifneq ($(origin KUBECONFIG),command line)
   override KUBECONFIG :=
 endif
 
-.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster kernels check format generate e2e bench bench-gpu up down clean
+.PHONY: help preflight setup cluster-binary demo test test-unit test-apiserver test-cluster kernels check chart-check images-check format generate e2e e2e-kind chaos bench bench-gpu up down clean
 
 help: ## list the verbs
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -41,7 +41,7 @@ cluster-binary: preflight setup ## build the local cluster's binary once (about 
 demo: preflight setup ## from nothing to streamed tokens, scaling and draining on a real Kubernetes (KEEP=1 leaves it up)
 	@$(BIN)/python -m e2e.demo $(if $(KEEP),--keep)
 
-test: preflight setup ## all tests: unit, real API server, user stories on the local cluster
+test: preflight setup ## all tests: unit, real API server, short user stories on the local cluster
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-apiserver
 	@$(MAKE) --no-print-directory test-cluster
@@ -52,11 +52,20 @@ test-unit: setup ## tests that need no cluster
 test-apiserver: cluster-binary ## tests against the real kube-apiserver
 	$(PYTEST) -m apiserver
 
-test-cluster: cluster-binary ## the local cluster's own tests and the user stories
-	$(PYTEST) -m cluster tests e2e/stories
+test-cluster: cluster-binary ## the local cluster's own tests and the short user stories
+	$(PYTEST) -m 'cluster and not full' tests e2e/stories
 
-e2e: setup ## the user stories; with KUBECONFIG=… on that cluster
+e2e: setup ## all user stories, those of minutes too; with KUBECONFIG=… the first one on that cluster
 	@$(if $(KUBECONFIG),$(BIN)/python -m e2e.foreign --kubeconfig $(KUBECONFIG),$(MAKE) --no-print-directory cluster-binary && $(PYTEST) -m cluster e2e/stories)
+
+chaos: cluster-binary ## every fault under load on the local cluster, as a table (about 45 minutes; ARGS="--only node")
+	OMP_NUM_THREADS=1 $(BIN)/python -m e2e.chaos $(ARGS)
+
+e2e-kind: setup ## build the images, install the chart with them on a kind cluster, ask one question (KEEP=1 leaves it up)
+	@$(BIN)/python -m e2e.kind $(if $(KEEP),--keep)
+
+images-check: setup ## build every image with buildah and start it as a pod would (minutes; needs root and the network)
+	@images/check.sh
 
 kernels: setup ## every kernel over every shape: on a GPU if there is one, else in the interpreter (hours)
 	$(PYTEST) -m kernels tests/runtime/kernels
@@ -69,6 +78,10 @@ check: setup ## lint, types, contracts, generated files
 	$(BIN)/python -m slipway_api.crd --check
 	$(BIN)/python -m tests.capabilities --check
 	$(BIN)/python -m tests.code_map --check
+	@$(MAKE) --no-print-directory chart-check
+
+chart-check: cluster-binary ## lint the chart, and render it with every group of values
+	@$(BIN)/python -m tests.chart.lint
 
 format: setup ## mend what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""What every test may use: the local cluster, started when a test asks for it, and a guard over the session."""
+"""Fixtures and hooks of every test: the local cluster, started on demand, and checks before and after the session."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.fixtures import apiserver, cluster
-from e2e.cluster.guard import (
+from e2e.cluster.pytest_hooks import (
     pytest_collection_finish,
     pytest_sessionfinish,
     pytest_sessionstart,

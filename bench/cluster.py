@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from bench.figures import Figure, Section
 from e2e.cluster.launch import GATEWAY, Cluster
-from e2e.cluster.places import cluster_folder
+from e2e.cluster.paths import cluster_folder
 from e2e.slipway import EXAMPLES, Slipway
 
 SERVICE = "chat"

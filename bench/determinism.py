@@ -1,4 +1,4 @@
-"""What `deterministic` costs: the same requests through two engines that differ in nothing else."""
+"""Cost of `deterministic`: the same requests through two engines that differ in nothing else."""
 
 import time
 from pathlib import Path

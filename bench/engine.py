@@ -1,4 +1,4 @@
-"""Our engine against other engines at their own doors, on random weights in real shapes, and against the floor.
+"""Our engine against other engines through their own Python APIs, on random weights in real shapes, and a lower bound.
 
     python -m bench.peers.environments       # once: makes the peers' environments
     python -m bench engine
@@ -30,7 +30,7 @@ THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1"))
 
 
 def measure() -> Section:
-    """All cases, engine after engine within each: a busy neighbour hits all of them."""
+    """All cases, engine after engine within each, so that other load affects all of them."""
     figures: list[Figure] = []
     floor = {rows: linear_floor_seconds(rows) for rows in (1, 8, 32)}
     for rows, seconds in floor.items():

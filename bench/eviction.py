@@ -45,6 +45,6 @@ def _shape(name: str, traces: Sequence[list[TraceRequest]]) -> Iterator[Figure]:
         ttft = sum(result.mean_ttft_ms for result in results) / len(results)
         invalid = sum(result.mean_invalid_share for result in results) / len(results)
         each = " ".join(f"{result.mean_ttft_ms:.0f}" for result in results)
-        yield Figure(f"{name}: {label}", ttft, "ms", f"KV that nobody can use {invalid:.1%}; each: {each}")
+        yield Figure(f"{name}: {label}", ttft, "ms", f"KV of absent adapters {invalid:.1%}; each: {each}")
     ratio = sum(result.mean_ttft_ms for result in aware) / sum(best)
     yield Figure(f"{name}: ÷ the best split of each trace", ratio, "×", f"faster on {wins} of {len(traces)}")

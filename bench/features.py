@@ -1,10 +1,10 @@
-"""What each feature of the engine brings, and what it costs who does not use it: with and without, in the same run.
+"""Gain of each engine feature, and its cost for requests that do not use it: with and without, in the same run.
 
     python -m bench features
 
 Everything runs at the engine's own door, greedy, on one thread. "Without" is always the same engine with the feature
 switched off; the two take turns, and what is compared is the time that the processor gave, so that a busy neighbour
-counts for little. Where a machine has nobody else on it, that is the time on the wall.
+counts for little. On an idle machine, that is wall time.
 """
 
 import random
@@ -39,7 +39,7 @@ def measure() -> Section:
 
 
 def prefix_cache() -> Iterator[Figure]:
-    """The first token after 2,000 tokens that were seen before; and what looking costs when nothing was."""
+    """TTFT after a cached prefix of 2,000 tokens, and the cost of the lookup where nothing is cached."""
     engine = build_engine(checkpoint("135m"), dtype="fp32", max_model_len=2200, max_num_seqs=4, kv_cache_bytes=1 << 30)
     prefix = _tokens(2000, seed=1)
     cold = _ttft(engine, [*prefix, *_tokens(20, seed=2)])
@@ -50,7 +50,7 @@ def prefix_cache() -> Iterator[Figure]:
 
 
 def kv_memory() -> Iterator[Figure]:
-    """How much of the blocks that running requests hold is filled, under lengths with a heavy tail."""
+    """Filled share of the KV blocks of running requests, under heavy-tailed lengths."""
     engine = build_engine(EMBEDDED_MODEL, max_num_seqs=32, kv_cache_bytes=16 << 20)
     draw = random.Random(5)
     longest = engine.facts.max_model_len - 2
@@ -70,7 +70,7 @@ def kv_memory() -> Iterator[Figure]:
 
 
 def speculation() -> Iterator[Figure]:
-    """Prompt lookup where answers copy from prompts, and where there is nothing to copy."""
+    """Prompt lookup where answers copy from prompts, and where they do not."""
     with_it = build_engine(EMBEDDED_MODEL, max_num_seqs=8, speculation="promptLookup", speculation_max_tokens=4)
     without = build_engine(EMBEDDED_MODEL, max_num_seqs=8)
     copying, fresh = _repeating, _random_sampling
@@ -84,7 +84,7 @@ def speculation() -> Iterator[Figure]:
 
 
 def adapters() -> Iterator[Figure]:
-    """What it costs to be able to serve adapters, and to serve eight of them in one batch."""
+    """Cost of enabling adapters, and of serving eight of them in one batch."""
     # Adapters pay with blocks, up to half of them: all eight must fit, or one waits while the others are measured.
     limits = {"dtype": "fp32", "max_model_len": 256, "max_num_seqs": 8, "kv_cache_bytes": 1 << 30}
     without = build_engine(checkpoint("135m"), **limits)
@@ -205,7 +205,7 @@ def _step_seconds(engine: Engine, requests: Sequence[Request]) -> list[float]:
         began = time.process_time()
         stats = engine.step(time.monotonic()).stats
         seconds.append(time.process_time() - began)
-    assert not stats.waiting, "somebody waits for an adapter, and was not measured"
+    assert not stats.waiting, "a request waits for an adapter, and was not measured"
     return seconds
 
 

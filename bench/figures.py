@@ -1,4 +1,4 @@
-"""What a benchmark hands back: named figures with their unit and what they are measured against."""
+"""Result of a benchmark: named figures with their unit and the peer they are compared with."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,7 @@
-"""What the gateway adds per chunk and per request: delay and CPU, against the upstream called directly.
+"""What the gateway adds per chunk and per request: delay and CPU, against the upstream called directly; and what a
+change of the fleet costs it.
 
-The peer is `bench.bare_proxy`, the least that passes a stream on with the same library. All three take turns in one
+The peer is `bench.bare_proxy`, the least that passes a stream on with the same library. All three alternate in one
 run, so that a busy neighbour hits all of them.
 """
 
@@ -15,6 +16,8 @@ import uvloop
 from bench.figures import Figure, Section
 from bench.plan import Percentiles
 from bench.servers import MODEL_NAME, Server, a_gateway, a_module
+from slipway_gateway.picker.endpoints import Endpoint, Service
+from slipway_gateway.resolve import RoutingTable
 
 STREAMS = 100
 INTERVAL_MS = 50  # 20 chunks a second, as a comfortable reader gets
@@ -25,7 +28,7 @@ ROUNDS = 3
 
 @dataclass
 class Samples:
-    """What one way brought, over all rounds."""
+    """What was measured one way, over all rounds."""
 
     first: list[float] = field(default_factory=list)  # seconds to the first event
     delay: list[float] = field(default_factory=list)  # seconds from written to read, per event
@@ -108,4 +111,37 @@ def _section(
             Figure(f"{name}, added at p50", (a.p50 - b.p50) * 1e3, "ms", f"{b.p50 * 1e3:.2f} direct"),
             Figure(f"{name}, added at p99", (a.p99 - b.p99) * 1e3, "ms", f"{b.p99 * 1e3:.2f} direct"),
         ]
+    figures += _routing_figures()
     return Section("Gateway: what it adds to an upstream that computes nothing", tuple(figures))
+
+
+def _routing_figures(services: int = 1000, replicas: int = 10, changes: int = 1000) -> list[Figure]:
+    """What a change of one service or pod costs in a large fleet, until the next request of its service is routed."""
+    how = f"{services:,} services, {services * replicas:,} pods"
+    table, started = RoutingTable(), time.perf_counter()
+    for number in range(services):
+        key = f"ns/s{number}"
+        for replica in range(replicas):
+            table.set_endpoint(f"{key}-{replica}", _endpoint(key, replica))
+        table.set_service(key, Service(key, f"m{number}"))
+    for number in range(services):
+        table.resolve(f"m{number}")
+    first = time.perf_counter() - started
+    built = table.built_routes
+    started = time.perf_counter()
+    for change in range(changes):
+        number = change % services
+        key = f"ns/s{number}"
+        table.set_service(key, Service(key, f"m{number}", weights={"r1": 1 + change}))
+        table.set_endpoint(f"{key}-0", _endpoint(key, 0) if change % 2 else None)
+        table.resolve(f"m{number}")
+    seconds = time.perf_counter() - started
+    return [
+        Figure("routing table from nothing", first * 1e3, "ms", how),
+        Figure("routing table, a service and a pod change", seconds / changes * 1e6, "µs", how),
+        Figure("routes built for each such change", (table.built_routes - built) / changes, "", how),
+    ]
+
+
+def _endpoint(service: str, replica: int) -> Endpoint:
+    return Endpoint(f"{service}-{replica}", service, "r1", f"http://10.0.0.{replica}:8000")

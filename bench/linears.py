@@ -21,7 +21,7 @@ ROWS = (1, 8, 32, 128, 512)
 
 
 def measure() -> Section:
-    """The best of several rounds, in which the forms take turns: a busy neighbour hits all of them."""
+    """The best of several rounds, with the forms interleaved, so that other load affects all of them."""
     torch.set_num_threads(THREADS)
     native.set_threads(THREADS)
     library = native.library()

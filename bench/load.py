@@ -1,4 +1,4 @@
-"""Load on an OpenAI endpoint, and what its users would have felt: TTFT, ITL, tokens, failures.
+"""Load on an OpenAI endpoint, and what its users measure: TTFT, ITL, tokens, failures.
 
     python -m bench.load --base-url http://127.0.0.1:8000/v1 --model tiny --concurrency 8 --duration 30
 
@@ -24,7 +24,7 @@ from bench.plan import LoadPlan, LoadReport, Percentiles, Progress, Slo
 from bench.stream import ReaderLeft, ShedError, StreamFailedError, Timings, chat_stream
 from bench.workload import MIXES, Conversation, Workload
 
-MAX_SECONDS_SHED = 120.0  # a request told 429 for longer than this has failed
+MAX_SECONDS_SHED = 120.0  # a request answered with 429 for longer than this has failed
 
 
 async def run_load(
@@ -49,6 +49,7 @@ class _Load:
         self.revisions: Counter[str] = Counter()
         self.timings: list[tuple[int, Timings]] = []  # (how many were sent before, …)
         self.shed_waits: list[float] = []
+        self.retried = 0
         self.draw = random.Random(plan.seed)
         self.users = 0
         self.deadline = 0.0
@@ -99,7 +100,7 @@ class _Load:
             return
 
     async def conversation(self, session: aiohttp.ClientSession) -> None:
-        """One user, turn after turn; she gives up after a failure."""
+        """One conversation, turn after turn; a failure ends it."""
         self.users += 1
         conversation = self.plan.workload.conversation(random.Random(f"{self.plan.seed}/{self.users}"))
         while not conversation.over and self.may_send():
@@ -133,7 +134,7 @@ class _Load:
 
     async def until_accepted(self, session: aiohttp.ClientSession, conversation: Conversation) -> Timings:
         """One request; a 429 is obeyed: wait as long as it says, then ask again."""
-        plan, waited = self.plan, 0.0
+        plan, attempts, waited = self.plan, 0, 0.0
         body = {
             "model": conversation.adapter or plan.model,
             "messages": conversation.ask(),
@@ -148,14 +149,18 @@ class _Load:
             try:
                 timings = await chat_stream(session, plan.base_url, body, leave_after=leave_after)
             except ShedError as shed:
+                if not plan.retry_429:
+                    raise StreamFailedError("status 429") from shed
+                attempts += 1
                 self.progress.retries_429 += 1
                 waited += shed.retry_after_seconds
                 if waited > MAX_SECONDS_SHED:
                     raise StreamFailedError(f"429 for more than {MAX_SECONDS_SHED:.0f} s") from shed
-                # Jitter on top, so that those who were refused together do not come back together.
+                # Jitter on top, so that requests refused together are not repeated together.
                 await asyncio.sleep(shed.retry_after_seconds * self.draw.uniform(1.0, 1.2))
             else:
-                if waited:
+                if attempts:
+                    self.retried += 1
                     self.shed_waits.append(waited)
                 return timings
 
@@ -170,6 +175,7 @@ class _Load:
             failed=self.progress.failed,
             left=self.progress.left,
             retries_429=self.progress.retries_429,
+            retried=self.retried,
             failures=dict(self.failures),
             revisions=dict(self.revisions),
             seconds=seconds,
@@ -191,7 +197,7 @@ def table(report: LoadReport, title: str) -> Table:
     rows.add_row("requests", f"{report.sent} sent, {report.finished} finished, {report.failed} failed")
     rows.add_row("readers that left", str(report.left))
     rows.add_row("within the SLO", f"{report.good} ({report.good / max(1, report.sent):.0%} of those sent)")
-    rows.add_row("429 honoured", str(report.retries_429))
+    rows.add_row("429 honoured", f"{report.retries_429}, of {report.retried} requests")
     rows.add_row("tokens/s", f"{report.tokens_per_second:.1f} ({report.output_tokens} in {report.seconds:.1f} s)")
     for name, spread in (("TTFT", report.ttft), ("cold TTFT", report.cold_ttft), ("ITL", report.itl)):
         rows.add_row(

@@ -1,4 +1,4 @@
-"""Which machine a figure comes from, and how busy it was: figures of two machines are never compared."""
+"""The machine that a figure comes from, and its load: figures of two machines are never compared."""
 
 import os
 import platform

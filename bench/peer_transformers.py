@@ -2,7 +2,7 @@
 
     python -m bench.peer_transformers --concurrency 8 --rounds 2 --max-tokens 64
 
-A static batch waits for its slowest member, and nobody joins on the way: every answer has the same length here, which
+A static batch waits for its slowest member, and no request joins it later: every answer has the same length here, which
 is the best case for it.
 """
 

@@ -1,4 +1,4 @@
-"""What a run of load is asked for, and what it reports. Pure: no network, no clock."""
+"""Plan and report of a load run. Pure: no network, no clock."""
 
 import ipaddress
 import math
@@ -15,13 +15,13 @@ MAX_CONCURRENCY = 1024
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to count as good."""
+    """Latency limits that a request must meet to count as good."""
 
     ttft_seconds: float = 1.0
     itl_seconds: float = 0.1  # the mean over one answer
 
     def kept_by(self, timings: Timings) -> bool:
-        """Whether a finished request felt good."""
+        """Whether a finished request met both limits."""
         mean_gap = sum(timings.gaps) / len(timings.gaps) if timings.gaps else 0.0
         return timings.ttft <= self.ttft_seconds and mean_gap <= self.itl_seconds
 
@@ -45,6 +45,7 @@ class LoadPlan:
     slo: Slo = field(default_factory=Slo)
     cold_requests: int = 0  # the first so many are reported apart
     request_timeout_seconds: float = 300.0
+    retry_429: bool = True  # False: first attempts are what counts, and a 429 is a failure like any other
 
     def __post_init__(self) -> None:
         refuse_unless_loopback(self.base_url)
@@ -86,13 +87,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What came of a plan. A 429 that a retry honoured is not a failure; it is counted apart."""
+    """Result of a load run. A request that was answered after a 429 is not a failure; it is counted as retried."""
 
     sent: int
     finished: int
     failed: int
     left: int = 0
     retries_429: int
+    retried: int = 0  # requests that were answered, but not at the first attempt
     failures: dict[str, int] = field(default_factory=dict)  # sentence -> how often
     revisions: dict[str, int] = field(default_factory=dict)  # which revision answered how often
     seconds: float = 0.0

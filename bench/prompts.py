@@ -1,4 +1,4 @@
-"""Prompts made from words: a mix of lengths, reproducible from a seed, with nobody's text in them."""
+"""Prompts generated from word lists: a mix of lengths, reproducible from a seed, without any user's text."""
 
 import math
 import random
@@ -10,10 +10,10 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-WHO = _words("bear bird cat child cow dog duck farmer fish fox girl hen horse king lamb lion mouse pig wolf")
-WHAT = _words("ball basket bell boat book box bread cake coin drum flower hat key kite lamp map nut ring stone tree")
-WHERE = _words("barn beach bridge castle cave field forest garden hill house island lake market meadow river road")
-HOW = _words("big blue brave cold gentle green happy hungry kind little lost proud quick quiet red sad shy warm")
+ANIMALS = _words("bear bird cat child cow dog duck farmer fish fox girl hen horse king lamb lion mouse pig wolf")
+THINGS = _words("ball basket bell boat book box bread cake coin drum flower hat key kite lamp map nut ring stone tree")
+PLACES = _words("barn beach bridge castle cave field forest garden hill house island lake market meadow river road")
+QUALITIES = _words("big blue brave cold gentle green happy hungry kind little lost proud quick quiet red sad shy warm")
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def prompts(seed: int, mix: Sequence[Share] = CHAT_MIX) -> Iterator[str]:
 
 def prompt(draw: random.Random, words: int) -> str:
     """A request of at least so many words; the question comes last."""
-    question = f"Tell a story about a {draw.choice(HOW)} {draw.choice(WHO)} and a {draw.choice(WHAT)}."
+    question = f"Tell a story about a {draw.choice(QUALITIES)} {draw.choice(ANIMALS)} and a {draw.choice(THINGS)}."
     missing = words - len(question.split())
     text = [
-        f"The {draw.choice(HOW)} {draw.choice(WHO)} saw a {draw.choice(WHAT)} by the {draw.choice(WHERE)}."
+        f"The {draw.choice(QUALITIES)} {draw.choice(ANIMALS)} saw a {draw.choice(THINGS)} by the {draw.choice(PLACES)}."
         for _ in range(-(-missing // 10))
     ]
     return " ".join([*text, question])

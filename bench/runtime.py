@@ -55,7 +55,7 @@ async def _load(base_url: str, users: int, rounds: int) -> LoadReport:
 
 
 async def _mixed_load(base_url: str) -> LoadReport:
-    """Chats, and now and then a book: what a long prompt does to those who are reading."""
+    """Chats with an occasional very long prompt: its effect on the inter-token latency of the others."""
     return await run_load(
         LoadPlan(
             base_url=base_url,

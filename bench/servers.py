@@ -135,7 +135,7 @@ def _script(name: str) -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has now; all are held until all are known, so that they differ."""
+    """Free ports; all are held until all are known, so that they differ."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [held.getsockname()[1] for held in sockets]
     for held in sockets:

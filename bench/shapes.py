@@ -1,6 +1,6 @@
-"""Checkpoints with random weights in the shapes of real models: speed depends on shapes, not on what a model knows.
+"""Checkpoints with random weights in the shapes of real models: speed depends on shapes, not on weights.
 
-They are made once, into the user's cache; the tokenizer is the embedded model's, since nobody reads the answers.
+They are made once, into the user's cache; the tokenizer is the embedded model's, since the answers are not read.
 """
 
 import json

@@ -3,7 +3,7 @@
     SLIPWAY_SOAK_MINUTES=30 python -m bench soak
 
 The mix: chats of several turns, shared system prompts, two adapters, long prompts now and then, readers that leave. The
-first fifth warms up; growth is the slope of resident memory over the rest, told for an hour.
+first fifth warms up; growth is the slope of resident memory over the rest, per hour.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One streamed chat request as a careful client makes it: timed, and finished only when the server said so."""
+"""One streamed chat request with its timings; finished only when the server sends [DONE]."""
 
 import time
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ REVISION_HEADER = "x-slipway-revision"
 
 
 class StreamFailedError(Exception):
-    """The request did not end as promised; the message is a short class of failure, not text of the answer."""
+    """The request failed or broke off; the message is a short class of failure, not text of the answer."""
 
 
-class ReaderLeft(Exception):  # noqa: N818  nobody's error: the reader wanted to
+class ReaderLeft(Exception):  # noqa: N818  not an error: the reader wanted to
     """The reader went away in the middle, as planned."""
 
 

@@ -1,4 +1,4 @@
-"""A server that streams on schedule and computes nothing: what remains is the cost of whoever stands in front.
+"""A server that streams on schedule and computes nothing: what remains is the cost of the proxy in front of it.
 
     POST /v1/chat/completions {"stream": true, "max_tokens": 100, "interval_ms": 50}
 
@@ -19,15 +19,15 @@ PADDING = "x" * 170  # id, object, created, model, fingerprint: what else a real
 
 async def answer(request: web.Request) -> web.StreamResponse:
     """Stream, or answer at once."""
-    ask = msgspec.json.decode(await request.read())
-    if not ask.get("stream"):
+    body = msgspec.json.decode(await request.read())
+    if not body.get("stream"):
         return web.json_response({"choices": [], "usage": {"completion_tokens": 0}})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    interval = ask.get("interval_ms", 50) / 1000
+    interval = body.get("interval_ms", 50) / 1000
     await asyncio.sleep(random.random() * interval)  # streams of real users do not tick together
     due = time.monotonic()
-    for _ in range(ask.get("max_tokens", 100)):
+    for _ in range(body.get("max_tokens", 100)):
         await response.write(_event())
         due += interval
         await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -36,8 +36,8 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 def _event() -> bytes:
-    body = {"at": time.monotonic_ns(), "padding": PADDING, "choices": [{"index": 0, "delta": {"content": " word"}}]}
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    event = {"at": time.monotonic_ns(), "padding": PADDING, "choices": [{"index": 0, "delta": {"content": " word"}}]}
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 async def _ready(request: web.Request) -> web.Response:

@@ -1,11 +1,11 @@
-"""What is asked: conversations made from words, with the lengths, turns, prefixes and adapters of real traffic.
+"""Conversations made from words, with the lengths, turns, prefixes and adapters of real traffic.
 
     workload = Workload(mix=MIXED_MIX, turns=3, prefixes=8, adapters=("pirate",))
     conversation = workload.conversation(random.Random(7))
     body = conversation.ask()           # the next turn
     conversation.answered("Once …")     # becomes part of the next one
 
-Reproducible from the source of randomness, with nobody's text in it.
+Reproducible from the source of randomness, without any user's text in it.
 """
 
 import random
@@ -35,7 +35,7 @@ class Workload:
     leaving: float = 0.0  # share of readers that go away in the middle of an answer
 
     def conversation(self, draw: random.Random) -> "Conversation":
-        """The next user, with all that she will ask."""
+        """The next conversation, with all its turns."""
         system = ""
         if self.prefixes:
             number = draw.randrange(self.prefixes)
@@ -49,7 +49,7 @@ class Workload:
 
 @dataclass
 class Conversation:
-    """One user: her questions and the answers so far."""
+    """One conversation: questions and answers so far."""
 
     workload: Workload
     draw: random.Random
@@ -59,22 +59,22 @@ class Conversation:
 
     @property
     def over(self) -> bool:
-        """Whether she has asked all she wanted."""
+        """Whether all turns were asked."""
         return self.asked >= self.workload.turns
 
     def ask(self) -> list[dict[str, str]]:
-        """Her next question, after all that was said."""
+        """The messages of the next turn, history included."""
         share = self.draw.choices(self.workload.mix, [share.weight for share in self.workload.mix])[0]
         self.messages.append({"role": "user", "content": prompt(self.draw, share.words(self.draw))})
         self.asked += 1
         return list(self.messages)
 
     def answered(self, text: str) -> None:
-        """What the model said becomes part of the conversation."""
+        """Add the model's answer to the history."""
         self.messages.append({"role": "assistant", "content": text})
 
     def leaves_after(self, max_tokens: int) -> int | None:
-        """After how many pieces of text she goes away, if she does."""
+        """After how many pieces of text the reader disconnects; None where the answer is read to its end."""
         if self.draw.random() >= self.workload.leaving:
             return None
         return self.draw.randint(1, max(1, max_tokens // 2))

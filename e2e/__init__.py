@@ -1,1 +1,1 @@
-"""The local cluster, and the stories told on it."""
+"""The local cluster, the user stories that run on it, and the fault matrix."""

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.plan import LoadReport
-from e2e.cluster import build, claim, detached, preflight
+from e2e.cluster import build, detached, launcher_lock, preflight
 from e2e.cluster.access import Access
 from e2e.cluster.launch import GATEWAY, Cluster
-from e2e.cluster.places import cluster_folder
+from e2e.cluster.paths import cluster_folder
 from e2e.slipway import EXAMPLES, Slipway, wait_for
 
 SERVICE = "chat"
@@ -31,7 +31,7 @@ console = Console(highlight=False)
 
 @dataclass
 class Figures:
-    """What the summary tells."""
+    """The figures of the summary."""
 
     cluster_seconds: float = 0.0
     ready_seconds: float = 0.0
@@ -55,12 +55,12 @@ class Watcher:
 
     def __init__(self, slipway: Slipway, figures: Figures) -> None:
         self.slipway, self.figures = slipway, figures
-        self.told: set[tuple[str, str, str]] = set()
+        self.printed: set[tuple[str, str, str]] = set()
         self.conditions: dict[str, tuple[str, str]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Tell what happens until the block ends, and what its end has left to tell."""
+        """Print what happens until the block ends, its end included."""
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(over,), daemon=True)
         thread.start()
@@ -75,16 +75,16 @@ class Watcher:
         while not last:
             last = over.wait(0.5)
             try:
-                self.tell()
+                self.print_changes()
             except Exception as exc:  # noqa: BLE001  narration must not end the demo
                 console.print(f"    [dim]({type(exc).__name__} while looking; looking again)[/]")
 
-    def tell(self) -> None:
+    def print_changes(self) -> None:
         """Print what is new."""
         for event in self.slipway.events(SERVICE):
             identity = (event.uid, event.reason, event.note)
-            if identity not in self.told:
-                self.told.add(identity)
+            if identity not in self.printed:
+                self.printed.add(identity)
                 colour = "yellow" if event.type == "Warning" else "green"
                 at = event.at.astimezone().strftime("%H:%M:%S")
                 console.print(f"    [dim]{at}[/] [{colour}]{event.reason:<17}[/] {event.note}", soft_wrap=True)
@@ -122,7 +122,7 @@ def stream_one_answer(slipway: Slipway, figures: Figures) -> None:
 def drive_load(slipway: Slipway, figures: Figures) -> None:
     """Many users for a while; the autoscaler takes the service out, and back in after they have left."""
     console.print(f"    {USERS} users ask again and again for up to {LOAD_SECONDS:.0f} s; then they leave.")
-    load = slipway.load(SERVICE, concurrency=USERS, seconds=LOAD_SECONDS, max_tokens=96)
+    load = slipway.load(SERVICE, concurrency=USERS, seconds=LOAD_SECONDS, max_tokens=96, retry_429=True)
     figures.load = load.report()
     wait_for("one replica again", lambda: slipway.wait_ready(SERVICE, replicas=1, timeout=5), timeout=180)
 
@@ -140,7 +140,7 @@ def summary(figures: Figures) -> bool:
     table.add_row("TTFT under load, p50 / p95", f"{load.ttft.p50 * 1000:.0f} / {load.ttft.p95 * 1000:.0f} ms")
     table.add_row("replicas", f"1 → {figures.most_replicas} → 1")
     table.add_row("requests sent / finished / failed", f"{load.sent} / {load.finished} / {load.failed}")
-    table.add_row("429 honoured by a retry", str(load.retries_429))
+    table.add_row("answered after a 429 and a retry", str(load.retried))
     console.print()
     console.print(table)
     for sentence, count in load.failures.items():
@@ -177,7 +177,7 @@ def a_cluster(keep: bool, figures: Figures) -> Iterator[Access]:
     """A running cluster: one that ends with this block, or, to be kept, one that lives on when all went well."""
     folder = cluster_folder("default")
     with step(1, "A real Kubernetes 1.36 of local processes: two nodes with 8 fake GPUs each"):
-        if claim.stop(folder):
+        if launcher_lock.stop(folder):
             console.print("    [dim]ended a cluster that was still up[/]")
         preflight.require()
         build.ensure()
@@ -192,15 +192,15 @@ def a_cluster(keep: bool, figures: Figures) -> Iterator[Access]:
     try:
         yield access
     except BaseException:
-        claim.stop(folder)
+        launcher_lock.stop(folder)
         raise
     if cluster:
         with step(6, "Tear down"):
             cluster.stop()
 
 
-def tell(access: Access, figures: Figures) -> Slipway:
-    """The story on a running cluster."""
+def run_steps(access: Access, figures: Figures) -> Slipway:
+    """Steps 2 to 5, on a running cluster."""
     slipway = Slipway(access)
     with step(2, "Install Slipway from its chart with helm"):
         slipway.install()
@@ -225,7 +225,7 @@ def main() -> None:
     figures = Figures()
     try:
         with a_cluster(keep, figures) as access:
-            slipway = tell(access, figures)
+            slipway = run_steps(access, figures)
             as_promised = summary(figures)
             if keep:
                 next_steps(slipway)

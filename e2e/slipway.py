@@ -1,6 +1,6 @@
 """Slipway on the local cluster, as its users have it: helm, kubectl, the OpenAI client, and load.
 
-The demo and the stories are written in these words; what they assert is the state of the world.
+The demo and the stories are written with it; what they assert is the state of the cluster.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every
     while time.monotonic() < deadline:
         try:
             answer = look()
-        except Exception as exc:  # noqa: BLE001  the world may not be there yet; the last reason is told
+        except Exception as exc:  # noqa: BLE001  the world may not be there yet; the last reason is in the message
             last = exc
         else:
             if answer:
@@ -61,7 +61,7 @@ def wait_for(what: str, look: Callable[[], T | None], timeout: float = 60, every
 
 @dataclass(frozen=True)
 class Event:
-    """What an event says; the official client refuses some that are valid, so this is read from the wire."""
+    """A Kubernetes event; the official client refuses some that are valid, so it is parsed from JSON here."""
 
     type: str
     reason: str
@@ -107,7 +107,7 @@ class Slipway:
     def _admits_owners(self) -> bool:
         """OwnerReferencesPermissionEnforcement learns of a new kind only every few seconds, and refuses until then.
 
-        It asks nothing of those who may do everything, so the question is put in the operator's name.
+        Cluster administrators are exempt from it, so the request is made as the operator.
         """
         owner = {"apiVersion": names.API_VERSION, "kind": "InferenceService", "name": "nobody", "uid": "0"}
         pod = {
@@ -210,13 +210,24 @@ class Slipway:
 
     @contextmanager
     def api_server_away(self, cluster: Cluster) -> Iterator[None]:
-        """The API server is down inside the block. When it is back it refuses everybody until it has read its roles."""
+        """The API server is down inside the block. Once back, it refuses every request until it has read its roles."""
+        with self._outage(cluster.stop_apiserver, cluster.start_apiserver):
+            yield
+
+    @contextmanager
+    def etcd_away(self, cluster: Cluster) -> Iterator[None]:
+        """etcd is down inside the block: the API server runs, and can neither read nor write."""
+        with self._outage(cluster.stop_etcd, cluster.start_etcd):
+            yield
+
+    @contextmanager
+    def _outage(self, stop: Callable[[], None], start: Callable[[], None]) -> Iterator[None]:
         started = datetime.now(UTC)
-        cluster.stop_apiserver()
+        stop()
         try:
             yield
         finally:
-            cluster.start_apiserver()
+            start()
             wait_for("the API server is back", lambda: self.core.list_node().items)
             self.outages.append((started, datetime.now(UTC) + RELEARNING))
 
@@ -232,17 +243,20 @@ class Slipway:
         return f"http://127.0.0.1:{self.access.port(GATEWAY)}/v1"
 
     def openai(self) -> openai.OpenAI:
-        """The stock client, pointed at the gateway."""
-        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=120, max_retries=4)
+        """The stock client, pointed at the gateway; it does not retry, so what it meets is what happened."""
+        return openai.OpenAI(base_url=self.base_url, api_key="none", timeout=120, max_retries=0)
 
-    def load(self, model: str, *, concurrency: int, seconds: float, max_tokens: int = 64) -> "Load":
-        """Load from now on, in the background."""
+    def load(
+        self, model: str, *, concurrency: int, seconds: float, max_tokens: int = 64, retry_429: bool = False
+    ) -> "Load":
+        """Start load in the background. First attempts count, unless `retry_429` says that overload is expected."""
         plan = LoadPlan(
             base_url=self.base_url,
             model=model,
             concurrency=concurrency,
             duration_seconds=seconds,
             max_tokens=max_tokens,
+            retry_429=retry_429,
         )
         return Load(plan)
 
@@ -267,7 +281,7 @@ class Load:
 
         try:
             asyncio.run(main())
-        except BaseException as exc:  # noqa: BLE001  told to whoever asks for the report
+        except BaseException as exc:  # noqa: BLE001  raised again by `report`
             self._error = exc
             self._ready.set()
 
@@ -275,12 +289,12 @@ class Load:
         self.progress = progress
 
     def stop(self) -> LoadReport:
-        """Send no more, wait for what runs, and tell."""
+        """Send no more, wait for running streams, and return the report."""
         self._loop.call_soon_threadsafe(self._stop.set)
         return self.report()
 
     def report(self) -> LoadReport:
-        """Wait until the run is over, and tell."""
+        """Wait until the run is over, and return the report."""
         self._thread.join(timeout=600)
         if self._error is not None:
             raise self._error

@@ -149,6 +149,10 @@ class APod:
     def loading(self) -> "APod":
         return self.but(phase="Running", ready=False, ready_since=None)
 
+    def unready(self, *, since: datetime) -> "APod":
+        """Its server was ready, and its readiness probe has failed since then."""
+        return self.but(phase="Running", ready=False, ready_since=None, started=True, unready_since=since)
+
     def says(
         self, *, kv: float = 0.0, running: int = 0, waiting: int = 0, draining: bool = False, at: datetime = T0
     ) -> "APod":
@@ -204,6 +208,7 @@ def seen(
     applied: Mapping[str, str] | None = None,
     namesakes: tuple[Namesake, ...] = (),
     fault: str = "",
+    ready_before: frozenset[str] | None = None,
     disrupted: bool = False,
     revisions: tuple[StoredRevision, ...] | None = None,
 ) -> Observed:
@@ -216,15 +221,23 @@ def seen(
         nodes={node.name: node for node in nodes},
         defaults=DEFAULTS,
         token_digests=digests,
+        serving_digests=serving_digests,
+        nonce_seed=b"a seed for tests",
         recommendations=recommendations,
         taken_names=taken_names,
         failures=failures,
         applied=applied or {},
         namesakes=namesakes,
         fault=fault,
+        ready_before=ready_before,
     )
 
 
-def digests(namespace: str, pod: str) -> tuple[str, ...]:
+def digests(namespace: str, pod: str, nonce: str) -> tuple[str, ...]:
     """What a pod would know of its admin token."""
-    return (f"digest-of-{namespace}/{pod}",)
+    return (f"digest-of-{namespace}/{pod}/{nonce}",)
+
+
+def serving_digests(namespace: str, service: str) -> tuple[str, ...]:
+    """What a pod would know of the serving tokens of its service."""
+    return (f"digest-of-{namespace}/{service}",)

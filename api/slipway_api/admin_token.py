@@ -1,7 +1,11 @@
-"""The token of a pod's admin port, derived from one master secret that never enters a user's namespace.
+"""Tokens of a pod's two ports, derived from keys that never enter a user's namespace.
 
-The operator and the gateway hold the master and derive the token; the pod holds only the token's
-SHA-256, so reading a pod's spec does not open its admin port.
+The pod holds only the SHA-256 of each token, so reading its spec opens neither port.
+
+| port    | token                             | derived from the | held by               |
+|---------|-----------------------------------|------------------|-----------------------|
+| admin   | HMAC(key, namespace/pod/nonce)    | admin master     | operator              |
+| serving | HMAC(key, namespace/service)      | gateway key      | operator and gateway  |
 """
 
 import hashlib
@@ -9,13 +13,22 @@ import hmac
 from collections.abc import Iterable
 
 
-def admin_token(master: bytes, namespace: str, pod: str) -> str:
-    """The hex token that opens the admin port of `namespace/pod`."""
-    return hmac.new(master, f"{namespace}/{pod}".encode(), hashlib.sha256).hexdigest()
+def admin_token(master: bytes, namespace: str, pod: str, nonce: str = "") -> str:
+    """The hex token that opens the admin port of `namespace/pod`.
+
+    The nonce makes it the token of one pod and not of every pod that will ever have this name. Pods that were made
+    before there were nonces have none.
+    """
+    return _derive(master, "/".join(part for part in (namespace, pod, nonce) if part))
+
+
+def serving_token(gateway_key: bytes, namespace: str, service: str) -> str:
+    """The hex token with which a gateway opens the serving port of the replicas of `namespace/service`."""
+    return _derive(gateway_key, f"serving:{namespace}/{service}")
 
 
 def token_digest(token: str) -> str:
-    """What the pod may know of the token: its SHA-256 in hex."""
+    """The SHA-256 of a token in hex: what the pod holds instead of the token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -24,3 +37,7 @@ def token_matches(token: str, digests: Iterable[str]) -> bool:
     presented = token_digest(token)
     # A list, not a generator: every digest is compared, whichever matches.
     return any([hmac.compare_digest(presented, digest) for digest in digests])  # noqa: C419
+
+
+def _derive(key: bytes, purpose: str) -> str:
+    return hmac.new(key, purpose.encode(), hashlib.sha256).hexdigest()

@@ -9,7 +9,7 @@ from slipway_api.types import DecimalString, Rule, Struct, bounded_list, cel_rul
 
 
 class ScalingMode(StrEnum):
-    """Who decides the number of replicas."""
+    """What decides the number of replicas."""
 
     ACTIVE = "Active"
     EXTERNAL = "External"
@@ -20,6 +20,18 @@ class MetricType(StrEnum):
 
     KV_CACHE_UTILIZATION = "KVCacheUtilization"
     QUEUE_DEPTH = "QueueDepth"
+
+
+class Limit(StrEnum):
+    """What kept the number of replicas away from what the metrics ask for: status.autoscaling.limitedBy."""
+
+    LIMITED_BY_MAX = "LimitedByMax"
+    MIN_REPLICAS = "MinReplicas"
+    LIMITED_BY_CAPACITY = "LimitedByCapacity"
+    SCALE_UP_RATE = "ScaleUpRate"
+    SCALE_DOWN_RATE = "ScaleDownRate"
+    STABILIZATION_WINDOW = "StabilizationWindow"
+    LIVE_DEMAND = "LiveDemand"
 
 
 class Metric(Struct):

@@ -1,4 +1,4 @@
-"""Condition types, their reasons and the reasons of events: the vocabulary in which Slipway explains itself.
+"""Condition types, their reasons and the reasons of events; their meanings are in `vocabulary`.
 
 A condition's message is the sentence of the last decision; numbers that move all the time live in metrics.
 """
@@ -13,7 +13,7 @@ from slipway_api.types import Struct, Time
 
 
 class ConditionType(StrEnum):
-    """What can be said about a service. Reconciling and Stalled are present only while they are True (kstatus)."""
+    """The conditions of a service. Reconciling and Stalled are present only while they are True (kstatus)."""
 
     READY = "Ready"
     RECONCILING = "Reconciling"
@@ -35,7 +35,6 @@ class Reason(StrEnum):
     """Why a condition has its status; grouped by the condition that uses it first."""
 
     # Reconciling
-    NEW_GENERATION = "NewGeneration"
     SCALING_UP = "ScalingUp"
     ROLLING_OUT = "RollingOut"
     # Stalled: a person has to act; reason and message are copied into Ready
@@ -89,10 +88,8 @@ class EventReason(StrEnum):
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     REPLICA_REPLACED = "ReplicaReplaced"
     DRAIN_TIMED_OUT = "DrainTimedOut"
-    NODE_DRAIN_FORCED = "NodeDrainForced"
     NAME_CONFLICT = "NameConflict"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
-    ADVICE = "Advice"
 
     @property
     def type(self) -> str:

@@ -80,7 +80,7 @@ class Rollout(Struct):
 
 
 class Drain(Struct):
-    """How a replica goes: it leaves the route, finishes its requests, and only then stops."""
+    """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
 
     model_config = cel_rules(
         Rule(
@@ -94,6 +94,21 @@ class Drain(Struct):
     """How long requests may take to finish; then they are ended with an error."""
     endpoint_propagation_seconds: int = Field(default=5, ge=0, le=3600)
     """Shortest wait between leaving the route and stopping, until every router knows."""
+
+
+class DirectAccess(StrEnum):
+    """Which callers a replica answers on its serving port."""
+
+    OPEN = "Open"
+    GATEWAY_ONLY = "GatewayOnly"
+
+
+class Routing(Struct):
+    """How requests reach the replicas."""
+
+    direct_access: DirectAccess = DirectAccess.OPEN
+    """Open: every pod that can reach a replica may call it, past the gateway. GatewayOnly: a replica answers only the
+    gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
 
 
 class Availability(Struct):
@@ -164,7 +179,9 @@ class InferenceServiceSpec(Struct):
     rollout: Rollout = Rollout()
     """How a new revision replaces the old one."""
     drain: Drain = Drain()
-    """How a replica goes: it leaves the route, finishes its requests, and only then stops."""
+    """How a replica is drained: it gets no new requests, finishes those that it has, and only then stops."""
+    routing: Routing = Routing()
+    """How requests reach the replicas."""
     availability: Availability = Availability()
     """What keeps the service available when replicas fail."""
 

@@ -12,7 +12,7 @@ class Address(Struct):
     """One address at which the service answers."""
 
     name: str = Field(max_length=64)
-    """Which way in: gateway, or service for the Kubernetes Service past it."""
+    """gateway; or service, for the Kubernetes Service that leads past it."""
     url: str = Field(max_length=1024)
     """Base URL of the OpenAI API there."""
 
@@ -47,6 +47,8 @@ class AttemptStatus(Struct):
     """Failures in a row; they set the backoff."""
     not_before: Time | None = None
     """No new attempt before this moment."""
+    last_end: str = Field(default="", max_length=256)
+    """How the attempt before this one ended: the exit code and the termination message of its server."""
 
 
 class SignalStatus(Struct):
@@ -78,7 +80,7 @@ class ScalingDecision(Struct):
 
 
 class AutoscalingStatus(Struct):
-    """What the autoscaler last thought, and why."""
+    """The last decision of the autoscaler, and why."""
 
     recommended_replicas: int | None = Field(default=None, ge=0)
     """What the metrics ask for, before limits."""
@@ -135,6 +137,6 @@ class InferenceServiceStatus(Struct):
     attempts: Annotated[tuple[AttemptStatus, ...], bounded_list(at_most=2048, key=("revision", "slot"))] = ()
     """Slots whose replica was started more than once."""
     autoscaling: AutoscalingStatus | None = None
-    """What the autoscaler last thought, and why."""
+    """The last decision of the autoscaler, and why."""
     capacity: CapacityStatus | None = None
     """What one replica can hold."""

@@ -1,4 +1,6 @@
-"""Does a model fit, and how many sequences beside it? Weights + adapters + reserve + KV cache, as pure arithmetic.
+"""Plans the memory of a device: whether a model fits, and how many sequences beside it. Pure arithmetic.
+
+Weights + adapters + reserve + KV cache must fit.
 
 The operator asks before it creates a pod, with what the manifest says; the runtime asks again with what it measured.
 Sizes are bytes of one device. A worked example, Llama-3 70B with grouped-query attention in 16 bits:
@@ -14,18 +16,18 @@ GIB: Final = 1 << 30
 WEIGHT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 QUANTIZATIONS: Final = ("none", "int8", "fp8")
 SCALE_BYTES: Final = 4  # a float32 per row of a quantized matrix, and per token and head of a quantized KV cache
-NULL_BLOCKS: Final = 1  # padding points into it; it is paid for and holds nobody's tokens
-SMALLEST_POOL: Final = 2  # blocks; with fewer, a sequence could not even grow
+NULL_BLOCKS: Final = 1  # padding points into it; it takes memory and holds no tokens
+SMALLEST_POOL: Final = 2  # blocks; with fewer, a sequence could not grow by one token
 
 # A GPU holds more than what we allocate: its context, the libraries' workspaces, captured graphs.
 GPU_RESERVE_BYTES: Final = GIB
-# gpuMemoryUtilization above this leaves too little for what nobody plans: neighbours, fragments, the driver.
+# gpuMemoryUtilization above this leaves too little for what is not planned: other processes, fragments, the driver.
 UTILIZATION_WARNED_ABOVE: Final = 0.92
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder as far as memory cares. `parameters`, `intermediate` and `vocab` may be 0 where nobody knows them."""
+    """The sizes of a decoder that decide its memory. `parameters`, `intermediate` and `vocab` are 0 where unknown."""
 
     layers: int
     hidden: int
@@ -68,7 +70,7 @@ class ModelShape:
         return self.parameters or self.linear_parameters + self.embedding_parameters
 
     def on_one_of(self, devices: int) -> "ModelShape":
-        """What each has of several that share the model: its heads, its part of the MLP, and the whole vocabulary.
+        """The part of the model on one of several devices: its heads, its part of the MLP, and the whole vocabulary.
 
         Rounded up; a runtime refuses a number that does not divide the key-value heads.
         """
@@ -84,7 +86,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a service asks of the device, in the manifest's words."""
+    """The settings of a service that decide how much memory it takes, named as in the manifest."""
 
     dtype: str = "bf16"  # bf16, fp16, fp32
     quantization: str = "none"  # of the weights: none, int8, fp8
@@ -101,7 +103,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What is there before the first token of KV."""
+    """Bytes that are taken before the first token of the KV cache."""
 
     weights: int
     adapters: int
@@ -115,7 +117,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """There is room."""
+    """The model and at least one sequence of full length fit."""
 
     kv_blocks: int  # usable ones, without the null block
     kv_tokens: int
@@ -125,7 +127,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True)
 class DoesNotFit:
-    """There is none; the message has the arithmetic and says which knob would help."""
+    """They do not fit; the message has the arithmetic and names the settings that would help."""
 
     message: str
 
@@ -152,7 +154,7 @@ def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
 
 
 def activation_bytes(shape: ModelShape, needs: Needs) -> int:
-    """The widest moment of the widest step: a residual and gate, up and their product for each token; then logits."""
+    """Peak of the largest step: a residual and gate, up and their product for each token; then logits."""
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     width = 2 * shape.hidden + max(3 * shape.mlp, attention)
     layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.dtype]
@@ -161,7 +163,7 @@ def activation_bytes(shape: ModelShape, needs: Needs) -> int:
 
 
 def footprint(shape: ModelShape, needs: Needs) -> Footprint:
-    """What the service takes before its KV cache, by arithmetic alone; of one device, where several share the model."""
+    """Computes what a service takes before its KV cache; of one device, where several share the model."""
     if needs.tensor_parallel_size > 1:
         return footprint(*_of_one_device(shape, needs))
     return Footprint(
@@ -203,12 +205,12 @@ def _of_one_device(shape: ModelShape, needs: Needs) -> tuple[ModelShape, Needs]:
 
 
 def utilization_warning(utilization: float) -> str | None:
-    """A sentence where the share of a device leaves too little for what nobody plans."""
+    """A warning where gpuMemoryUtilization leaves too little for what is not planned; None where it does not."""
     if utilization <= UTILIZATION_WARNED_ABOVE:
         return None
     return (
         f"gpuMemoryUtilization {utilization:g} is above {UTILIZATION_WARNED_ABOVE:g}: "
-        "captured graphs, fragments and neighbours on the device may not fit"
+        "captured graphs, fragments and other processes on the device may not fit"
     )
 
 
@@ -236,24 +238,24 @@ def _one(needs: Needs) -> int:
 
 
 def _advice(shape: ModelShape, needs: Needs, budget: int) -> str:
-    """The knobs that would make it fit, each alone; else what the device would have to be."""
-    knobs: list[str] = []
+    """The settings that would make it fit, each alone; else how much memory the device would need."""
+    settings: list[str] = []
     per_token = kv_bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, _kv_dtype(needs))
     left = budget - footprint(shape, needs).total
     length = pool_blocks(left, per_token, needs.block_size) * needs.block_size
     if length >= SMALLEST_POOL * needs.block_size:
-        knobs.append(f"lower maxModelLen to {length}")
+        settings.append(f"lower maxModelLen to {length}")
     if needs.kv_dtype == "auto" and _fit(shape, replace(needs, kv_dtype="fp8"), budget):
-        knobs.append("set kvCache.dtype to fp8 or int8")
+        settings.append("set kvCache.dtype to fp8 or int8")
     if needs.quantization == "none" and _fit(shape, replace(needs, quantization="int8"), budget):
-        knobs.append("set quantization to int8 or fp8")
+        settings.append("set quantization to int8 or fp8")
     if needs.max_adapters and _fit(shape, replace(needs, max_adapters=0), budget):
-        knobs.append("lower lora.maxAdapters or lora.maxRank")
+        settings.append("lower lora.maxAdapters or lora.maxRank")
     smaller = replace(needs, max_num_batched_tokens=needs.max_num_seqs)
     if needs.max_num_batched_tokens > needs.max_num_seqs and _fit(shape, smaller, budget):
-        knobs.append("lower maxNumBatchedTokens")
-    if knobs:
-        return ", or ".join(knobs)
+        settings.append("lower maxNumBatchedTokens")
+    if settings:
+        return ", or ".join(settings)
     wanted = footprint(shape, needs).total + _one(needs) * per_token
     return f"give it a device with {_gib(wanted)} to spare, or a smaller model"
 

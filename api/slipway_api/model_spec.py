@@ -79,7 +79,7 @@ class SamplingDefaults(Struct):
 
 
 class Role(StrEnum):
-    """Who speaks in a message."""
+    """Role of the author of a message."""
 
     SYSTEM = "system"
     USER = "user"
@@ -90,7 +90,7 @@ class WarmMessage(Struct):
     """One message of a chat."""
 
     role: Role
-    """Who speaks: system, user or assistant."""
+    """Role of its author: system, user or assistant."""
     content: str = Field(min_length=1, max_length=WARM_PROMPT_CHARACTERS)
     """What is said."""
 

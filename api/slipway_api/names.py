@@ -1,4 +1,4 @@
-"""Labels, ports, headers and paths: what the parts of Slipway say to each other."""
+"""Names that the parts of Slipway share: labels, annotations, ports, headers, paths, environment variables."""
 
 from typing import Final
 
@@ -30,6 +30,9 @@ ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
 ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # what the pod's runtime answers to
+ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
+# Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
+ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
 
 # Every part serves clients on one port and its operators on another.
 SERVING_PORT: Final = 8000
@@ -43,13 +46,18 @@ HEADER_ADAPTER: Final = "x-slipway-adapter"
 HEADER_TOKENIZER: Final = "x-slipway-tokenizer"
 HEADER_PIN_REVISION: Final = "x-slipway-pin-revision"
 HEADER_REQUEST_ID: Final = "x-request-id"
+# On a refusal of a runtime: the engine has not taken the request, so sending it elsewhere repeats nothing.
+HEADER_NOT_STARTED: Final = "x-slipway-not-started"
 
 # Headers from gateway to runtime; the gateway removes them from what clients send.
 HEADER_TENANT: Final = "x-slipway-tenant"
 HEADER_PRIORITY: Final = "x-slipway-priority"
 HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
 HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
-INTERNAL_HEADERS: Final = frozenset({HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS})
+HEADER_SERVING_TOKEN: Final = "x-slipway-serving-token"  # noqa: S105  the name of a header
+INTERNAL_HEADERS: Final = frozenset(
+    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN}
+)
 
 # The admin token travels here: `pods/proxy` strips Authorization.
 HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"  # noqa: S105  the name of a header

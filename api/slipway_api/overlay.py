@@ -1,13 +1,13 @@
 """What a user may change about the pods of a service: the template's allow-list.
 
-Without it, whoever may create an InferenceService could create any pod. What is listed is merged into the pod, by name
-where it has names; every other field of a pod is declared here only to be refused with a sentence, because the API
-server drops undeclared fields in silence. `core.pod` does the merging.
+Without it, the right to create an InferenceService would be the right to create any pod. What is listed is merged into
+the pod, by name where it has names; every other field of a pod is declared here only to be refused with a sentence,
+because the API server drops undeclared fields in silence. `core.service.pod` does the merging.
 """
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.config import JsonDict
 
 from slipway_api.types import LocalReference, Quantity, Rule, Struct, bounded_list, cel_rules
@@ -74,6 +74,30 @@ _TOLERATION = {
 }
 Toleration = Annotated[dict[str, Any], WithJsonSchema(_TOLERATION)]
 
+_TOKEN_SOURCES = ("serviceAccountToken", "podCertificate")
+_NO_TOKENS = "a projected volume may not hold a serviceAccountToken or a podCertificate: pods have no identity here"
+_PROJECTED: JsonDict = {
+    "type": "object",
+    "description": "As in a pod, without the sources that give the pod an identity.",
+    "properties": {
+        "defaultMode": {"type": "integer", "format": "int32"},
+        "sources": {
+            "type": "array",
+            "maxItems": 16,
+            "x-kubernetes-list-type": "atomic",
+            "items": {
+                "type": "object",
+                "properties": {
+                    **dict.fromkeys(("configMap", "secret", "downwardAPI", "clusterTrustBundle"), _OPEN),
+                    **{kind: _OPEN | {"description": "Refused."} for kind in _TOKEN_SOURCES},
+                },
+                "x-kubernetes-validations": [
+                    {"rule": " && ".join(f"!has(self.{kind})" for kind in _TOKEN_SOURCES), "message": _NO_TOKENS}
+                ],
+            },
+        },
+    },
+}
 _VOLUME_KINDS = (
     "configMap",
     "csi",
@@ -90,6 +114,7 @@ _VOLUME = {
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 63, "description": "Name of the volume."},
         **{kind: _OPEN | {"description": "As in a pod."} for kind in _VOLUME_KINDS},
+        "projected": _PROJECTED,
     },
     "x-kubernetes-validations": [
         {
@@ -99,7 +124,17 @@ _VOLUME = {
         }
     ],
 }
-Volume = Annotated[dict[str, Any], WithJsonSchema(_VOLUME)]
+
+
+def _without_tokens(volume: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what the API server refuses too: a service stored before that rule is still there."""
+    sources = (volume.get("projected") or {}).get("sources") or ()
+    if any(kind in source for source in sources for kind in _TOKEN_SOURCES):
+        raise ValueError(_NO_TOKENS)
+    return volume
+
+
+Volume = Annotated[dict[str, Any], AfterValidator(_without_tokens), WithJsonSchema(_VOLUME)]
 
 _VOLUME_MOUNT = {
     "type": "object",

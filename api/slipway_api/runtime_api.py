@@ -10,20 +10,23 @@ ignored and every field that may grow has a default, so that an older side under
 | /drain    | POST   | yes   | DrainRequest (may be empty) | DrainStatus                         |
 | /undrain  | POST   | yes   |                             | DrainStatus                         |
 | /ready    | GET    | no    |                             | Ready, with 200 or 503              |
-| /health   | GET    | no    |                             | Health: 200 unless the engine died  |
+| /health   | GET    | no    |                             | Health: 200 unless it needs a restart |
 | /adapters | GET    | yes   |                             | AdapterList                         |
 | /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads     |
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
 | /model    | GET    | yes   |                             | ModelInfo                           |
-| /model    | POST   | yes   | LoadModelRequest            | ModelInfo, or 409 for another model |
+| /model    | POST   | yes   | ModelSpec                   | ModelInfo: 202 while it loads, 409 for another one |
 | /sleep    | POST   | yes   | SleepRequest (may be empty) | SleepStatus                         |
 | /wake_up  | POST   | yes   |                             | SleepStatus                         |
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from pydantic.alias_generators import to_camel
+
+from slipway_api.runtime_spec import Dtype, KVDtype, Quantization, SpeculationMethod
 
 MOST_TENANTS = 50  # that a body names
 
@@ -68,6 +71,7 @@ class Signals(Body):
 class ReadyReason(StrEnum):
     """Why a replica is or is not ready."""
 
+    NO_MODEL = "NoModel"
     DOWNLOADING = "Downloading"
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
@@ -87,16 +91,21 @@ class Ready(Body):
 
 
 class Health(Body):
-    """Whether the process is worth keeping: not healthy means that only a restart can help."""
+    """Whether the process can recover by itself: not healthy means that only a restart can help."""
 
     healthy: bool
     message: str = ""
 
 
 class DrainRequest(Body):
-    """Stop accepting and finish what runs. Asking again is harmless; a shorter deadline replaces a longer one."""
+    """Stop accepting and finish what runs. Asking again is harmless; a shorter deadline replaces a longer one.
+
+    `/ready` answers 503 at once. New requests are still accepted for `refuse_after_seconds`, because routers and
+    kube-proxies learn of a pod that is not ready only after a while; after that they are refused with a 503.
+    """
 
     timeout_seconds: int | None = Field(default=None, ge=0)  # None: the pod's own --drain-timeout
+    refuse_after_seconds: int = Field(default=0, ge=0)
     reason: str = ""
 
 
@@ -209,12 +218,40 @@ class ModelInfo(Body):
     loaded: bool = False
 
 
-class LoadModelRequest(Body):
-    """Serve this model. Asking for the one that is there is harmless."""
+class ModelSpec(Body):
+    """A model and how to run it: body of POST /model, and what the command line of a pod says (`model_flags.py`).
+
+    Every field of spec.model and spec.runtime that the engine needs is here, and nothing that belongs to the process,
+    such as ports and tokens. 0, the empty text and a field that is absent leave the choice to the runtime.
+    """
 
     uri: str
     served_name: str = ""
     revision: str = ""
+    dtype: Dtype = Dtype.AUTO
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    block_size: int = 0
+    max_output_tokens: int = 0
+    kv_cache_bytes: str = ""  # a quantity, such as 64Mi
+    gpu_memory_utilization: str = ""  # a decimal number
+    model_digest: str = ""
+    tokenizer_uri: str = ""
+    tokenizer_sha256: str = Field(default="", alias="tokenizerSha256")
+    chat_template: str = ""
+    sampling_defaults: Mapping[str, float | int] = {}  # by the names of the OpenAI API, such as top_p
+    quantization: Quantization = Quantization.NONE
+    kv_cache_dtype: KVDtype = KVDtype.AUTO
+    kv_cache_host_bytes: str = ""
+    deterministic: bool = False
+    tensor_parallel_size: int = 0
+    speculation: SpeculationMethod = SpeculationMethod.NONE
+    speculation_max_tokens: int = 0
+    max_adapters: int = 0
+    max_cpu_adapters: int = Field(default=0, alias="maxCPUAdapters")
+    max_rank: int = 0
+    warm_prompts: tuple[str | tuple[Mapping[str, str], ...], ...] = ()  # texts, and messages with role and content
 
 
 class SleepRequest(Body):

@@ -12,18 +12,18 @@ from typing import Any, Final
 Schema = dict[str, Any]
 
 _DROPPED = ("title", "$defs", "additionalProperties")
-_IMPOSSIBLE = ("anyOf", "oneOf", "allOf", "exclusiveMinimum", "exclusiveMaximum", "prefixItems", "patternProperties")
+_UNSUPPORTED = ("anyOf", "oneOf", "allOf", "exclusiveMinimum", "exclusiveMaximum", "prefixItems", "patternProperties")
 _LINE_BREAK: Final = re.compile(r"(?<!\n)\n(?!\n)")  # of a docstring's lines; an empty line begins a paragraph
 _ORDER = ("description", "type", "format", "default", "enum", "required", "properties", "items")
 
 
 def structural(schema: Schema, definitions: Schema | None = None) -> Schema:
-    """The schema as Kubernetes takes it; raises ValueError for what a structural schema cannot say."""
+    """The schema as Kubernetes takes it; raises ValueError for what a structural schema cannot express."""
     definitions = schema.get("$defs", {}) if definitions is None else definitions
     schema = _inlined(_without_null(schema), definitions)
-    unsayable = [key for key in _IMPOSSIBLE if key in schema]
-    if unsayable:
-        raise ValueError(f"a structural schema cannot say {', '.join(unsayable)}: {schema}")
+    unsupported = [key for key in _UNSUPPORTED if key in schema]
+    if unsupported:
+        raise ValueError(f"a structural schema cannot express {', '.join(unsupported)}: {schema}")
     result = {key: value for key, value in schema.items() if key not in _DROPPED}
     if "description" in result:
         result["description"] = _LINE_BREAK.sub(" ", result["description"])
@@ -47,7 +47,7 @@ def structural(schema: Schema, definitions: Schema | None = None) -> Schema:
 
 
 def without_defaults(schema: Schema) -> Schema:
-    """The schema without any default: a status says what its writer said."""
+    """The schema without any default: the API server must not add to a status what its writer left out."""
     result = {key: value for key, value in schema.items() if key != "default"}
     if "properties" in result:
         result["properties"] = {name: without_defaults(child) for name, child in result["properties"].items()}
@@ -84,7 +84,7 @@ def _may_be_null(schema: Schema) -> bool:
 
 
 def _without_null(schema: Schema) -> Schema:
-    """`X | None` as X: in Kubernetes, absent is how nothing is said."""
+    """`X | None` as X: in Kubernetes, a field without a value is absent."""
     if not _may_be_null(schema):
         return schema
     options: list[Schema] = [option for option in schema["anyOf"] if option != {"type": "null"}]
@@ -94,5 +94,5 @@ def _without_null(schema: Schema) -> Schema:
 
 
 def _place(key: str) -> tuple[int, str]:
-    """Descriptions first, then what a reader looks for, then the small print."""
+    """Sort key: description and type first, then default, fields and items, then the rest by name."""
     return (_ORDER.index(key), "") if key in _ORDER else (len(_ORDER), key)

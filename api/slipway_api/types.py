@@ -1,4 +1,4 @@
-"""The leaves of the kinds: quantities, decimals, times, references, and how a field carries a CEL rule.
+"""Types of the fields of the kinds: quantities, decimals, times, references; and how a field carries a CEL rule.
 
 Kubernetes conventions forbid floats in a spec, so ratios travel as pattern-checked decimal strings and become
 `decimal.Decimal` here; quantities such as `64Mi` stay strings and are read by `parse_quantity`.

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from e2e.cluster import claim, detached
+from e2e.cluster import detached, launcher_lock
 from e2e.cluster.access import Access
-from e2e.cluster.places import cluster_folder
+from e2e.cluster.paths import cluster_folder
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     if options.verb == "up":
         up_until_stopped(folder, options)
     elif options.verb == "stop":
-        found = [claim.stop(each) for each in (all_folders() if options.all else [folder])]
+        found = [launcher_lock.stop(each) for each in (all_folders() if options.all else [folder])]
         print("stopped" if any(found) else "nothing was running")
     elif options.verb == "build":
         from e2e.cluster import build, preflight
@@ -60,7 +60,7 @@ def up_until_stopped(folder: Path, options: argparse.Namespace) -> None:
     ports = dict(options.port)
     if options.detach:
         access = detached.start(folder, ports=ports, emulated_version=options.emulated_version)
-        tell(access)
+        print_access(access)
         print(f"stop it with: python -m e2e.cluster --folder {folder} stop")
         return
     from e2e.cluster.launch import GATEWAY, Cluster
@@ -72,11 +72,11 @@ def up_until_stopped(folder: Path, options: argparse.Namespace) -> None:
         with Cluster(folder=folder, publish=GATEWAY, ports=ports, emulated_version=options.emulated_version) as cluster:
             cluster.wait_for_nodes()
             print(f"ready after {time.monotonic() - began:.1f} s; stop with Ctrl-C")
-            tell(cluster)
+            print_access(cluster)
             while not cluster.ended:
                 time.sleep(1)
             raise SystemExit(f"{', '.join(cluster.ended)} ended; see {cluster.logs}")
-    except claim.BusyError as busy:
+    except launcher_lock.BusyError as busy:
         raise SystemExit(str(busy)) from None
 
 
@@ -86,8 +86,8 @@ def all_folders() -> list[Path]:
     return [pid.with_suffix("") for pid in pattern.parent.glob(f"{pattern.name}.pid")]
 
 
-def tell(access: Access) -> None:
-    """What a user needs to know."""
+def print_access(access: Access) -> None:
+    """Print how to reach the cluster."""
     print(f"export KUBECONFIG={access.kubeconfig}")
     print(f"export PATH={access.tools}:$PATH  # kubectl and helm")
     print(f"gateway, once installed: http://127.0.0.1:{access.port('gateway')}", flush=True)

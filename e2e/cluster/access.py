@@ -112,7 +112,7 @@ class Access:
 
     def client(self) -> "ApiClient":
         """A new client of the official library, as the administrator."""
-        from kubernetes import config  # heavy: only for those who ask
+        from kubernetes import config  # heavy, and rarely used
 
         return config.new_client_from_config(config_file=str(self.kubeconfig))
 
@@ -137,7 +137,7 @@ class Access:
         return context
 
     def create_namespace(self, prefix: str = "test", restricted: bool = False) -> str:
-        """Create a namespace with a name nobody has used yet; return the name."""
+        """Create a namespace with an unused name; return the name."""
         name = f"{prefix}-{secrets.token_hex(3)}"
         labels = {"pod-security.kubernetes.io/enforce": "restricted"} if restricted else {}
         self.api("POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": labels}})
@@ -163,7 +163,7 @@ class Access:
                     time.sleep(0.1)
 
     def audit(self) -> Iterator[dict[str, Any]]:
-        """The API server's audit log so far: who did what, and what was answered."""
+        """The API server's audit log so far: user, request and status of each event."""
         with (self.logs / "audit.jsonl").open() as lines:
             for line in lines:
                 if line.endswith("\n"):  # the last one may be in the middle of being written

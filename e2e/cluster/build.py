@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from e2e.cluster.places import HERE, cache_folder
+from e2e.cluster.paths import HERE, cache_folder
 from e2e.cluster.toolchain import find_go
 
 SOURCES = ("go.mod", "go.sum", "main.go", "stream.go")

@@ -1,4 +1,4 @@
-"""Which images exist, and what each of them runs: `images.yaml`, made concrete for one checkout and its environment."""
+"""The images that exist, and the command of each: `images.yaml`, resolved for one checkout and its environment."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from e2e.cluster.places import SYSTEM_PATH
+from e2e.cluster.paths import SYSTEM_PATH
 
 DEFAULT_USER = 65532
 CODE = ("api", "kube", "operator", "runtime", "gateway")  # folders of the checkout with code that images run
@@ -27,7 +27,7 @@ class Image:
 
     @property
     def id(self) -> str:
-        """What the kubelet knows a pulled image by."""
+        """The id under which the kubelet knows a pulled image."""
         return "sha256:" + hashlib.sha256(self.name.encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ class Log:
         self._rest = {"stdout": b"", "stderr": b""}  # the beginning of a line that has not ended
 
     def write(self, stream: str, data: bytes) -> None:
-        """Add what the program wrote; a line is written down when it is whole, or too long."""
+        """Append output; a line is written to the file when it is complete, or too long."""
         *lines, rest = (self._rest[stream] + data).split(b"\n")
         self._record(stream, [(line, True) for line in lines])
         while len(rest) >= LONGEST_LINE:
@@ -25,14 +25,14 @@ class Log:
         self._rest[stream] = rest
 
     def end(self) -> None:
-        """The program has ended: write down what it left without a newline."""
+        """Write the rest of the output, which has no newline."""
         for stream, rest in self._rest.items():
             if rest:
                 self._record(stream, [(rest, False)])
         self._rest = dict.fromkeys(self._rest, b"")
 
     def reopen(self) -> None:
-        """Write to a new file from now on: the kubelet has moved the old one away."""
+        """Write to a new file from now on: the kubelet has renamed the old one."""
         self._file = None
 
     def _record(self, stream: str, lines: list[tuple[bytes, bool]]) -> None:

@@ -1,4 +1,4 @@
-"""A cluster that outlives the command that started it: its launcher runs in the background until it is stopped."""
+"""A cluster in the background: its launcher runs on after the command that started it, until it is stopped."""
 
 import subprocess
 import sys
@@ -6,20 +6,20 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from e2e.cluster import claim
+from e2e.cluster import launcher_lock
 from e2e.cluster.access import STATE, Access
-from e2e.cluster.places import CHECKOUT
+from e2e.cluster.paths import CHECKOUT
 
 START_LIMIT = 180.0  # seconds, without the build
 
 
 def start(folder: Path, *, ports: Mapping[str, int] | None = None, emulated_version: str | None = None) -> Access:
-    """Start a cluster in the background; return when its nodes are Ready. `claim.stop(folder)` ends it."""
+    """Start a cluster in the background; return when its nodes are Ready. `launcher_lock.stop(folder)` ends it."""
     from e2e.cluster import build, preflight
 
     preflight.require()
     build.ensure()  # here, where its progress is seen
-    if claim.is_claimed(folder):
+    if launcher_lock.is_locked(folder):
         raise SystemExit(f"a cluster is running in {folder} already")
     argv = [sys.executable, "-m", "e2e.cluster", "--folder", str(folder), "up"]
     argv += [f"--port={name}={port}" for name, port in (ports or {}).items()]

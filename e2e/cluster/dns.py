@@ -14,7 +14,7 @@ Lookup = Callable[[str], list[str] | None]  # a name's IPv4 addresses; None when
 
 
 class Dns(asyncio.DatagramProtocol):
-    """Answers each datagram at once."""
+    """Answers each datagram as it arrives."""
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup

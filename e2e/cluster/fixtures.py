@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from e2e.cluster.places import cluster_folder
+from e2e.cluster.paths import cluster_folder
 
 if TYPE_CHECKING:
     from e2e.cluster.launch import Cluster
@@ -44,10 +44,10 @@ def cluster() -> "Iterator[Cluster]":
 
 def _free_folder(name: str) -> Path:
     """The first folder of this kind in which no other session runs a cluster."""
-    from e2e.cluster.claim import is_claimed
+    from e2e.cluster.launcher_lock import is_locked
 
     folders = [cluster_folder(f"{name}-{index}") for index in range(SESSIONS)]
-    free = next((folder for folder in folders if not is_claimed(folder)), None)
+    free = next((folder for folder in folders if not is_locked(folder)), None)
     if free is None:
         pytest.fail(f"{SESSIONS} test sessions of this checkout run a cluster already", pytrace=False)
     return free

@@ -12,7 +12,7 @@ from e2e.cluster.catalogue import Catalogue, Image
 
 
 class ImageService(rpc.ImageServiceServicer):
-    """What the kubelet asks before it creates a container."""
+    """Implements the CRI's ImageService."""
 
     def __init__(self, catalogue: Catalogue, root: Path) -> None:
         self.catalogue, self.root = catalogue, root
@@ -47,5 +47,5 @@ def find(catalogue: Catalogue, name: str, context: grpc.ServicerContext) -> Imag
 
 
 def describe(image: Image) -> api.Image:
-    """The image in the CRI's words."""
+    """The image as a CRI message."""
     return api.Image(id=image.id, repo_tags=[image.name], size=1, uid=api.Int64Value(value=image.user))

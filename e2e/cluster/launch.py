@@ -30,10 +30,10 @@ from pathlib import Path
 from e2e.cluster import build, components, network, pki, preflight, stubs
 from e2e.cluster.access import STATE, Access
 from e2e.cluster.catalogue import version_of
-from e2e.cluster.claim import Claim
 from e2e.cluster.components import API_IP, API_PORT, IN_CLUSTER_URL, Node, Service
+from e2e.cluster.launcher_lock import LauncherLock
 from e2e.cluster.namespaces import Program, Space, closed_ancestors, outermost
-from e2e.cluster.places import CHECKOUT, SYSTEM_PATH, cache_folder, cluster_folder
+from e2e.cluster.paths import CHECKOUT, SYSTEM_PATH, cache_folder, cluster_folder
 from e2e.cluster.space_init import FIRST_ID
 
 COVERS = {"/tmp": 0o1777, "/run": 0o755, "/var/lib": 0o755, "/var/log": 0o755}
@@ -68,7 +68,7 @@ class Cluster(Access):
         self._publish = {name: Service(*service) for name, service in (publish or {}).items()}
         self._wanted_ports = dict(ports or {})
         self._light, self._emulated_version = light, emulated_version
-        self._claim: Claim | None = None
+        self._lock: LauncherLock | None = None
         self._spaces: dict[str, Space] = {}  # "cluster", and each running node
         self._links: dict[str, str] = {}  # node -> its interface on the cluster's bridge
         self._listeners: dict[str, socket.socket] = {}
@@ -84,14 +84,14 @@ class Cluster(Access):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # Life and death.
+    # Start and stop.
 
     def start(self) -> None:
         """Return when the API server is ready; the nodes register on their own."""
         preflight.require()
         self._build = build.ensure()
         self._stubs = stubs.generate(self._build)
-        self._claim = Claim(self.folder)
+        self._lock = LauncherLock(self.folder)
         self._pki, self._config = self.folder / "pki", self.folder / "config"
         for folder in (self._config, self.logs, self.folder / "home"):
             folder.mkdir()
@@ -114,7 +114,7 @@ class Cluster(Access):
 
     def stop(self) -> None:
         """End every process; namespaces, mounts and interfaces go with them. The folder with the logs stays."""
-        if self._claim:
+        if self._lock:
             (self.folder / STATE).unlink(missing_ok=True)
         if cluster := self._spaces.pop("cluster", None):
             cluster.close()
@@ -125,9 +125,9 @@ class Cluster(Access):
         self._spaces.clear()
         self._listeners.clear()
         self.programs.clear()
-        if self._claim:
-            self._claim.release()
-            self._claim = None
+        if self._lock:
+            self._lock.release()
+            self._lock = None
 
     @property
     def catalogue_version(self) -> str:
@@ -136,14 +136,14 @@ class Cluster(Access):
 
     @property
     def ended(self) -> list[str]:
-        """Programs that ended though nobody asked them to."""
+        """Programs that ended without having been stopped."""
         return [name for name, program in self.programs.items() if not program.alive]
 
     def wait_for_nodes(self, limit: float = 60) -> None:
         """Return when every node is Ready and has its GPUs."""
         self._wait_for(self._nodes_ready, "every node", limit)
 
-    # Breaking and mending.
+    # Faults and their repair.
 
     def stop_apiserver(self, how: int = signal.SIGKILL) -> None:
         """The API server is away; everything else runs on."""
@@ -158,6 +158,23 @@ class Cluster(Access):
         self._start("cluster", "kube-apiserver", argv)
         if wait:
             self._wait_for(self._api_ready, "the API server", limit=60)
+
+    def stop_etcd(self, how: int = signal.SIGKILL) -> None:
+        """etcd is away; what it holds stays in the memory of the cluster's /var/lib."""
+        self.programs.pop("etcd").stop(how)
+
+    def start_etcd(self) -> None:
+        """etcd is back; return when the API server is ready again."""
+        self._start("cluster", "etcd", components.etcd(self._binary, self._pki))
+        self._wait_for(self._api_ready, "the API server", limit=120)
+
+    def signal_program(self, name: str, how: int) -> None:
+        """Signal a component, such as "kube-apiserver": SIGSTOP makes it hang, SIGCONT lets it go on."""
+        os.kill(self.programs[name].pid, how)
+
+    def is_up(self, node: str) -> bool:
+        """Whether the node has power; one that is cut off has."""
+        return node in self._spaces
 
     def start_controllers(self) -> None:
         """Start the controller manager; only a light cluster runs without."""
@@ -179,7 +196,7 @@ class Cluster(Access):
         self.programs.pop(f"kubelet/{node}").stop(how)
 
     def kill_node(self, node: str) -> None:
-        """A node loses power: kubelet, runtime and pods are gone at once, without a word."""
+        """A node loses power: kubelet, runtime and pods end at once."""
         self._spaces.pop(node).close()
         self.programs = {name: program for name, program in self.programs.items() if not name.endswith(f"/{node}")}
 
@@ -197,7 +214,7 @@ class Cluster(Access):
     ) -> int:
         """Signal the processes of a container (the first one of the pod, unless named); return how many there were.
 
-        `only` picks those whose command line contains it. Nobody is told: it is the kernel's OOM killer, or a crash.
+        `only` picks those whose command line contains it. The kubelet sees what it sees after a crash or an OOM kill.
         """
         processes = [pid for pid in self.processes_of(namespace, pod, container) if only in _command_line(pid)]
         for pid in processes:
@@ -258,8 +275,8 @@ class Cluster(Access):
         self._keeps = outermost([CHECKOUT, cache_folder(), self.folder, Path(sys.prefix), Path(sys.base_prefix)])
         covers = dict.fromkeys(closed_ancestors(self._keeps), 0o755) | COVERS
         space = self._spaces["cluster"] = Space(None, covers, self._keeps, network.of_cluster())
-        assert self._claim is not None
-        self._claim.holds(space.pid)
+        assert self._lock is not None
+        self._lock.write_namespaces(space.pid)
 
     def _start_services(self) -> None:
         published: dict[int, components.Published] = {

@@ -1,7 +1,7 @@
-"""Who is connected to whom: the shell scripts that lay the cables. Pure text.
+"""Shell scripts that connect the network namespaces of cluster and nodes. Pure text.
 
 The cluster's namespace has a bridge `nodes0`, and every address of the Service range is
-local there. Each node has a cable to that bridge, and a bridge `pods0` of its own.
+local there. Each node has a veth pair to that bridge, and a bridge `pods0` of its own.
 """
 
 from e2e.cluster.components import API_IP, SERVICE_RANGE, Node
@@ -20,7 +20,7 @@ def of_cluster() -> str:
 
 
 def between(link: str, pid: int, node: Node) -> str:
-    """In the cluster's namespace: a cable `link` to the node whose init is `pid`, and the way to its pods."""
+    """In the cluster's namespace: a veth pair `link` to the node whose init is `pid`, and the route to its pods."""
     return f"""
         ip link add {link} type veth peer name eth0 netns {pid}
         ip link set {link} master nodes0 up
@@ -29,7 +29,7 @@ def between(link: str, pid: int, node: Node) -> str:
 
 
 def of_node(node: Node) -> str:
-    """In the node's namespace, at the other end of that cable."""
+    """In the node's namespace, at the other end of that veth pair."""
     return f"""
         ip link set lo up
         ip addr add {node.ip}/24 dev eth0

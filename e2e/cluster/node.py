@@ -19,7 +19,7 @@ from e2e.cluster.catalogue import Catalogue, Environment
 from e2e.cluster.container import Forker
 from e2e.cluster.cri import RuntimeService
 from e2e.cluster.image_service import ImageService
-from e2e.cluster.places import HERE
+from e2e.cluster.paths import HERE
 from e2e.cluster.streams import Streams
 
 SOCKET = "/run/cri.sock"

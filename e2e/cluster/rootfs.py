@@ -20,7 +20,7 @@ SEALED = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 @dataclass(frozen=True)
 class Volume:
-    """Something of the node that the container sees at a path of its own."""
+    """A path of the node, mounted at a path of the container."""
 
     source: str
     target: str
@@ -29,7 +29,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class RootFileSystem:
-    """What one container finds when it looks around."""
+    """The root file system of one container."""
 
     folder: str  # on the node: where it is put together
     hostname: str

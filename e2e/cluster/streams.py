@@ -13,7 +13,7 @@ START_LIMIT = 30.0  # seconds
 
 
 class Streams:
-    """The streaming program of one node, started when somebody needs it: it is large, and most runs never do."""
+    """The streaming program of one node, started at its first use: it is large, and most runs never use it."""
 
     def __init__(self, binary: Path) -> None:
         self._binary = binary

@@ -1,9 +1,10 @@
-"""One cluster with Slipway installed, for all stories; each story removes what it applied."""
+"""One cluster with Slipway installed, for all stories; each story begins and ends without services."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from e2e import checks
 from e2e.cluster.launch import Cluster
 from e2e.slipway import Slipway
 
@@ -19,6 +20,19 @@ def slipway(cluster: Cluster) -> Slipway:
 @pytest.fixture
 def clean(slipway: Slipway) -> Iterator[Slipway]:
     """Slipway without services, before and after."""
+    delete_services(slipway)
     yield slipway
+    delete_services(slipway)
+
+
+@pytest.fixture
+def breakable(cluster: Cluster, clean: Slipway) -> Iterator[Cluster]:
+    """The cluster, to break nodes and components of; it is mended before the services of the story are deleted."""
+    yield cluster
+    checks.mend(cluster, clean)
+
+
+def delete_services(slipway: Slipway) -> None:
+    """Delete every service and wait until its pods are gone."""
     for service in slipway.services():
         slipway.delete(service)

@@ -1,5 +1,7 @@
 """Bad input gets one clear sentence and changes nothing."""
 
+import time
+
 import pytest
 
 from e2e.cluster.access import CommandError
@@ -73,3 +75,21 @@ def test_a_request_that_cannot_be_scheduled_says_so_and_stays_one_pod(clean: Sli
 
     assert "nvidia.com/gpu" in ready["message"]
     assert len(clean.pods("huge")) == 1
+
+
+@pytest.mark.capability("OP-6")
+def test_an_image_that_cannot_be_pulled_is_one_reason_and_one_warning_through_every_retry(clean: Slipway) -> None:
+    """Finding 17: with each retry of the kubelet the reason went from ImagePullFailed to Loading and back."""
+    clean.apply(as_yaml(static("steady", 1, runtime={"image": "slipway/runtime:none"})))
+    wait_for("the service is stalled", lambda: clean.condition("steady", "Stalled"), timeout=120)
+
+    seen = set()
+    until = time.monotonic() + 45  # the kubelet tries again after 10 s and after 20 s
+    while time.monotonic() < until:
+        ready, stalled = clean.condition("steady", "Ready"), clean.condition("steady", "Stalled")
+        seen.add((ready and ready["reason"], ready and ready["message"], stalled and stalled["reason"]))
+        time.sleep(0.5)
+
+    assert {(reason, stalled) for reason, _, stalled in seen} == {("ImagePullFailed", "ImagePullFailed")}
+    assert len(seen) == 1, seen
+    assert len([event for event in clean.events("steady") if event.reason == "ReplicaUnhealthy"]) == 1

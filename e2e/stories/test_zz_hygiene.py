@@ -18,7 +18,7 @@ def test_least_privilege_is_enough(slipway: Slipway) -> None:
     refused = [
         f"{entry['user']['username']} {entry['verb']} {entry['requestURI']}"
         for entry in slipway.access.audit()
-        if entry["user"].get("username", "").startswith(account)  # who is not let in at all has no name
+        if entry["user"].get("username", "").startswith(account)  # a request that was not authenticated has no name
         and entry.get("responseStatus", {}).get("code") == 403
         and not slipway.was_away(datetime.fromisoformat(entry["requestReceivedTimestamp"]))
     ]

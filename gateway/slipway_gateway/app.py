@@ -1,17 +1,16 @@
-"""The gateway's two doors: the OpenAI API for clients, and the admin port for probes, metrics and a look inside."""
+"""The gateway's two applications: the OpenAI API for clients, and the admin port for probes, metrics and debugging."""
 
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from typing import Any, Final
 
 from aiohttp import web
 
 from slipway_api.admin_token import token_digest, token_matches
 from slipway_api.names import HEADER_ADMIN_TOKEN, PATH_HEALTH, PATH_METRICS, PATH_READY
-from slipway_gateway.errors import unknown_model, unknown_path, wrong_method
+from slipway_gateway.errors import not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.metrics import Metrics
-from slipway_gateway.picker.endpoints import Service
+from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.requests import Requests
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
@@ -23,34 +22,38 @@ OPEN_WARNING: Final = "No API keys are configured: anyone who can reach this gat
 
 
 def client_app(fleet: Fleet, requests: Requests) -> web.Application:
-    """What clients talk to."""
+    """The application for clients."""
 
     async def models(request: web.Request) -> web.StreamResponse:
-        served = [_model(name, service) for name, service in fleet.table.served_models()]
+        if not fleet.view().synced:
+            return not_synced().response()
+        served = [_model(name, route.service) for name, route in fleet.table.served_models()]
         return web.json_response({"object": "list", "data": served})
 
     async def model(request: web.Request) -> web.StreamResponse:
+        if not fleet.view().synced:
+            return not_synced().response()
         name = request.match_info["model"]
         route = fleet.table.resolve(name)
         if route is None:
             return unknown_model(name).response()
         return web.json_response(_model(name, route.service))
 
-    async def nothing_here(request: web.Request) -> web.StreamResponse:
+    async def reject_path(request: web.Request) -> web.StreamResponse:
         if request.path in (*SERVING_PATHS, MODELS_PATH):
             return wrong_method(request.method, request.path).response()
         return unknown_path(request.path).response()
 
-    async def anonymous(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "slipway"  # which library serves, in which version, is nobody's business
+    async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "slipway"  # says nothing of the library and its version
 
     app = web.Application()
-    app.on_response_prepare.append(anonymous)
+    app.on_response_prepare.append(hide_server)
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle)
     app.router.add_get(MODELS_PATH, models)
     app.router.add_get(MODELS_PATH + "/{model:.+}", model)
-    app.router.add_route("*", "/{path:.*}", nothing_here)
+    app.router.add_route("*", "/{path:.*}", reject_path)
     return app
 
 
@@ -66,7 +69,7 @@ class Admin:
         tokens: Callable[[], Sequence[str]] | None,
         open_to_anyone: bool,
     ) -> None:
-        """`tokens` are read anew for every request, because they rotate; None: whoever reaches this port may look."""
+        """`tokens` are read anew for every request, because they rotate; None: no token is needed."""
         self._fleet = fleet
         self._requests = requests
         self._metrics = metrics
@@ -75,7 +78,7 @@ class Admin:
         self._leaving = False
 
     def leave(self) -> None:
-        """From now on `/ready` says no, so that nobody new is sent here."""
+        """From now on `/ready` is 503, so that no new client is sent here."""
         self._leaving = True
 
     def app(self) -> web.Application:
@@ -83,7 +86,7 @@ class Admin:
         app = web.Application()
         app.router.add_get(PATH_READY, self._ready)
         app.router.add_get(PATH_HEALTH, self._health)
-        app.router.add_get(PATH_METRICS, self._exposition)
+        app.router.add_get(PATH_METRICS, self._metrics_page)
         app.router.add_get(PATH_ROUTES, self._routes)
         return app
 
@@ -95,7 +98,7 @@ class Admin:
         elif not view.synced:
             reason, message = "Syncing", "Pods and InferenceServices have not been listed yet"
         else:
-            reason, message = "Ready", f"{len(self._fleet.table.routes)} services are routed"
+            reason, message = "Ready", f"{len(self._fleet.table)} services are routed"
         body = {
             "ready": reason == "Ready",
             "reason": reason,
@@ -108,7 +111,7 @@ class Admin:
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"healthy": True})
 
-    async def _exposition(self, request: web.Request) -> web.Response:
+    async def _metrics_page(self, request: web.Request) -> web.Response:
         return web.Response(
             body=self._metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
@@ -125,32 +128,33 @@ class Admin:
     def _services(self) -> list[dict[str, Any]]:
         return [
             {
-                "service": service.key,
+                "service": route.service.key,
                 "model": name,
-                "weights": dict(service.weights),
-                "endpoints": [
-                    {
-                        "pod": endpoint.name,
-                        "revision": endpoint.revision,
-                        "url": endpoint.url,
-                        "outstandingTokens": self._fleet.load(endpoint).tokens,
-                        "openRequests": self._fleet.load(endpoint).requests,
-                        "ejected": self._fleet.is_ejected(endpoint),
-                    }
-                    for endpoint in self._fleet.table.routes[service.key].endpoints
-                ],
+                "weights": dict(route.service.weights),
+                "endpoints": [self._endpoint(endpoint) for endpoint in route.endpoints],
             }
-            for name, service in self._fleet.table.served_models()
+            for name, route in self._fleet.table.served_models()
         ]
+
+    def _endpoint(self, endpoint: Endpoint) -> dict[str, Any]:
+        load = self._fleet.load(endpoint)
+        return {
+            "pod": endpoint.name,
+            "revision": endpoint.revision,
+            "servedName": endpoint.served_name,
+            "url": endpoint.url,
+            "outstandingTokens": load.tokens,
+            "openRequests": load.requests,
+            "ejected": self._fleet.is_ejected(endpoint),
+        }
 
 
 def _model(name: str, service: Service) -> dict[str, Any]:
     """One entry of `/v1/models`. A model stays listed while it has no replica: it exists, it is only not ready."""
-    created = int(datetime.fromisoformat(service.created).timestamp()) if service.created else 0
     return {
         "id": name,
         "object": "model",
-        "created": created,
+        "created": int(service.created.timestamp()) if service.created else 0,
         "owned_by": "slipway",
         "root": service.served_name,
         "parent": None,

@@ -1,16 +1,21 @@
-"""What a client is told when the gateway itself has to say no; OpenAI's error shape, the words of vLLM.
+"""Refusals of the gateway itself: status, sentence and time to come back, in OpenAI's error shape and vLLM's words.
 
 Refusal
 ├── bad_request            400 the body is not what the API asks for
-├── unknown_model          404 nobody serves it; other models are not named
+├── unknown_model          404 no service has that name; other models are not named
 ├── unknown_revision       404 the pinned revision does not exist
 ├── unknown_path           404 not a path of this API
 ├── wrong_method           405
+├── body_too_slow          408 the body did not arrive in time
 ├── too_large              413 the body
-├── busy                   429 too many bytes of requests in flight
+├── gateway_memory_full    429 too many bytes of request bodies, in all
+├── service_memory_full    429 too many bytes of request bodies, of one service
+├── service_requests_full  429 too many open requests, of one service
 ├── internal               500 our own mistake
-├── bad_gateway            502 every replica we tried broke off
-└── not_ready              503 no replica can answer now
+├── bad_gateway            502 every replica that was tried broke off
+├── not_ready              503 no replica can answer now
+├── not_synced             503 this gateway has not listed the services yet
+└── deadline_exceeded      504 the request's deadline passed
 """
 
 from aiohttp import web
@@ -19,7 +24,7 @@ ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
 
 
 class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
-    """No, with a status, a sentence, and when to come back."""
+    """An error answer: a status, a sentence, and when to come back."""
 
     def __init__(
         self, status: int, kind: str, message: str, *, param: str | None = None, retry_after: int | None = None
@@ -47,7 +52,7 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
 
 
 def unknown_model(model: str) -> Refusal:
-    """Nobody serves this model; naming those that exist would tell one team about another's."""
+    """No service has this name; naming those that exist would tell one team about another's."""
     return Refusal(404, "NotFoundError", f"The model `{model[:ECHO_CHARACTERS]}` does not exist.", param="model")
 
 
@@ -71,19 +76,46 @@ def too_large(limit_bytes: int) -> Refusal:
     return Refusal(413, "RequestTooLargeError", f"A request may have {limit_bytes >> 20} MiB, this one has more.")
 
 
-def busy(retry_after: int = 1) -> Refusal:
-    """So many bytes of requests wait for their first answer that one more could exhaust our memory."""
-    return Refusal(429, "RateLimitError", "The gateway holds too many large requests now.", retry_after=retry_after)
+def body_too_slow() -> Refusal:
+    """The body did not arrive in time, or stood still while others needed its memory."""
+    return Refusal(408, "RequestTimeoutError", "The body of the request did not arrive in time.", retry_after=1)
+
+
+def gateway_memory_full() -> Refusal:
+    """So many bytes of requests wait for their first answer that one more could exhaust the gateway's memory."""
+    return Refusal(429, "RateLimitError", "The gateway holds too many large requests now.", retry_after=1)
+
+
+def service_memory_full(service: str) -> Refusal:
+    """The requests of this service hold their share of the gateway's memory."""
+    message = f"The gateway holds too many large requests for {service} now."
+    return Refusal(429, "RateLimitError", message, retry_after=1)
+
+
+def service_requests_full(service: str) -> Refusal:
+    """The requests of this service hold their share of the gateway's connections."""
+    return Refusal(429, "RateLimitError", f"The gateway has too many open requests for {service} now.", retry_after=1)
 
 
 def bad_gateway(reason: str) -> Refusal:
-    """Every replica we were allowed to try broke off before it answered."""
+    """Every replica that was tried broke off before it answered."""
     return Refusal(502, "BadGatewayError", f"The request could not be answered: {reason}.", retry_after=1)
 
 
 def not_ready(reason: str, retry_after: int = 5) -> Refusal:
     """No replica can answer now; later one may."""
     return Refusal(503, "ServiceUnavailableError", f"Try again later: {reason}.", retry_after=retry_after)
+
+
+def not_synced() -> Refusal:
+    """After a restart, until the API server has listed all services: an unknown name may well exist."""
+    return not_ready("this gateway has not listed the services yet", retry_after=1)
+
+
+def deadline_exceeded(seconds: float) -> Refusal:
+    """An answer that is not streamed took too long; the client may not repeat it blindly, so no time to come back."""
+    message = f"The request was not answered within {seconds:g} seconds; stream long answers."
+    return Refusal(504, "GatewayTimeoutError", message)
 
 
 def internal() -> Refusal:

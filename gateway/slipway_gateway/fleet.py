@@ -1,4 +1,4 @@
-"""What the gateway knows of the fleet now: the routing table, what it has outstanding where, and whom it trusts.
+"""What the gateway knows of the fleet now: the routing table, and per service the load, health and retries.
 
 Facts come from `watch` (or from the command line); every fact takes effect before the next request is picked.
 """
@@ -10,25 +10,42 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from slipway_gateway.breaker import (
+from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
     Health,
+    RetryBudget,
     after_failure,
-    asked_to_stay_away,
+    after_probe,
+    after_unavailable,
+    after_unreachable,
 )
-from slipway_gateway.picker.endpoints import Endpoint, Route, RoutingTable, Service
-from slipway_gateway.picker.pick import IDLE, Load, Pick, pick
+from slipway_gateway.picker.endpoints import Endpoint, Route, Service
+from slipway_gateway.picker.pick import IDLE, Load, Pick, Picked, pick
+from slipway_gateway.picker.scorers import RoutingRequest
+from slipway_gateway.resolve import RoutingTable
 
 STATIC_NAMESPACE: Final = "static"
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How current our picture is."""
+    """How current the picture is."""
 
     synced: bool  # everything has been listed once
     age_seconds: float  # since the API server last gave a sign of life
+
+
+class Destination:
+    """One service's replicas as this gateway experiences them; nothing in it is shared with another service."""
+
+    __slots__ = ("health", "leases", "loads", "retry_budget")
+
+    def __init__(self) -> None:
+        self.loads: dict[str, Load] = {}  # only endpoints with something outstanding
+        self.health: dict[str, Health] = {}  # only endpoints that are not simply trusted
+        self.leases: dict[str, set[Lease]] = {}  # attempts that have no first byte yet
+        self.retry_budget = RetryBudget()
 
 
 class Fleet:
@@ -42,120 +59,144 @@ class Fleet:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.table = RoutingTable()
-        self.view: Callable[[], View] = lambda: View(synced=True, age_seconds=0.0)  # replaced by whoever watches
+        self.view: Callable[[], View] = lambda: View(synced=True, age_seconds=0.0)  # replaced by the watch
         self._policy = policy or BreakerPolicy()
         self._clock = clock
         self._draw = draw
-        self._services: dict[str, Service] = {}
-        self._endpoints: dict[str, Endpoint] = {}
-        self._by_service: dict[str, dict[str, Endpoint]] = {}
-        self._loads: dict[str, Load] = {}  # only endpoints with something outstanding
-        self._health: dict[str, Health] = {}  # only endpoints that are not simply trusted
+        self._destinations: dict[str, Destination] = {}
 
     def set_service(self, key: str, service: Service | None) -> None:
         """A service is like this now, or is gone."""
-        if self._services.get(key) == service:
-            return  # status changes all the time; what we route by seldom does
+        self.table.set_service(key, service)
         if service is None:
-            del self._services[key]
-        else:
-            self._services[key] = service
-        self.table = RoutingTable.of(self._services.values(), self._endpoints.values())
+            self._destinations.pop(key, None)
 
-    def set_endpoint(self, name: str, endpoint: Endpoint | None) -> None:
-        """A replica may be sent requests at this endpoint from now on, or at none any more."""
-        old = self._endpoints.get(name)
-        if old == endpoint:
+    def set_endpoint(self, name: str, endpoint: Endpoint | None, *, finishes_requests: bool = False) -> None:
+        """A replica may be sent requests at this endpoint from now on, or at none any more.
+
+        Requests at a replica that leaves and has not answered yet are moved to another one, unless the replica
+        `finishes_requests`: one that drains answers what it has accepted.
+        """
+        old = self.table.endpoint(name)
+        if not self.table.set_endpoint(name, endpoint) or old is None:
             return
-        if old is not None:
-            del self._endpoints[name]
-            self._by_service[old.service].pop(name)
-            # A pod that comes back starts with a clean slate.
-            self._health.pop(name, None)
-        if endpoint is not None:
-            self._endpoints[name] = endpoint
-            self._by_service.setdefault(endpoint.service, {})[name] = endpoint
-        for key in {changed.service for changed in (old, endpoint) if changed is not None}:
-            self.table = self.table.with_endpoints(key, self._by_service[key].values())
+        destination = self._destinations.get(old.service)
+        if destination is None:
+            return
+        destination.health.pop(name, None)  # a pod that comes back starts with a clean slate
+        if endpoint is None and not finishes_requests and self._has_endpoints(old.service):
+            for lease in tuple(destination.leases.get(name, ())):
+                lease.on_endpoint_left()
 
-    def has_endpoint(self, name: str) -> bool:
-        """Whether that replica is in the table."""
-        return name in self._endpoints
-
-    def pick(self, route: Route, *, tried: Collection[str] = (), pin: str = "") -> Pick:
-        """The endpoint for the next attempt of a request on `route`."""
-        return pick(
+    def pick(self, route: Route, request: RoutingRequest, *, tried: Collection[str] = ()) -> Pick:
+        """The endpoint for the next attempt of `request`, which is sent there at once."""
+        destination = self.destination(route.service.key)
+        now = self._clock()
+        picked = pick(
             route,
-            loads=self._loads,
-            ejected=self._ejected(),
+            request,
+            loads=destination.loads,
+            ejected={name for name, health in destination.health.items() if health.is_ejected(now)},
             tried=tried,
-            pin=pin,
             draw=self._draw(),
             tie_break=self._draw(),
         )
+        if isinstance(picked, Picked) and (health := destination.health.get(picked.endpoint.name)) is not None:
+            destination.health[picked.endpoint.name] = after_probe(health, now, self._policy)
+        return picked
 
-    def lease(self, endpoint: Endpoint, tokens: int) -> "Lease":
+    def lease(self, endpoint: Endpoint, tokens: int, on_endpoint_left: Callable[[], None]) -> "Lease":
         """Count a request of about `tokens` against `endpoint` while the lease is held."""
-        return Lease(self._loads, endpoint.name, tokens)
+        return Lease(self.destination(endpoint.service), endpoint.name, tokens, on_endpoint_left)
 
-    def succeeded(self, endpoint: Endpoint) -> None:
-        """It answered."""
-        self._health.pop(endpoint.name, None)
+    def record_success(self, endpoint: Endpoint) -> None:
+        """It answered: trusted at once, since a wrong ejection is retried cheaply before the first byte."""
+        self.destination(endpoint.service).health.pop(endpoint.name, None)
 
-    def failed(self, endpoint: Endpoint) -> None:
-        """It could not be reached, or broke off."""
-        self._note(endpoint, after_failure(self._health.get(endpoint.name, TRUSTED), self._clock(), self._policy))
+    def record_failure(self, endpoint: Endpoint) -> None:
+        """It broke off, fell silent or answered with a failure of its own."""
+        self._set_health(endpoint, after_failure(self._health(endpoint), self._clock(), self._policy))
 
-    def stay_away(self, endpoint: Endpoint, seconds: float) -> None:
+    def record_unreachable(self, endpoint: Endpoint) -> None:
+        """No connection to it could be made."""
+        self._set_health(endpoint, after_unreachable(self._health(endpoint), self._clock(), self._policy))
+
+    def record_unavailable(self, endpoint: Endpoint, seconds: float) -> None:
         """It asked not to be sent anything for a while."""
-        self._note(endpoint, asked_to_stay_away(self._health.get(endpoint.name, TRUSTED), self._clock(), seconds))
+        self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
+
+    def destination(self, service: str) -> Destination:
+        """What this gateway remembers of one service's replicas."""
+        destination = self._destinations.get(service)
+        if destination is None:
+            destination = Destination()
+            if service in self.table.services:  # a request may outlive its service; memory of it may not
+                self._destinations[service] = destination
+        return destination
 
     def load(self, endpoint: Endpoint) -> Load:
-        """What we have outstanding there."""
-        return self._loads.get(endpoint.name, IDLE)
+        """What this gateway has outstanding there."""
+        destination = self._destinations.get(endpoint.service)
+        return destination.loads.get(endpoint.name, IDLE) if destination is not None else IDLE
 
     def is_ejected(self, endpoint: Endpoint) -> bool:
         """Whether it is left out while others can serve."""
-        return self._health.get(endpoint.name, TRUSTED).is_ejected(self._clock())
+        return self._health(endpoint).is_ejected(self._clock())
 
-    def _note(self, endpoint: Endpoint, health: Health) -> None:
-        if endpoint.name in self._endpoints:  # one that left the table is nobody's concern any more
-            self._health[endpoint.name] = health
+    def _has_endpoints(self, service: str) -> bool:
+        return service in self.table.services and bool(self.table.route(service).endpoints)
 
-    def _ejected(self) -> set[str]:
-        now = self._clock()
-        return {name for name, health in self._health.items() if health.is_ejected(now)}
+    def _health(self, endpoint: Endpoint) -> Health:
+        destination = self._destinations.get(endpoint.service)
+        return destination.health.get(endpoint.name, TRUSTED) if destination is not None else TRUSTED
+
+    def _set_health(self, endpoint: Endpoint, health: Health) -> None:
+        if self.table.endpoint(endpoint.name) is not None:  # nothing is remembered of one that left the table
+            self.destination(endpoint.service).health[endpoint.name] = health
 
 
 class Lease:
     """A request's share of an endpoint's load; shrinks as tokens arrive, gone when released."""
 
-    __slots__ = ("_left", "_loads", "_name")
+    __slots__ = ("_destination", "_left", "_name", "on_endpoint_left")
 
-    def __init__(self, loads: dict[str, Load], name: str, tokens: int) -> None:
-        self._loads = loads
+    def __init__(self, destination: Destination, name: str, tokens: int, on_endpoint_left: Callable[[], None]) -> None:
+        self._destination = destination
         self._name = name
         self._left = tokens
+        self.on_endpoint_left = on_endpoint_left
 
     def __enter__(self) -> Self:
-        load = self._loads.get(self._name, IDLE)
-        self._loads[self._name] = Load(load.tokens + self._left, load.requests + 1)
+        loads = self._destination.loads
+        load = loads.get(self._name, IDLE)
+        loads[self._name] = Load(load.tokens + self._left, load.requests + 1)
+        self._destination.leases.setdefault(self._name, set()).add(self)
         return self
 
+    def answered(self) -> None:
+        """The first byte is here: from now on the answer stays with this replica."""
+        leases = self._destination.leases.get(self._name)
+        if leases is not None:
+            leases.discard(self)
+            if not leases:
+                del self._destination.leases[self._name]
+
     def progress(self, tokens: int) -> None:
-        """`tokens` of the answer arrived. The last one stays on the books until the end: estimates run short."""
+        """`tokens` of the answer arrived. The last one stays counted until the end: estimates run short."""
         done = min(tokens, self._left - 1)
         if done > 0:
             self._left -= done
-            load = self._loads[self._name]
-            self._loads[self._name] = Load(load.tokens - done, load.requests)
+            load = self._destination.loads[self._name]
+            self._destination.loads[self._name] = Load(load.tokens - done, load.requests)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        load = self._loads.pop(self._name)
+        self.answered()
+        loads = self._destination.loads
+        load = loads.pop(self._name)
         if load.requests > 1:
-            self._loads[self._name] = Load(load.tokens - self._left, load.requests - 1)
+            loads[self._name] = Load(load.tokens - self._left, load.requests - 1)
 
 
 def static_fleet(models: Iterable[tuple[str, str]]) -> Fleet:

@@ -1,20 +1,20 @@
-"""One running gateway: its parts wired together, its two doors opened, and the way it leaves."""
+"""One running gateway: its parts wired together, its two ports opened, and its shutdown."""
 
 import asyncio
-import logging
 import time
 from contextlib import AsyncExitStack
 
 import structlog
-from aiohttp import web
 
-from slipway_api.admin_token import admin_token
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
-from slipway_gateway.ask import BodyBudget
 from slipway_gateway.fleet import Fleet, View, static_fleet
+from slipway_gateway.keys import GatewayKeys
+from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.request_body import BodyReader
 from slipway_gateway.requests import Requests
 from slipway_gateway.settings import GatewaySettings
+from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.upstream import Upstream
 from slipway_gateway.watch import Watch
 from slipway_kube import auth
@@ -22,10 +22,6 @@ from slipway_kube.client import Client
 
 log = structlog.get_logger()
 
-# aiohttp logs what it cannot parse with a traceback and parts of what the client sent, which may be a prompt.
-# Requests that it can parse are logged by the journal.
-QUIET = logging.getLogger("slipway_gateway.http")
-QUIET.setLevel(logging.CRITICAL)
 SECONDS_TO_CUT = 5.0  # for error events to reach their clients
 
 
@@ -37,14 +33,21 @@ class Gateway:
         self.settings = settings
         self.fleet = fleet or (static_fleet(settings.static) if settings.static else Fleet())
         self._watches = fleet is None and not settings.static
+        limits = settings.connection_limits.within_descriptors()
         # Keys come with tenants; until they are configured, this gateway is open and says so wherever it can.
         self.metrics = Metrics(self.fleet, open_to_anyone=True)
-        self.upstream = Upstream(settings.timeouts)
+        self._keys = GatewayKeys(settings.key_directory)
+        self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
         self.requests = Requests(
             self.fleet,
             self.upstream,
             self.metrics,
-            bodies=BodyBudget(each=settings.most_body_bytes, total=settings.most_bodies_bytes),
+            bodies=BodyReader(
+                SharedCapacity(settings.max_bodies_bytes),
+                max_bytes=settings.max_body_bytes,
+                max_seconds=settings.body_seconds,
+            ),
+            connections=SharedCapacity(limits.connections),
         )
         self.admin = Admin(
             self.fleet,
@@ -53,11 +56,22 @@ class Gateway:
             tokens=self._tokens if self._watches else None,
             open_to_anyone=True,
         )
-        self.port = settings.port
-        self.admin_port = settings.admin_port
+        self.client_listener = Listener(client_app(self.fleet, self.requests), settings.bind, settings.port, limits)
+        self.admin_listener = Listener(self.admin.app(), settings.bind, settings.admin_port, limits)
+        self.metrics.add_listener("clients", self.client_listener.connections)
+        self.metrics.add_listener("admin", self.admin_listener.connections)
         self.watching: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
-        self._door: web.TCPSite | None = None
+
+    @property
+    def port(self) -> int:
+        """The port for clients."""
+        return self.client_listener.port
+
+    @property
+    def admin_port(self) -> int:
+        """The port for probes and metrics."""
+        return self.admin_listener.port
 
     async def __aenter__(self) -> "Gateway":
         log.warning(OPEN_WARNING)
@@ -69,11 +83,8 @@ class Gateway:
                 watch = Watch(client, self.fleet, namespaces=self.settings.watch_namespaces)
                 self.watching = asyncio.create_task(watch.run(), name="watch")
                 stack.push_async_callback(_cancel, self.watching)
-            admin = await _listen(stack, self.admin.app(), self.settings.bind, self.settings.admin_port)
-            self._door = await _listen(
-                stack, client_app(self.fleet, self.requests), self.settings.bind, self.settings.port
-            )
-            self.port, self.admin_port = self._door.port, admin.port
+            await self.admin_listener.open(stack)
+            await self.client_listener.open(stack)
             self._stack = stack.pop_all()
         log.info("serving", address=self.settings.bind, port=self.port, admin_port=self.admin_port)
         return self
@@ -89,8 +100,7 @@ class Gateway:
         self.requests.leave()
         log.info("leaving", open_requests=self.requests.open)
         await _first_of(self.settings.propagation_seconds, hurry)
-        assert self._door is not None
-        await self._door.stop()
+        self.client_listener.close()
         if not hurry.is_set():
             await _first_of(self.settings.drain_seconds, hurry, self.requests.idle)
         if self.requests.open:
@@ -100,24 +110,7 @@ class Gateway:
         log.info("left", seconds=round(time.monotonic() - started, 1))
 
     def _tokens(self) -> list[str]:
-        """This pod's tokens: of the current master, and of the previous one during a rotation."""
-        masters = []
-        for name in ("current", "previous"):
-            try:
-                masters.append((self.settings.master_directory / name).read_bytes().strip())
-            except OSError:
-                continue  # not mounted: that master opens nothing
-        return [admin_token(master, self.settings.namespace, self.settings.pod_name) for master in masters if master]
-
-
-async def _listen(stack: AsyncExitStack, app: web.Application, host: str, port: int) -> web.TCPSite:
-    """Serve `app` until the stack closes; a handler is cancelled when its client leaves."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=QUIET, shutdown_timeout=1.0)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, host, port, backlog=1024)
-    await site.start()
-    return site
+        return self._keys.admin_tokens(self.settings.namespace, self.settings.pod_name)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,11 +1,11 @@
-"""`slipway-gateway`: start the two doors and the watch, serve until SIGTERM, then leave without cutting a stream.
+"""`slipway-gateway`: open the two ports and the watch, serve until SIGTERM, then leave without cutting a stream.
 
-On SIGTERM: `/ready` says no; the doors stay open while that news travels; then nothing new is accepted, running
+On SIGTERM: `/ready` is 503; the ports stay open while load balancers learn of it; then nothing new is accepted, running
 answers finish within a limit, and the process exits with 0. A second signal skips the waiting.
 """
 
 import asyncio
-import os
+import resource
 import signal
 import sys
 
@@ -20,6 +20,12 @@ from slipway_kube.errors import KubeError
 log = structlog.get_logger()
 
 
+def raise_descriptor_limit() -> None:
+    """Allow as many open connections as the system does: the default of a shell is far below what streams need."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def serve(settings: GatewaySettings) -> int:
     """Run until a signal; the exit status."""
     signals: asyncio.Queue[int] = asyncio.Queue()
@@ -27,10 +33,10 @@ async def serve(settings: GatewaySettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     async with Gateway(settings) as gateway:
-        told = asyncio.create_task(signals.get())
+        signalled = asyncio.create_task(signals.get())
         watching = {gateway.watching} if gateway.watching else set()
-        await asyncio.wait({told, *watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not told.done():
+        await asyncio.wait({signalled, *watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not signalled.done():
             assert gateway.watching is not None
             log.error("the watch ended", exc_info=gateway.watching.exception())
             return 1
@@ -45,9 +51,10 @@ async def serve(settings: GatewaySettings) -> int:
 def main() -> None:
     """The console script."""
     try:
-        settings = read_settings(sys.argv[1:], os.environ)
+        settings = read_settings(sys.argv[1:])
         configure("gateway", settings.log_level)
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, drawn by nobody
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, and no dashboard shows them
+        raise_descriptor_limit()
         status = asyncio.run(serve(settings))
     except (SettingsError, KubeError, OSError) as error:
         sys.exit(f"slipway-gateway: {error}")

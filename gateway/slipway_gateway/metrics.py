@@ -1,16 +1,19 @@
-"""The gateway's own numbers. Labels are bounded: models that nobody serves are counted under one name."""
+"""The gateway's own metrics. Labels are bounded by what exists: services, their revisions, and no client's words."""
 
 from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slipway_gateway.fleet import Fleet
+from slipway_gateway.listener import Connections
 
 UNKNOWN_MODEL: Final = ""  # a client's own word never becomes a label
 
+# What canary analysis compares; a revision that its service no longer has leaves no series behind.
+_REVISION: Final = ("model", "service", "revision")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _OVERHEAD = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -21,48 +24,101 @@ class Metrics:
     def __init__(self, fleet: Fleet, *, open_to_anyone: bool) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "slipway_gateway_requests", "Requests by model and status; 499: the client left", ["model", "code"],
+            "slipway_gateway_requests", "Requests by status; 499: the client left", [*_REVISION, "code"],
             registry=registry,
         )  # fmt: skip
         self.first_byte = Histogram(
             "slipway_gateway_time_to_first_byte_seconds", "From the request's last byte to the answer's first",
-            ["model"], buckets=_SECONDS, registry=registry,
+            _REVISION, buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self.duration = Histogram(
             "slipway_gateway_request_duration_seconds", "From the request's last byte to the answer's last",
-            ["model"], buckets=_SECONDS, registry=registry,
+            _REVISION, buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self.added_latency = Histogram(
             "slipway_gateway_added_latency_seconds", "The part of the time to first byte that no replica spent",
             buckets=_OVERHEAD, registry=registry,
         )  # fmt: skip
         self.retries = Counter(
-            "slipway_gateway_retries", "Attempts after the first one, by what went wrong before", ["reason"],
+            "slipway_gateway_retries", "Attempts after the first one, by what went wrong before", ["service", "reason"],
             registry=registry,
         )  # fmt: skip
         self.retries_denied = Counter(
-            "slipway_gateway_retries_denied", "Retries that the budget did not allow", registry=registry
-        )
+            "slipway_gateway_retries_denied", "Retries that the service's budget did not allow", ["service"],
+            registry=registry,
+        )  # fmt: skip
+        self.refused = Counter(
+            "slipway_gateway_refused", "Requests refused because their service holds its share of a resource",
+            ["service", "resource"], registry=registry,
+        )  # fmt: skip
         self.upstream_errors = Counter(
-            "slipway_gateway_upstream_errors", "Attempts that gave no usable answer", ["model", "reason"],
+            "slipway_gateway_upstream_errors", "Attempts that gave no usable answer", [*_REVISION, "reason"],
             registry=registry,
         )  # fmt: skip
         self.broken_streams = Counter(
-            "slipway_gateway_broken_streams", "Streams that ended with our error event", ["model"], registry=registry
+            "slipway_gateway_broken_streams", "Streams that ended with our error event", _REVISION, registry=registry
         )
         self.open_streams = Gauge(
-            "slipway_gateway_open_streams", "Answers being passed on now", ["model"], registry=registry
+            "slipway_gateway_open_streams", "Answers being forwarded now", _REVISION, registry=registry
         )
         self.open_requests = Gauge("slipway_gateway_open_requests", "Requests inside the gateway", registry=registry)
         Gauge(
             "slipway_gateway_open_to_anyone", "1 while no keys are configured, so that anyone may call",
             registry=registry,
         ).set(int(open_to_anyone))  # fmt: skip
+        self._fleet = fleet
+        self._labelled = (
+            self.requests, self.first_byte, self.duration, self.retries, self.retries_denied, self.refused,
+            self.upstream_errors, self.broken_streams, self.open_streams,
+        )  # fmt: skip
         registry.register(_FleetCollector(fleet))
+        self._listeners = _ListenerCollector()
+        registry.register(self._listeners)
+
+    def add_listener(self, port: str, connections: Connections) -> None:
+        """Count the connections of one more port, by the name it has in the labels."""
+        self._listeners.ports[port] = connections
 
     def exposition(self) -> bytes:
-        """What `/metrics` answers."""
+        """The body of `/metrics`."""
+        self._remove_stale_series()
         return generate_latest(self._registry)
+
+    def _remove_stale_series(self) -> None:
+        """Remove the series of revisions and services that are gone, so that labels stay bounded for ever."""
+        table = self._fleet.table
+        for metric in self._labelled:
+            names = metric._labelnames  # prometheus_client has no public list of what it counts
+            for values in list(metric._metrics):
+                labels = dict(zip(names, values, strict=True))
+                service, revision = labels.get("service", ""), labels.get("revision", "")
+                if not service:
+                    continue  # requests for names that no service has
+                if service not in table.services or (revision and revision not in table.route(service).revisions):
+                    metric.remove(*values)
+
+
+class _ListenerCollector(Collector):
+    """The connections of the ports, read when Prometheus asks."""
+
+    def __init__(self) -> None:
+        self.ports: dict[str, Connections] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        open_now = GaugeMetricFamily("slipway_gateway_connections", "Connections open now", labels=["port"])
+        refused = CounterMetricFamily(
+            "slipway_gateway_connections_refused", "Connections beyond the limits", labels=["port"]
+        )
+        timed_out = CounterMetricFamily(
+            "slipway_gateway_connections_timed_out", "Connections closed because the client was too slow",
+            labels=["port", "phase"],
+        )  # fmt: skip
+        for port, connections in self.ports.items():
+            open_now.add_metric([port], len(connections))
+            refused.add_metric([port], connections.refused)
+            for phase, count in connections.timed_out.items():
+                timed_out.add_metric([port, phase], count)
+        yield from (open_now, refused, timed_out)
 
 
 class _FleetCollector(Collector):
@@ -73,19 +129,21 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         ready = GaugeMetricFamily(
-            "slipway_gateway_endpoints_ready", "Replicas that may be sent requests", labels=["model"]
+            "slipway_gateway_endpoints_ready", "Replicas that may be sent requests", labels=_REVISION
         )
         ejected = GaugeMetricFamily(
-            "slipway_gateway_endpoints_ejected", "Of these, left out after failures", labels=["model"]
+            "slipway_gateway_endpoints_ejected", "Of these, left out after failures", labels=_REVISION
         )
         outstanding = GaugeMetricFamily(
-            "slipway_gateway_outstanding_tokens", "Tokens sent or asked for and not answered yet", labels=["model"]
+            "slipway_gateway_outstanding_tokens", "Tokens sent or asked for and not answered yet", labels=_REVISION
         )
-        for model, service in self._fleet.table.served_models():
-            endpoints = self._fleet.table.routes[service.key].endpoints
-            ready.add_metric([model], len(endpoints))
-            ejected.add_metric([model], sum(self._fleet.is_ejected(endpoint) for endpoint in endpoints))
-            outstanding.add_metric([model], sum(self._fleet.load(endpoint).tokens for endpoint in endpoints))
+        for model, route in self._fleet.table.served_models():
+            for revision in sorted(route.revisions):
+                endpoints = [endpoint for endpoint in route.endpoints if endpoint.revision == revision]
+                labels = (model, route.service.key, revision)
+                ready.add_metric(labels, len(endpoints))
+                ejected.add_metric(labels, sum(self._fleet.is_ejected(endpoint) for endpoint in endpoints))
+                outstanding.add_metric(labels, sum(self._fleet.load(endpoint).tokens for endpoint in endpoints))
         yield from (ready, ejected, outstanding)
         age = self._fleet.view().age_seconds
         yield GaugeMetricFamily(

@@ -1,45 +1,86 @@
-"""One request from the door to its last byte.
+"""One request from its headers to the last byte of its answer.
 
-1. Read the body once, bounded; learn the model and the pinned revision.
-2. Find the route; pick a replica; try it.
-3. Until the first byte went out, another replica may be tried: when one is gone, draining (503) or full (429).
-4. Pass the answer on as it comes. From here on nothing can be taken back: a stream that breaks ends with an error
-   event, any other answer with a broken connection, and neither ever with silence.
+1. Refuse everything until the fleet has been listed once: an unknown name may well exist.
+2. Read the body, bounded in time and memory; learn the model and the pinned revision.
+3. Find the service; take a share of its connections and memory; pick a replica; try it.
+4. Until the first byte went out, another replica may be tried: when one is gone, draining (503), full (429), silent,
+   dead, or has left the fleet.
+5. Forward the answer as it comes (`forwarding`).
 """
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
-from slipway_gateway.ask import Ask, BodyBudget, parse, request_id
-from slipway_gateway.errors import Refusal, bad_gateway, internal, not_ready, unknown_model, unknown_revision
+from slipway_gateway.access_log import AccessLog, RequestRecord
+from slipway_gateway.errors import (
+    Refusal,
+    bad_gateway,
+    deadline_exceeded,
+    internal,
+    not_ready,
+    not_synced,
+    service_memory_full,
+    service_requests_full,
+    unknown_model,
+    unknown_revision,
+)
 from slipway_gateway.fleet import Fleet
-from slipway_gateway.journal import Journal, Record
+from slipway_gateway.forwarding import SHUTTING_DOWN, Forwarder, uncancel
+from slipway_gateway.health import AttemptFailure, RetryPolicy
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
-from slipway_gateway.relay import Relay, uncancel
-from slipway_gateway.retry import RetryBudget, RetryPolicy, Setback
-from slipway_gateway.upstream import LostError, Reply, UnreachableError, Upstream, request_headers
+from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
+from slipway_gateway.shares import SharedCapacity
+from slipway_gateway.upstream import (
+    DeadlineError,
+    FirstByteWait,
+    LostError,
+    MovedError,
+    Reply,
+    SilentError,
+    UnreachableError,
+    Upstream,
+    UpstreamError,
+    request_headers,
+)
 
 log = structlog.get_logger()
 
-MOST_REFUSAL_BYTES = 64 * 1024  # of a 429 or 503 that we keep, to pass it on when nobody else can answer
-STAY_AWAY_SECONDS = 2.0  # from a replica that said 503: by then the pod's readiness has reached us
+MAX_KEPT_BYTES = 64 * 1024  # of an answer that we keep, to forward it when no other replica can answer
+UNAVAILABLE_SECONDS = 2.0  # to leave a replica alone that said 503: by then the pod's readiness has reached us
+ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
+
+_FAILURES: dict[type[UpstreamError], AttemptFailure] = {
+    UnreachableError: AttemptFailure.UNREACHABLE,
+    LostError: AttemptFailure.LOST,
+    SilentError: AttemptFailure.SILENT,
+    MovedError: AttemptFailure.MOVED,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class _No:
-    """A replica's 429 or 503, kept whole."""
+class RejectedAttempt:
+    """A replica's answer that another replica may better, kept whole."""
 
-    setback: Setback
+    failure: AttemptFailure
     status: int
     headers: CIMultiDict[str]
     body: bytes
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts of one request so far."""
+
+    failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
+    last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
 
 
 class Requests:
@@ -51,18 +92,18 @@ class Requests:
         upstream: Upstream,
         metrics: Metrics,
         *,
-        bodies: BodyBudget,
+        bodies: BodyReader,
+        connections: SharedCapacity,
         policy: RetryPolicy | None = None,
-        budget: RetryBudget | None = None,
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
         self._metrics = metrics
-        self._journal = Journal(metrics)
+        self._access_log = AccessLog(metrics)
         self._bodies = bodies
+        self._connections = connections
         self._policy = policy or RetryPolicy()
-        self._budget = budget or RetryBudget()
-        self._relay = Relay(metrics)
+        self._forwarder = Forwarder(metrics)
         self._open: set[asyncio.Task[object]] = set()
         self.idle = asyncio.Event()  # set while no request is inside
         self.idle.set()
@@ -73,20 +114,20 @@ class Requests:
         return len(self._open)
 
     def leave(self) -> None:
-        """This gateway is about to go: from now on, answers ask their clients to connect anew."""
-        self._relay.leaving = True
+        """This gateway is about to go: from now on, answers close their connections."""
+        self._forwarder.leaving = True
 
     def cut(self) -> None:
-        """End what is still running, with an error event where the answer has begun."""
-        self._relay.cutting = True
+        """End what is still running, with an error event where a stream has begun."""
+        self._forwarder.cutting = True
         for task in self._open:
             task.cancel()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """The answer to one request."""
+        """The answer to one request. Once an answer has begun, `forwarding` ends it; here are only whole answers."""
         task = asyncio.current_task()
         assert task is not None
-        record = Record(request_id=request_id(request), path=request.path)
+        record = RequestRecord(request_id=request_id(request), path=request.path)
         self._open.add(task)
         self.idle.clear()
         self._metrics.open_requests.inc()
@@ -95,12 +136,12 @@ class Requests:
         except Refusal as refusal:
             return self._refuse(refusal, record)
         except asyncio.CancelledError:
-            if self._relay.cutting:
+            if self._forwarder.cutting:
                 uncancel()
-                return self._refuse(not_ready("the gateway is shutting down", retry_after=1), record)
-            record.cancelled()
+                return self._refuse(not_ready(SHUTTING_DOWN, retry_after=1), record)
+            record.set_cancelled()
             raise
-        except Exception:  # the door stays open for others, whatever this request did
+        except Exception:  # the gateway serves others, whatever this request did
             log.exception("request failed", request_id=record.request_id)
             return self._refuse(internal(), record)
         finally:
@@ -108,115 +149,186 @@ class Requests:
             if not self._open:
                 self.idle.set()
             self._metrics.open_requests.dec()
-            self._journal.close(record)
+            self._access_log.write(record)
 
-    async def _read_and_answer(self, request: web.Request, record: Record) -> web.StreamResponse:
+    async def _read_and_answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
+        if not self._fleet.view().synced:
+            raise not_synced()
         body = await self._bodies.read(request)
         try:
             record.arrived = time.monotonic()
-            record.request_bytes = len(body)
-            return await self._answer(request, parse(body, request), record)
+            record.request_bytes = len(body.content)
+            inference = parse(body.content, request)
+            record.stream, record.max_tokens = inference.stream, inference.max_tokens
+            service = self._resolve(inference, record).service.key
+            if not body.assign_to(service):
+                self._metrics.refused.labels(service, "memory").inc()
+                raise service_memory_full(record.model)
+            if not self._connections.take(service, 1):
+                self._metrics.refused.labels(service, "connections").inc()
+                raise service_requests_full(record.model)
+            try:
+                return await self._answer(request, inference, body, record)
+            finally:
+                self._connections.give_back(service, 1)
         finally:
-            self._bodies.release(body)
+            body.release()
 
-    async def _answer(self, request: web.Request, ask: Ask, record: Record) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, inference: InferenceRequest, body: Body, record: RequestRecord
+    ) -> web.StreamResponse:
         """Try replicas until one answers or none is left to try."""
-        record.stream, record.max_tokens = ask.stream, ask.max_tokens
-        headers = request_headers(request.headers, record.request_id)
-        self._budget.request()
-        tried: dict[str, Setback] = {}
-        no: _No | None = None
+        self._fleet.destination(record.service).retry_budget.add_request()
+        deadline = asyncio.get_running_loop().time() + self._upstream.timeouts.request_seconds
+        attempts = Attempts()
         while True:
-            route = self._route(ask, record)
-            endpoint = self._pick(route, ask, tried)
-            if isinstance(endpoint, Endpoint) and record.setbacks and not self._may_retry(record):
-                endpoint = NoneReady(f"{record.error} at the last of {len(record.setbacks)} tries")
+            route = self._resolve(inference, record)
+            endpoint = self._pick(route, inference, attempts)
+            if isinstance(endpoint, Endpoint) and record.failures and not self._may_retry(record):
+                endpoint = NoneReady(f"{record.error} at the last of {len(record.failures)} tries")
             if isinstance(endpoint, NoneReady):
-                return self._give_up(endpoint, no, record)
+                return self._give_up(endpoint, attempts, record)
             record.endpoint, record.revision = endpoint.name, endpoint.revision
-            with self._fleet.lease(endpoint, ask.work) as lease:
-                try:
-                    record.sent = time.monotonic()
-                    body = ask.body_for(route.service.served_name)
-                    async with self._upstream.attempt(endpoint, request.path_qs, body, headers) as reply:
-                        no = await self._no(endpoint, reply)
-                        if no is None:
-                            if reply.is_stream and not reply.first:
-                                raise LostError("an empty stream")
-                            self._fleet.succeeded(endpoint)
-                            record.error = ""
-                            return await self._relay.pass_on(request, reply, lease, record, route.service.served_name)
-                        setback, error = no.setback, str(no.status)
-                except UnreachableError as failure:
-                    setback, error, no = Setback.UNREACHABLE, str(failure), None
-                    self._fleet.failed(endpoint)
-                except LostError as failure:
-                    setback, error, no = Setback.LOST, str(failure), None
-                    self._fleet.failed(endpoint)
-            record.setbacks.append(setback)
-            record.error = error
-            tried[endpoint.name] = setback
-            self._metrics.upstream_errors.labels(record.model, setback.value).inc()
+            try:
+                answer = await self._try_endpoint(request, inference, body, endpoint, deadline, record)
+            except DeadlineError:
+                raise deadline_exceeded(self._upstream.timeouts.request_seconds) from None
+            except UpstreamError as error:
+                failure, record.error, attempts.last_answer = _FAILURES[type(error)], str(error), None
+                if failure is AttemptFailure.UNREACHABLE:
+                    self._fleet.record_unreachable(endpoint)
+                else:
+                    self._fleet.record_failure(endpoint)
+            else:
+                if isinstance(answer, web.StreamResponse):
+                    return answer
+                failure, record.error, attempts.last_answer = answer.failure, str(answer.status), answer
+            record.failures.append(failure)
+            attempts.failed[endpoint.name] = failure
+            self._metrics.upstream_errors.labels(*record.labels, failure.value).inc()
 
-    def _route(self, ask: Ask, record: Record) -> Route:
+    async def _try_endpoint(
+        self,
+        request: web.Request,
+        inference: InferenceRequest,
+        body: Body,
+        endpoint: Endpoint,
+        deadline: float,
+        record: RequestRecord,
+    ) -> web.StreamResponse | RejectedAttempt:
+        """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
+        served_name = endpoint.served_name or record.model
+        content = body.with_model(inference.routing.model, served_name)
+        headers = request_headers(request.headers, record.request_id)
+        wait = self._first_byte_wait(inference, deadline)
+        with self._fleet.lease(endpoint, inference.routing.cost, wait.move) as lease:
+            record.sent = time.monotonic()
+            async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
+                lease.answered()
+                rejected = await self._rejected(endpoint, reply)
+                if rejected is not None:
+                    return rejected
+                if reply.is_stream and not reply.first:
+                    raise LostError("an empty stream")
+                del content
+                body.release()
+                record.error = ""
+                response = await self._forwarder.forward(request, reply, lease, record, served_name)
+                if record.upstream_failed:
+                    self._fleet.record_failure(endpoint)
+                return response
+
+    def _first_byte_wait(self, inference: InferenceRequest, deadline: float) -> FirstByteWait:
+        timeouts = self._upstream.timeouts
+        if not inference.stream:
+            return FirstByteWait(deadline, DeadlineError("the request's deadline passed"))
+        until = asyncio.get_running_loop().time() + timeouts.first_byte_seconds
+        return FirstByteWait(until, SilentError("timed out: no first byte"))
+
+    def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""
-        route = self._fleet.table.resolve(ask.model)
+        route = self._fleet.table.resolve(inference.routing.model)
         if route is None:
-            raise unknown_model(ask.model)
+            raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key
         return route
 
-    def _pick(self, route: Route, ask: Ask, tried: dict[str, Setback]) -> Endpoint | NoneReady:
-        picked = self._fleet.pick(route, tried=tried.keys(), pin=ask.pin)
+    def _pick(self, route: Route, inference: InferenceRequest, attempts: Attempts) -> Endpoint | NoneReady:
+        picked = self._fleet.pick(route, inference.routing, tried=attempts.failed.keys())
         if isinstance(picked, NoneReady):
             # A lost connection may only have been an idle one that the replica closed: the same replica will do.
-            saying_no = {name for name, setback in tried.items() if setback is not Setback.LOST}
-            picked = self._fleet.pick(route, tried=saying_no, pin=ask.pin)
+            refusing = {name for name, failure in attempts.failed.items() if failure is not AttemptFailure.LOST}
+            picked = self._fleet.pick(route, inference.routing, tried=refusing)
         match picked:
             case Picked(endpoint):
                 return endpoint
             case UnknownRevision(revision):
-                raise unknown_revision(ask.model, revision)
+                raise unknown_revision(inference.routing.model, revision)
             case NoneReady():
                 return picked
 
-    async def _no(self, endpoint: Endpoint, reply: Reply) -> _No | None:
-        """The replica's no, when its answer is one that another replica may better; None: this is the answer."""
-        if reply.status == 429:
-            setback = Setback.SHED
-        elif reply.status == 503:
-            setback = Setback.UNAVAILABLE
-            self._fleet.stay_away(endpoint, STAY_AWAY_SECONDS)
-        else:
+    async def _rejected(self, endpoint: Endpoint, reply: Reply) -> RejectedAttempt | None:
+        """The replica's answer when another replica may better it; None: this is the answer for the client.
+
+        Every 500 counts against the replica, and only one that says that the engine is dead is retried: after any other
+        the work may have been done.
+        """
+        if reply.status < 500 and reply.status != 429:
+            self._fleet.record_success(endpoint)
+            return None
+        if reply.status not in (429, 500, 503):
+            self._fleet.record_success(endpoint)  # 501, 504: of the request, not of the replica
             return None
         body = reply.first
-        while len(body) <= MOST_REFUSAL_BYTES and (piece := await reply.more()):
+        while len(body) <= MAX_KEPT_BYTES and (piece := await reply.read_more()):
             body += piece
+        match reply.status:
+            case 429:
+                failure = AttemptFailure.SHED
+            case 503 if "Retry-After" in reply.headers:
+                failure = AttemptFailure.UNAVAILABLE
+                self._fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)
+            case _:
+                failure = AttemptFailure.ENGINE_DEAD
+                self._fleet.record_failure(endpoint)
+                if reply.status == 500 and not _says_engine_dead(body):
+                    reply.first = body
+                    return None
         reply.headers.popall("Content-Length", None)  # of the body as it was sent, not as we kept it
-        return _No(setback, reply.status, reply.headers, body)
+        return RejectedAttempt(failure, reply.status, reply.headers, body)
 
-    def _may_retry(self, record: Record) -> bool:
-        if not self._policy.allows(record.setbacks):
+    def _may_retry(self, record: RequestRecord) -> bool:
+        if not self._policy.allows(record.failures):
             return False
-        if not self._budget.spend():
-            self._metrics.retries_denied.inc()
+        last = record.failures[-1]
+        # A move costs its service nothing: the replica that left has stopped working on the request, or never will.
+        if last is not AttemptFailure.MOVED and not self._fleet.destination(record.service).retry_budget.spend():
+            self._metrics.retries_denied.labels(record.service).inc()
             return False
-        self._metrics.retries.labels(record.setbacks[-1].value).inc()
+        self._metrics.retries.labels(record.service, last.value).inc()
         return True
 
-    def _give_up(self, reason: NoneReady, no: _No | None, record: Record) -> web.Response:
-        """Nobody answers: pass on what the last replica said, or say it ourselves. Always with a time to come back."""
-        if no is not None:
-            record.status, record.finish = no.status, "refused"
-            response = web.Response(status=no.status, body=no.body, headers=no.headers)
+    def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestRecord) -> web.Response:
+        """No replica answers: forward what the last one said, or refuse. Always with a time to come back."""
+        if (answer := attempts.last_answer) is not None:
+            record.status, record.finish = answer.status, "refused"
+            response = web.Response(status=answer.status, body=answer.body, headers=answer.headers)
             response.headers.setdefault("Retry-After", "1")
-            return self._relay.sign(response, record)
-        if Setback.LOST in record.setbacks:
+            return self._forwarder.sign(response, record)
+        if any(failure.may_be_the_requests_fault for failure in record.failures):
             raise bad_gateway(record.error)
         raise not_ready(reason.reason)
 
-    def _refuse(self, refusal: Refusal, record: Record) -> web.Response:
+    def _refuse(self, refusal: Refusal, record: RequestRecord) -> web.Response:
         record.status = refusal.status
         record.finish = record.finish or "refused"
         record.error = record.error or refusal.kind
-        return self._relay.sign(refusal.response(), record)
+        return self._forwarder.sign(refusal.response(), record)
+
+
+def _says_engine_dead(body: bytes) -> bool:
+    try:
+        decoded = msgspec.json.decode(body)
+        return bool(decoded["error"]["type"] == ENGINE_DEAD_TYPE)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False

@@ -1,47 +1,134 @@
-"""Everything that can be set about one gateway, read once at the start."""
+"""Everything that can be set about one gateway, read once at the start: command line, then environment, then default.
+
+The variable of a field is SLIPWAY_ and the field's name in capitals; an empty variable counts as absent.
+"""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any
+
+from pydantic import (
+    AliasChoices,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
+from slipway_gateway.listener import ConnectionLimits
 from slipway_gateway.upstream import UpstreamTimeouts
 
-N = TypeVar("N", int, float)
+_LIMITS = ConnectionLimits()
+_TIMEOUTS = UpstreamTimeouts()
 
 
 class SettingsError(Exception):
-    """A setting that makes no sense; the message says which and why."""
+    """Settings that make no sense; the message names each of them and says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings:
+class GatewaySettings(BaseSettings):
     """One gateway's settings; `static` set means: without Kubernetes."""
 
-    static: tuple[tuple[str, str], ...] = ()  # (model, base URL) pairs
+    model_config = SettingsConfigDict(
+        env_prefix="SLIPWAY_", env_ignore_empty=True, frozen=True, populate_by_name=True, extra="ignore"
+    )
+
+    static: Annotated[tuple[tuple[str, str], ...], NoDecode] = ()  # (model, base URL) pairs
     host: str = ""  # empty: every address in the cluster, only this machine's own with `static`
-    port: int = SERVING_PORT
-    admin_port: int = ADMIN_PORT
+    port: int = Field(SERVING_PORT, ge=0, le=65535)
+    admin_port: int = Field(ADMIN_PORT, ge=0, le=65535)
     namespace: str = "slipway-system"
-    pod_name: str = ""
-    master_directory: Path = Path("/etc/slipway/admin")
-    watch_namespaces: tuple[str, ...] = ()  # empty: all
+    pod_name: str = Field("", validation_alias=AliasChoices("POD_NAME"))
+    # The gateway's own key: current, and previous while rotating.
+    key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias=AliasChoices("SLIPWAY_GATEWAY_KEY_DIR"))
+    watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()  # empty: all
     log_level: str = "INFO"
-    propagation_seconds: float = 5.0  # after SIGTERM, until clients and load balancers know that we go
-    drain_seconds: float = 300.0  # after that, for streams to end by themselves
-    most_body_bytes: int = 16 << 20
-    most_bodies_bytes: int = 256 << 20
-    timeouts: UpstreamTimeouts = field(default_factory=UpstreamTimeouts)
+    propagation_seconds: NonNegativeFloat = 5.0  # after SIGTERM, until clients and load balancers know that we go
+    drain_seconds: NonNegativeFloat = 300.0  # after that, for streams to end by themselves
+
+    # Clients: how many, how slow, and how much they may send.
+    max_connections: PositiveInt = _LIMITS.connections
+    max_connections_per_client: PositiveInt = _LIMITS.connections_per_client
+    header_seconds: PositiveFloat = _LIMITS.header_seconds
+    body_seconds: PositiveFloat = 60.0
+    idle_seconds: PositiveFloat = _LIMITS.idle_seconds
+    write_stall_seconds: PositiveFloat = _LIMITS.write_stall_seconds
+    max_body_bytes: PositiveInt = 16 << 20
+    max_bodies_bytes: PositiveInt = 256 << 20
+
+    # Replicas: how long they may be silent (see UpstreamTimeouts).
+    connect_seconds: PositiveFloat = _TIMEOUTS.connect_seconds
+    unacknowledged_seconds: PositiveFloat = _TIMEOUTS.unacknowledged_seconds
+    first_byte_seconds: PositiveFloat = _TIMEOUTS.first_byte_seconds
+    stream_silence_seconds: PositiveFloat = _TIMEOUTS.stream_silence_seconds
+    request_seconds: PositiveFloat = _TIMEOUTS.request_seconds
+
+    @field_validator("static", mode="before")
+    @classmethod
+    def _split_static(cls, value: Any) -> Any:
+        """MODEL=URL[,MODEL=URL…]."""
+        if not isinstance(value, str):
+            return value
+        pairs = []
+        for part in value.split(","):
+            model, equals, url = part.strip().partition("=")
+            if not (equals and model and url.startswith(("http://", "https://"))):
+                raise ValueError(f"must be MODEL=URL[,MODEL=URL…], not {part.strip()!r}")
+            pairs.append((model, url))
+        return tuple(pairs)
+
+    @field_validator("watch_namespaces", mode="before")
+    @classmethod
+    def _split_namespaces(cls, value: Any) -> Any:
+        """A comma-separated list."""
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("log_level")
+    @classmethod
+    def _upper(cls, value: str) -> str:
+        return value.upper()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _static_needs_no_propagation(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """On a laptop there is no load balancer to wait for."""
+        return {"propagation_seconds": 0.0, **values} if values.get("static") else values
 
     @property
     def bind(self) -> str:
         """The address to listen on."""
         return self.host or ("127.0.0.1" if self.static else "0.0.0.0")
 
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """What each port grants its clients."""
+        return ConnectionLimits(
+            connections=self.max_connections,
+            connections_per_client=self.max_connections_per_client,
+            header_seconds=self.header_seconds,
+            idle_seconds=self.idle_seconds,
+            write_stall_seconds=self.write_stall_seconds,
+        )
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> GatewaySettings:
+    @property
+    def upstream_timeouts(self) -> UpstreamTimeouts:
+        """How long replicas may be silent."""
+        return UpstreamTimeouts(
+            connect_seconds=self.connect_seconds,
+            unacknowledged_seconds=self.unacknowledged_seconds,
+            first_byte_seconds=self.first_byte_seconds,
+            stream_silence_seconds=self.stream_silence_seconds,
+            request_seconds=self.request_seconds,
+        )
+
+
+def read_settings(arguments: Sequence[str]) -> GatewaySettings:
     """Settings from the command line and, where it is silent, from the environment."""
     parser = argparse.ArgumentParser(
         prog="slipway-gateway", description="One OpenAI endpoint in front of all InferenceServices."
@@ -52,59 +139,17 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> G
         help="serve these models from these URLs, without Kubernetes; a model named twice has two replicas",
     )
     parser.add_argument("--host", help="address to listen on; default: all, or 127.0.0.1 with --static")
-    parser.add_argument("--port", type=int, help=f"for clients; default {SERVING_PORT}")
-    parser.add_argument("--admin-port", type=int, help=f"for probes and metrics; default {ADMIN_PORT}")
-    options = parser.parse_args(arguments)
-    env = _Environment(environment)
-    defaults = GatewaySettings()
-    return GatewaySettings(
-        static=_static(options.static) if options.static else (),
-        host=options.host or env.text("SLIPWAY_HOST", defaults.host),
-        port=env.number("SLIPWAY_PORT", defaults.port) if options.port is None else options.port,
-        admin_port=(
-            env.number("SLIPWAY_ADMIN_PORT", defaults.admin_port) if options.admin_port is None else options.admin_port
-        ),
-        namespace=env.text("SLIPWAY_NAMESPACE", defaults.namespace),
-        pod_name=env.text("POD_NAME", defaults.pod_name),
-        master_directory=Path(env.text("SLIPWAY_MASTER_DIR", str(defaults.master_directory))),
-        watch_namespaces=env.list("SLIPWAY_WATCH_NAMESPACES"),
-        log_level=env.text("SLIPWAY_LOG_LEVEL", defaults.log_level).upper(),
-        # On a laptop there is no load balancer to wait for.
-        propagation_seconds=env.number(
-            "SLIPWAY_PROPAGATION_SECONDS", 0.0 if options.static else defaults.propagation_seconds
-        ),
-        drain_seconds=env.number("SLIPWAY_DRAIN_SECONDS", defaults.drain_seconds),
+    parser.add_argument("--port", help=f"for clients; default {SERVING_PORT}")
+    parser.add_argument("--admin-port", help=f"for probes and metrics; default {ADMIN_PORT}")
+    options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        return GatewaySettings(**options)
+    except ValidationError as invalid:
+        raise SettingsError(describe(invalid)) from invalid
+
+
+def describe(invalid: ValidationError) -> str:
+    """Every setting that makes no sense, in one sentence each."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in invalid.errors(include_url=False)
     )
-
-
-class _Environment:
-    """Environment variables with defaults; an empty one counts as absent."""
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = variables
-
-    def text(self, name: str, default: str) -> str:
-        return self._variables.get(name, "").strip() or default
-
-    def list(self, name: str) -> tuple[str, ...]:
-        return tuple(part.strip() for part in self.text(name, "").split(",") if part.strip())
-
-    def number(self, name: str, default: N) -> N:
-        text = self.text(name, "")
-        try:
-            value = type(default)(text) if text else default
-        except ValueError as error:
-            raise SettingsError(f"{name} is a number, not {text!r}") from error
-        if value < 0:
-            raise SettingsError(f"{name} is not negative, but {text} is")
-        return value
-
-
-def _static(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = []
-    for part in text.split(","):
-        model, equals, url = part.strip().partition("=")
-        if not (equals and model and url.startswith(("http://", "https://"))):
-            raise SettingsError(f"--static wants MODEL=URL[,MODEL=URL…], not {part.strip()!r}")
-        pairs.append((model, url))
-    return tuple(pairs)

@@ -11,7 +11,7 @@ import msgspec
 DONE: Final = b"data: [DONE]"
 ERROR_PREFIX: Final = b'data: {"error"'
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
-MOST_PENDING: Final = 1 << 20  # an event longer than this is let through in pieces
+MAX_PENDING: Final = 1 << 20  # an event longer than this is let through in pieces
 
 
 class EventSplitter:
@@ -29,7 +29,7 @@ class EventSplitter:
             self._torn = b""
         if not chunk.endswith(EVENT_ENDS):
             cut = max(chunk.rfind(end) + len(end) if end in chunk else 0 for end in EVENT_ENDS)
-            if len(chunk) - cut <= MOST_PENDING:
+            if len(chunk) - cut <= MAX_PENDING:
                 chunk, self._torn = chunk[:cut], chunk[cut:]
         if chunk:
             self.events += sum(chunk.count(end) for end in EVENT_ENDS)

@@ -1,4 +1,4 @@
-"""From Kubernetes to the fleet: which pods may be sent requests, and what services are called.
+"""From Kubernetes to the fleet: which pods may be sent requests, and the names of services.
 
 The fleet changes only when the API server says that something changed. When it says nothing, the last view stands:
 a broken watch never empties the table.
@@ -6,7 +6,6 @@ a broken watch never empties the table.
 
 import asyncio
 from collections.abc import Sequence
-from datetime import UTC
 
 import structlog
 
@@ -15,7 +14,7 @@ from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
-from slipway_kube.objects import Object, Pod, Slim
+from slipway_kube.objects import Object, OwnerReference, Pod, Slim
 from slipway_kube.resources import INFERENCE_SERVICES, PODS
 
 log = structlog.get_logger()
@@ -29,7 +28,7 @@ class RevisionStatus(Slim, frozen=True, gc=False):
 
 
 class ServiceStatus(Slim, frozen=True, gc=False):
-    """What the operator says of a service."""
+    """The operator's status of a service."""
 
     served_name: str = ""
     revisions: tuple[RevisionStatus, ...] = ()
@@ -44,30 +43,52 @@ class InferenceService(Object, frozen=True, gc=False):
 def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
     """Where requests for this pod go, or None while it must not get any.
 
-    Ready, labelled as serving, not being deleted, and with an address. The operator sets the label to draining
-    before it tells the runtime, so a draining pod leaves the table before it stops accepting.
+    Ready, labelled as serving, not being deleted, with an address, and controlled by the InferenceService of its label:
+    labels alone would let anyone who may create pods receive the prompts of a service. The operator sets the label to
+    draining before it tells the runtime, so a draining pod leaves the table before it stops accepting.
     """
     serving = pod.labels.get(names.LABEL_STATE) == names.STATE_SERVING
-    service = pod.labels.get(names.LABEL_SERVICE)
-    if not (serving and service and pod.is_ready and pod.status.pod_ip) or pod.is_terminating:
+    owner = controlling_service(pod)
+    if owner is None or not (serving and pod.is_ready and pod.status.pod_ip) or pod.is_terminating:
         return None
     address = pod.status.pod_ip
+    digests = pod.metadata.annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
     host = f"[{address}]" if ":" in address else address
     return Endpoint(
         name=f"{pod.namespace}/{pod.name}",
-        service=f"{pod.namespace}/{service}",
+        service=f"{pod.namespace}/{owner.name}",
         revision=pod.labels.get(names.LABEL_REVISION, ""),
         url=f"http://{host}:{port}",
+        owner_uid=owner.uid,
+        served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
+        token_digests=tuple(filter(None, digests.split(","))),
     )
+
+
+def controlling_service(pod: Pod) -> OwnerReference | None:
+    """The InferenceService that controls the pod, where it is also the one of its label."""
+    for owner in pod.metadata.owner_references:
+        is_service = owner.kind == INFERENCE_SERVICES.kind and owner.api_version.startswith(f"{names.GROUP}/")
+        if owner.controller and is_service and owner.uid and owner.name == pod.labels.get(names.LABEL_SERVICE):
+            return owner
+    return None
+
+
+def finishes_requests(pod: Pod | None) -> bool:
+    """Whether a pod that left the table will still answer what it has accepted: it drains, or is told to stop.
+
+    One that is only unready (hung, its node silent) or that is already gone will not.
+    """
+    return pod is not None and (pod.is_terminating or pod.labels.get(names.LABEL_STATE, "") != names.STATE_SERVING)
 
 
 def service_of(resource: InferenceService) -> Service:
     """What routing needs to know of it. Before the operator wrote a status, it is called by its own name."""
-    created = resource.metadata.creation_timestamp
     return Service(
         key=f"{resource.namespace}/{resource.name}",
         served_name=resource.status.served_name or resource.name,
-        created=created.astimezone(UTC).isoformat() if created else "",
+        uid=resource.uid,
+        created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in resource.status.revisions},
     )
 
@@ -107,9 +128,9 @@ class Watch:
         assert pod is not None
         name = f"{pod.namespace}/{pod.name}"
         endpoint = endpoint_of(new, self._serving_port) if new is not None else None
-        had = self._fleet.has_endpoint(name)
-        self._fleet.set_endpoint(name, endpoint)
-        if had != (endpoint is not None):
+        was_endpoint = self._fleet.table.endpoint(name) is not None
+        self._fleet.set_endpoint(name, endpoint, finishes_requests=finishes_requests(new))
+        if was_endpoint != (endpoint is not None):
             log.info("endpoint added" if endpoint else "endpoint removed", pod=name, change=str(change))
 
     def _service_changed(self, change: Change, old: InferenceService | None, new: InferenceService | None) -> None:

@@ -26,7 +26,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     await memo.manager.start()
 
 
-@kopf.on.cleanup()
+@kopf.on.cleanup(errors=kopf.ErrorsMode.PERMANENT)  # or kopf would try again in a minute
 async def stop(memo: kopf.Memo, **_: Any) -> None:
     """Finish the work in hand and give the Lease back; kopf has stopped watching, and cancels nothing of ours yet."""
     await memo.manager.stop()

@@ -21,7 +21,7 @@ from slipway_kube.errors import NoCredentials
 from slipway_operator import handlers as handlers  # registers them
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager
-from slipway_operator.masters import MissingMaster
+from slipway_operator.masters import MissingKey
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import serve_probes
 from slipway_operator.replica_client import direct, through_api_server
@@ -39,6 +39,10 @@ environment:
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
+  SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
+  SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy in front of its replicas; off: none (on)
+  SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
+  SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port
   SLIPWAY_WATCH_NAMESPACES  comma-separated; empty means all
   SLIPWAY_REPLICA_ACCESS    direct: dial pods; proxy: through the API server, when running outside the cluster
   SLIPWAY_ADMIN_PORT        port of /livez, /readyz and /metrics (8080)
@@ -95,7 +99,7 @@ def main() -> None:
         # kopf tells at INFO that a handler succeeded, for each event of each object; its warnings are welcome.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         asyncio.run(run(settings))
-    except (NoCredentials, MissingMaster) as exc:
+    except (NoCredentials, MissingKey) as exc:
         sys.exit(f"slipway-operator: {exc}")
 
 

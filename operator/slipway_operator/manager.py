@@ -7,6 +7,7 @@ is asked to stop finishes what it has in hand and gives the Lease back, so that 
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +28,12 @@ from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
-from slipway_operator.core.observed import Defaults
+from slipway_operator.core.observed import Defaults, Network
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.inference_services import InferenceServices
 from slipway_operator.inputs.scraper import Scraper
-from slipway_operator.masters import Masters
+from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
@@ -84,11 +85,14 @@ class Manager:
         self._metrics = metrics
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[Any]] = []
+        self._election: list[asyncio.Task[Any]] = []  # ends last, when nothing writes any more
         self._is_stopping = False
         self._listed = asyncio.Event()
 
         masters = Masters(settings.master_directory)
         masters.read()  # without one no pod could ever be asked for its signals: refuse to start
+        gateway_keys = GatewayKeys(settings.gateway_key_directory)
+        gateway_keys.read()  # without one no service could be closed to all but the gateway: refuse to start
         self._queue: WorkQueue[Key] = WorkQueue()
         self.caches = Caches(
             client,
@@ -117,6 +121,7 @@ class Manager:
             replicas.state,
             on_news=self._wake_after_sample,
             on_error=self._count_silence,
+            is_ours=self._is_ours,
             now=clock.now,
         )
         self.caches.on_target_change(self._watch_replica)
@@ -124,8 +129,15 @@ class Manager:
             caches=self.caches,
             wake=self._queue.add,
             sample_of=self._scraper.sample,
-            defaults=Defaults(runtime_image=settings.runtime_image, gateway_url=settings.gateway_url),
+            defaults=Defaults(
+                runtime_image=settings.runtime_image,
+                gateway_url=settings.gateway_url,
+                network=_network(settings),
+            ),
             token_digests=masters.digests,
+            serving_digests=gateway_keys.digests,
+            random_bytes=secrets.token_bytes,
+            asking_since=lambda: self._scraper.asking_since,
             metrics=metrics,
             now=clock.now,
         )
@@ -194,31 +206,28 @@ class Manager:
 
         The Lease is looked at meanwhile, so that a dead holder's time runs while the caches fill.
         """
-        self._spawn(self.caches.run(), "informers")
-        self._spawn(self._freshness.run(), "freshness")
-        self._election = self._spawn(self.elector.run(), "election")
+        self._tasks.append(self._spawn(self.caches.run(), "informers"))
+        self._tasks.append(self._spawn(self._freshness.run(), "freshness"))
+        self._election.append(self._spawn(self.elector.run(), "election"))
         await self.caches.fill()
         self._listed.set()
-        self._spawn(self._resync.run(), "resync")
-        self._spawn(self._work_as_leader(), "leader")
+        self._tasks.append(self._spawn(self._resync.run(), "resync"))
+        self._tasks.append(self._spawn(self._work_as_leader(), "leader"))
 
     async def stop(self) -> None:
         """Finish what is in hand, give the Lease back, and end everything."""
         self._is_stopping = True
-        was_leader = self.elector.is_leader()
-        if was_leader:
+        if self.elector.is_leader():
             self._metrics.lease_transitions.labels("given back").inc()
             await self._finish_work_in_hand()
-        election = [task for task in self._tasks if task.get_name() == "election"]
-        await _end(*(task for task in self._tasks if task not in election))
+        await _end(*self._tasks)
         await self._drains.stop()
-        await _end(*election)  # cancelled, it gives the Lease back if it is ours
+        await _end(*self._election)  # cancelled, it gives the Lease back if it is ours
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run something that ends only when the process does: if it ends earlier, so does the process."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._ended)
-        self._tasks.append(task)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -238,7 +247,7 @@ class Manager:
             self._queue.add(key)
         for number in range(WORKERS):
             self._tasks.append(asyncio.create_task(self._work(), name=f"worker-{number}"))
-        self._spawn(self._recorder.run(), "recorder")
+        self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         await self._scraper.run()
 
     async def _finish_work_in_hand(self) -> None:
@@ -296,12 +305,28 @@ class Manager:
         pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
         self._queue.add_after(key, pause, Urgency.BACKGROUND)
 
+    def _is_ours(self, target: ReplicaTarget) -> bool:
+        """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""
+        stored = self.caches.stores[INFERENCE_SERVICES.kind].get(Key(INFERENCE_SERVICES.kind, *target.service))
+        return stored is not None and stored.uid == target.address.owner_uid
+
     def _count_write(self, write: Write, outcome: str) -> None:
         resource = f"{write.resource.plural}/{write.subresource}" if write.subresource else write.resource.plural
         self._metrics.writes.labels(write.verb, resource, outcome).inc()
 
     def _count_silence(self, error: Exception) -> None:
         self._metrics.signal_errors.labels(type(error).__name__).inc()
+
+
+def _network(settings: OperatorSettings) -> Network | None:
+    """Which pods a NetworkPolicy admits to the replicas; None: no policy is made."""
+    if not settings.network_policy:
+        return None
+    return Network(
+        release_namespace=settings.namespace,
+        client_namespaces=settings.client_namespaces,
+        metrics_namespaces=settings.metrics_namespaces,
+    )
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

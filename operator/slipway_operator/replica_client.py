@@ -6,7 +6,7 @@ are bounded apart, each fairly between services (`controller.isolation`).
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from slipway_api import names
 from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
+from slipway_kube.objects import Pod
 from slipway_operator.keepalive import KeptConnections
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -43,17 +44,26 @@ class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is r
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one replica listens, and whose token it knows."""
+    """The admin port of one replica, and what its token is derived from."""
 
     namespace: str
     pod: str
     ip: str
+    nonce: str = field(default="", repr=False)  # annotation slipway.dev/admin-nonce
+    owner_uid: str = field(default="", repr=False)  # uid of the controlling ownerReference
+
+
+def address_of(pod: Pod) -> Address:
+    """The admin port of a pod that has an IP address."""
+    owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
+    nonce = pod.metadata.annotations.get(names.ANNOTATION_ADMIN_NONCE, "")
+    return Address(pod.namespace, pod.name, pod.status.pod_ip, nonce=nonce, owner_uid=owner)
 
 
 class Tokens(Protocol):
-    """Knows what opens a pod's admin port."""
+    """Derives the tokens of admin ports."""
 
-    def tokens(self, namespace: str, pod: str) -> list[str]:
+    def tokens(self, namespace: str, pod: str, nonce: str) -> list[str]:
         """Tokens to try, the likeliest first."""
 
 
@@ -113,9 +123,11 @@ class ReplicaClient:
         """Everything that a person wants to know of it."""
         return await self._call("GET", replica, names.PATH_STATE, State)
 
-    async def drain(self, replica: Address, *, timeout_seconds: int, reason: str) -> DrainStatus:
-        """Stop accepting, finish what runs; asking again is harmless."""
-        body = DrainRequest(timeout_seconds=timeout_seconds, reason=reason)
+    async def drain(
+        self, replica: Address, *, timeout_seconds: int, reason: str, refuse_after_seconds: int = 0
+    ) -> DrainStatus:
+        """Stop accepting, after a while where one is given, and finish what runs; asking again is harmless."""
+        body = DrainRequest(timeout_seconds=timeout_seconds, refuse_after_seconds=refuse_after_seconds, reason=reason)
         return await self._call("POST", replica, names.PATH_DRAIN, DrainStatus, body)
 
     async def undrain(self, replica: Address) -> DrainStatus:
@@ -142,7 +154,7 @@ class ReplicaClient:
     async def _open(self, method: str, replica: Address, path: str, body: Body | None) -> bytes:
         """The bytes of a 200. A 401 is tried again with the next token: the pod may be older than the rotation."""
         status, raw = 401, b"there is no token to try"
-        for token in self._tokens.tokens(replica.namespace, replica.pod):
+        for token in self._tokens.tokens(replica.namespace, replica.pod, replica.nonce):
             headers = {names.HEADER_ADMIN_TOKEN: token, "Content-Type": "application/json"}
             status, raw = await self._dial(method, replica, path, headers, body.wire() if body is not None else None)
             if status == 200:

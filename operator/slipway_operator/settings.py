@@ -28,6 +28,14 @@ class OperatorSettings(BaseSettings):
     )
     master_directory: Path = Field(Path("/etc/slipway/admin"), validation_alias="SLIPWAY_MASTER_DIR")
     """Holds `current` and, during a rotation, `previous`: the masters of the pods' admin tokens."""
+    gateway_key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias="SLIPWAY_GATEWAY_KEY_DIR")
+    """Holds the gateway's key likewise: the serving tokens of services that only a gateway may call come from it."""
+    network_policy: bool = Field(True, validation_alias="SLIPWAY_NETWORK_POLICY")
+    """Whether each service gets a NetworkPolicy in front of its replicas."""
+    client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")
+    """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
+    metrics_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_METRICS_NAMESPACES")
+    """Namespaces whose pods may scrape the admin port."""
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_WATCH_NAMESPACES")
     """Empty: all namespaces."""
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
@@ -46,7 +54,7 @@ class OperatorSettings(BaseSettings):
     def _upper(cls, level: object) -> object:
         return level.upper() if isinstance(level, str) else level
 
-    @field_validator("watch_namespaces", mode="before")
+    @field_validator("watch_namespaces", "client_namespaces", "metrics_namespaces", mode="before")
     @classmethod
     def _split(cls, text: object) -> object:
         return tuple(name for part in text.split(",") if (name := part.strip())) if isinstance(text, str) else text

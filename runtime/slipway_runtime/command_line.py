@@ -7,39 +7,29 @@ names the flag and never quotes a prompt.
 import argparse
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.types import parse_quantity
-from slipway_runtime.settings import (
-    DTYPES,
-    KV_DTYPES,
-    QUANTIZATIONS,
-    SPECULATIONS,
-    BootAdapter,
-    RuntimeSettings,
-    SamplingDefaults,
-    WarmPrompt,
-)
+from slipway_api.runtime_api import ModelSpec
+from slipway_api.runtime_spec import Dtype, KVDtype, Quantization, SpeculationMethod
+from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults, flag, warm_prompts_of
 
-_KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
-_COUNTS: Final = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "speculation_max_tokens",
-    "max_queued_tokens",
-    "tensor_parallel_size",
-)
-_ADAPTERS: Final = ("max_adapters", "max_cpu_adapters", "max_rank")
+REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 
 
 def arguments_of(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; leaves the process with a message where it is wrong."""
-    return parser().parse_args(argv)
+    whole = parser()
+    arguments, rest = whole.parse_known_args(argv)
+    # argparse takes an optional positional only in front of the first flag.
+    if arguments.verb == "serve" and not arguments.model_uri and len(rest) == 1 and not rest[0].startswith("-"):
+        arguments.model_uri = rest.pop()
+    if rest:
+        whole.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,16 +39,28 @@ def parser() -> argparse.ArgumentParser:
 
     serve = verbs.add_parser("serve", help="serve a model until SIGTERM")
     serve.add_argument(
-        "model_uri", metavar="MODEL", help="file:///path, hf://organisation/name@revision, s3://, https://"
+        "model_uri",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="file:///path, hf://organisation/name@revision, s3://, https://; none: wait for POST /model",
     )
     serve.add_argument("--served-name", default="", help="the name clients use in `model`")
     serve.add_argument("--revision", default="", help="the revision named in every response")
     serve.add_argument("--host", default="0.0.0.0", help="address of the serving port")
     serve.add_argument("--port", type=int, default=names.SERVING_PORT)
     serve.add_argument("--admin-port", type=int, default=names.ADMIN_PORT)
-    serve.add_argument("--dtype", choices=DTYPES, default="auto")
-    serve.add_argument("--quantization", choices=("", *QUANTIZATIONS), default="", help="of the weights, at load")
-    serve.add_argument("--kv-cache-dtype", choices=("", *KV_DTYPES), default="", help="number format of the KV cache")
+    serve.add_argument(
+        "--serving-token-sha256",
+        action="append",
+        default=[],
+        dest="serving_token_digests",
+        metavar="HEX",
+        help=f"take requests only with a token of this SHA-256 in {names.HEADER_SERVING_TOKEN}; once for each token",
+    )
+    serve.add_argument("--dtype", choices=[*Dtype], default="auto")
+    serve.add_argument("--quantization", choices=("", *Quantization), default="", help="of the weights, at load")
+    serve.add_argument("--kv-cache-dtype", choices=("", *KVDtype), default="", help="number format of the KV cache")
     serve.add_argument("--deterministic", action="store_true", help="the same tokens alone and in any batch")
     serve.add_argument("--tensor-parallel-size", type=int, default=0, help="GPUs that share the model")
     serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")
@@ -89,7 +91,14 @@ def parser() -> argparse.ArgumentParser:
         help="a list of texts and of message lists to prefill; several lists are one",
     )
     serve.add_argument("--drain-timeout", type=float, default=0.0, metavar="SECONDS")
-    serve.add_argument("--speculation", choices=("", *SPECULATIONS), default="", help="how tokens are guessed ahead")
+    serve.add_argument(
+        "--hang-seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="/health fails when requests wait and no step was made for so long; above the longest step",
+    )
+    serve.add_argument("--speculation", choices=("", *SpeculationMethod), default="", help="where drafts come from")
     serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens guessed at most in one step")
     _add_adapter_flags(serve)
     serve.add_argument(
@@ -104,6 +113,13 @@ def parser() -> argparse.ArgumentParser:
 
     drain = verbs.add_parser("drain", help="ask the replica in this pod to finish what it has; returns when it has")
     drain.add_argument("--timeout", type=float, default=0.0, metavar="SECONDS")
+    drain.add_argument(
+        "--refuse-after",
+        type=float,
+        default=REFUSE_AFTER_SECONDS,
+        metavar="SECONDS",
+        help="accept new requests for so long, until routers know that this pod is not ready",
+    )
 
     pull = verbs.add_parser("pull", help="bring a model into the cache, and print where it is")
     pull.add_argument("model_uri", metavar="MODEL")
@@ -127,33 +143,64 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--adapter-endpoints", action="store_true", help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter"
     )
+    serve.add_argument(
+        "--private-adapter-addresses",
+        action="store_true",
+        help="let clients load adapters from http(s) addresses of private networks",
+    )
 
 
 def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> RuntimeSettings:
     """The settings of `serve`; raises ValueError with a sentence where a value makes no sense."""
-    unset = RuntimeSettings(model_uri="")
+    process = _process_settings(arguments, environment)
+    spec = model_spec(arguments)
+    if spec is not None:
+        return process.with_model(spec)
+    process.check()
+    return process
+
+
+def model_spec(arguments: argparse.Namespace) -> ModelSpec | None:
+    """What the flags say of the model; None where none is named, for POST /model to bring one."""
     given: dict[str, Any] = {
-        key: value
-        for key in (f.name for f in fields(RuntimeSettings))
-        if (value := getattr(arguments, key, None)) not in (None, "", 0, 0.0, False)
+        name: value
+        for name in ModelSpec.model_fields
+        if (value := getattr(arguments, name, None)) not in (None, "", 0, 0.0, False, [])
     }
-    for name in ("kv_cache_bytes", "kv_cache_host_bytes"):
-        given[name] = int(parse_quantity(text)) if (text := getattr(arguments, name)) else 0
     if arguments.chat_template_file:
         given["chat_template"] = Path(arguments.chat_template_file).read_text(encoding="utf-8")
+    if "gpu_memory_utilization" in given:
+        given["gpu_memory_utilization"] = str(arguments.gpu_memory_utilization)
     if arguments.sampling_defaults:
-        given["sampling_defaults"] = SamplingDefaults.of(json.loads(arguments.sampling_defaults))
-    lists = [_json("--warm-prompts", text) for text in arguments.warm_prompts if text]
-    given["warm_prompts"] = tuple(prompt for one in lists for prompt in _warm_prompts(one))
+        defaults = SamplingDefaults.of(json.loads(arguments.sampling_defaults))
+        given["sampling_defaults"] = {name: value for name, value in asdict(defaults).items() if value is not None}
+    if arguments.warm_prompts:
+        lists = [_json("--warm-prompts", text) for text in arguments.warm_prompts if text]
+        given["warm_prompts"] = tuple(prompt for one in lists for prompt in warm_prompts_of(one))
+    if arguments.model_uri:
+        return ModelSpec(uri=arguments.model_uri, **given)
+    if said := sorted(set(given) - {"dtype"} | ({"dtype"} if arguments.dtype != "auto" else set())):
+        raise ValueError(f"{flag(said[0])} describes a model, and none is named: POST /model brings both")
+    return None
+
+
+def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> RuntimeSettings:
+    """What holds for the process, whichever model it serves."""
+    unset = RuntimeSettings(model_uri="")
+    given: dict[str, Any] = {
+        name: value
+        for name in {f.name for f in fields(RuntimeSettings)} - {"model_uri", *ModelSpec.model_fields}
+        if (value := getattr(arguments, name, None)) not in (None, "", 0, 0.0, False)
+    }
     if arguments.tenant_weights:
         given["tenant_weights"] = _tenant_weights(_json("--tenant-weights", arguments.tenant_weights))
     given["adapters"] = _boot_adapters(arguments.adapters)
-    if arguments.max_adapters:
-        given["max_cpu_adapters"] = arguments.max_cpu_adapters or arguments.max_adapters
+    given["serving_token_digests"] = tuple(digest for digest in arguments.serving_token_digests if digest)
     # Port 0 asks the kernel for a free one, which is how tests start many replicas on one machine.
     given |= {"port": arguments.port, "admin_port": arguments.admin_port}
     digests = environment.get(names.ENV_ADMIN_TOKEN_SHA256, "")
-    settings = RuntimeSettings(
+    return RuntimeSettings(
+        model_uri="",
         **given,
         threads=int(environment.get("OMP_NUM_THREADS") or 0),
         log_level=environment.get("SLIPWAY_LOG_LEVEL") or unset.log_level,
@@ -163,46 +210,6 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
         pod=environment.get("POD_NAME", ""),
         namespace=environment.get("POD_NAMESPACE", ""),
     )
-    _check(settings)
-    return settings
-
-
-def _check(settings: RuntimeSettings) -> None:
-    """Raises ValueError where values do not go together."""
-    for name in (*_COUNTS, *_ADAPTERS):
-        if (value := getattr(settings, name)) < 0:
-            raise ValueError(f"{_flag(name)} {value} is negative")
-    if 0 < settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise ValueError(
-            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs"
-            f" {settings.max_num_seqs}: every running sequence needs a token in each step"
-        )
-    if settings.kv_cache_host_bytes and settings.no_prefix_caching:
-        raise ValueError("--kv-cache-host-bytes keeps cold prefixes, and --no-prefix-caching leaves none to keep")
-    if settings.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(settings.kv_events_endpoint):
-        raise ValueError(
-            f"--kv-events-endpoint {settings.kv_events_endpoint!r} must name an address and a port, as tcp://*:5557"
-        )
-    if not settings.max_adapters:
-        if settings.adapters or settings.adapter_endpoints:
-            asked = "--adapter" if settings.adapters else "--adapter-endpoints"
-            raise ValueError(f"{asked} needs --max-adapters above 0: LoRA adapters are off without it")
-        return
-    if settings.max_cpu_adapters < settings.max_adapters:
-        raise ValueError(
-            f"--max-cpu-adapters {settings.max_cpu_adapters} is below --max-adapters {settings.max_adapters}:"
-            " an adapter that computes is kept in host memory too"
-        )
-    if len(settings.adapters) > settings.max_cpu_adapters:
-        raise ValueError(
-            f"{len(settings.adapters)} adapters are to be loaded at the start,"
-            f" and --max-cpu-adapters keeps {settings.max_cpu_adapters}"
-        )
-
-
-def _flag(name: str) -> str:
-    """`max_rank` as the command line spells it: `--max-rank`."""
-    return "--" + name.replace("_", "-")
 
 
 def _json(flag: str, text: str) -> Any:
@@ -211,31 +218,6 @@ def _json(flag: str, text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{flag} is not JSON: {error.msg} at character {error.pos}") from None
-
-
-def _warm_prompts(given: Any) -> tuple[WarmPrompt, ...]:
-    """A list of texts and of message lists; raises ValueError naming the first entry that is neither."""
-    if not isinstance(given, list):
-        raise ValueError("--warm-prompts must be a JSON list of texts and of message lists")
-    prompts: list[WarmPrompt] = []
-    for place, entry in enumerate(given):
-        if isinstance(entry, str) and entry:
-            prompts.append(entry)
-        elif isinstance(entry, list) and entry and all(_is_message(message) for message in entry):
-            prompts.append(tuple(entry))
-        else:
-            raise ValueError(
-                f"--warm-prompts: entry {place} must be a text, or a list of messages with a text role and content"
-            )
-    return tuple(prompts)
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and set(message) == {"role", "content"}
-        and all(isinstance(value, str) for value in message.values())
-    )
 
 
 def _tenant_weights(given: Any) -> dict[str, float]:

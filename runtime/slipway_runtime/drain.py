@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any
 
 
-def drain(control: Path, timeout_seconds: float | None) -> int:
-    """Drain, at most for that long where it is given; the exit code."""
+def drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: float = 0.0) -> int:
+    """Drain, at most for that long where it is given; the exit code.
+
+    0 where no server runs: nothing is left to drain then, and Kubernetes would report a preStop hook that fails.
+    """
     try:
-        ask_for_drain(control, timeout_seconds)
+        ask_for_drain(control, timeout_seconds, refuse_after_seconds)
+    except (FileNotFoundError, ConnectionError) as error:
+        print(f"slipway-runtime: nothing to drain: no server answers at {control}: {error.strerror}", file=sys.stderr)
     except OSError as error:
-        print(f"slipway-runtime: no replica answers at {control}: {error.strerror}", file=sys.stderr)
+        print(f"slipway-runtime: cannot ask for a drain at {control}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 
 
-def ask_for_drain(control: Path, timeout_seconds: float | None) -> dict[str, Any]:
+def ask_for_drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: float = 0.0) -> dict[str, Any]:
     """What the replica answers when it has drained. Blocks."""
-    body = {} if timeout_seconds is None else {"timeoutSeconds": timeout_seconds}
+    body = {"refuseAfterSeconds": refuse_after_seconds}
+    if timeout_seconds is not None:
+        body["timeoutSeconds"] = timeout_seconds
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(control))
         connection.sendall(json.dumps(body).encode() + b"\n")

@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.verb == "drain":
         from slipway_runtime.drain import drain
 
-        return drain(run_directory(os.environ) / "drain.sock", arguments.timeout or None)
+        return drain(run_directory(os.environ) / "drain.sock", arguments.timeout or None, arguments.refuse_after)
     if arguments.verb == "pull":
         return pull(arguments.model_uri, cache_directory(os.environ))
     try:

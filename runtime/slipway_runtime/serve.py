@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -38,13 +40,22 @@ from slipway_runtime.server.boot import load_adapters, prefill
 from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import AccessDeniedError, FetchError, ModelNotFoundError, fetch, release, shown
+from slipway_runtime.storage.fetch import (
+    Access,
+    AccessDeniedError,
+    FetchError,
+    ModelNotFoundError,
+    fetch,
+    release,
+    shown,
+)
 
 log = structlog.get_logger()
 
@@ -66,27 +77,32 @@ def run(settings: RuntimeSettings) -> int:
 
 
 async def serve(settings: RuntimeSettings) -> int:
-    """Serve until SIGTERM or until it cannot go on; the exit code."""
+    """Serve until SIGTERM or until it cannot go on; the exit code. Without a model, wait for POST /model."""
     replica = Replica(
-        Identity(
-            model=settings.model_name,
-            revision=settings.revision,
-            namespace=settings.namespace,
-            uri=settings.model_uri,
-        ),
+        Identity(model="", namespace=settings.namespace),
         drain_timeout=settings.drain_timeout,
         stall_seconds=settings.stall_seconds,
+        hang_seconds=settings.hang_seconds,
     )
     stop = _stop_signal(replica)
-    serving = serving_app(replica, max_body_bytes=settings.max_body_bytes, adapter_endpoints=settings.adapter_endpoints)
-    admin = admin_app(replica, token_digests=settings.admin_token_digests)
+    serving = serving_app(
+        replica,
+        max_body_bytes=settings.max_body_bytes,
+        adapter_endpoints=settings.adapter_endpoints,
+        token_digests=settings.serving_token_digests,
+    )
+    choice = ModelChoice(settings, replica)
+    admin = admin_app(replica, choice, token_digests=settings.admin_token_digests)
+    # The threads end after the ports: a request that came just before the end is answered, not met by a closed pool.
+    threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt")
     async with (
+        _closing(threads),
         listening(serving, settings.host, settings.port) as port,
         listening(admin, settings.admin_host, settings.admin_port) as admin_port,
     ):
         control = await serve_control(replica, settings.run_directory)
         log.info("listening", model=settings.model_name, port=port, admin_port=admin_port)
-        loading = asyncio.create_task(_load_and_run(settings, replica))
+        loading = asyncio.create_task(_load_and_run(choice, replica, threads))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
@@ -106,6 +122,14 @@ async def serve(settings: RuntimeSettings) -> int:
     return code
 
 
+@contextlib.asynccontextmanager
+async def _closing(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        threads.shutdown(wait=False)
+
+
 def _stop_signal(replica: Replica) -> asyncio.Event:
     """Set by SIGTERM and by Ctrl-C; a second one does not wait for what still runs."""
     stop = asyncio.Event()
@@ -120,8 +144,9 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
     return stop
 
 
-async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
+async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPoolExecutor) -> int:
     """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
+    settings = await choice.chosen()
     began = time.monotonic()
 
     def hear(news: Loading | WarmingUp) -> None:
@@ -142,29 +167,28 @@ async def _load_and_run(settings: RuntimeSettings, replica: Replica) -> int:
         return _refuse(settings, error, trace=error.trace)
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told, and ends the process
         return _refuse(settings, error, trace=traceback.format_exc())
-    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens or None)
+    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
     await client.start()
     try:
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt") as threads:
-            model = _model(settings, fetched, client, threads, replica.identity)
-            await load_adapters(model, settings.adapters)
-            await prefill(model, settings.warm_prompts)
-            times = StartupTimes(
-                download_seconds=round(fetched.seconds, 3),
-                load_seconds=round(client.facts.load_seconds, 3),
-                warmup_seconds=round(client.facts.warmup_seconds, 3),
-            )
-            if client.facts.graphs_failed:
-                log.warning("slower than it could be", reason=client.facts.graphs_failed)
-            replica.ready_with(model, times)
-            log.info(
-                "ready",
-                model=settings.model_name,
-                **times.model_dump(exclude_none=True),
-                total_seconds=round(time.monotonic() - began, 3),
-            )
-            await client.wait_dead()
+        model = _model(settings, fetched, client, threads, replica.identity)
+        await load_adapters(model, settings.adapters)
+        await prefill(model, settings.warm_prompts)
+        times = StartupTimes(
+            download_seconds=round(fetched.seconds, 3),
+            load_seconds=round(client.facts.load_seconds, 3),
+            warmup_seconds=round(client.facts.warmup_seconds, 3),
+        )
+        if client.facts.graphs_failed:
+            log.warning("slower than it could be", reason=client.facts.graphs_failed)
+        replica.ready_with(model, times)
+        log.info(
+            "ready",
+            model=settings.model_name,
+            **times.model_dump(exclude_none=True),
+            total_seconds=round(time.monotonic() - began, 3),
+        )
+        await client.wait_dead()
         log.error("the engine has died", reason=client.error)
         _leave_word(f"the engine has died: {client.error}")
         with contextlib.suppress(TimeoutError):
@@ -201,6 +225,14 @@ def _leave_word(sentence: str) -> None:
             TERMINATION_MESSAGE.write_text(sentence[:4000])
 
 
+def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool) -> Path:
+    """Bring an adapter. The bearer token is for the hosts that the command line names, wherever adapters come from."""
+    named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
+    access = Access.of(os.environ).with_hosts_of(*named)
+    access = replace(access, public_only=from_client and not settings.private_adapter_addresses)
+    return fetch(uri, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES, access=access)
+
+
 def _model(
     settings: RuntimeSettings,
     fetched: Fetched,
@@ -213,7 +245,7 @@ def _model(
         client,
         identity,
         source=AdapterSource(
-            partial(fetch, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES),
+            partial(_fetch_adapter, settings),
             partial(release, cache=settings.cache_directory),
             roots=adapter_roots(settings.cache_directory, fetched.directory),
         ),

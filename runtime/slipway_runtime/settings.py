@@ -1,16 +1,51 @@
-"""What `slipway-runtime serve` was asked to do, as frozen values. `command_line` makes them, once, at the start."""
+"""What `slipway-runtime serve` was asked to do, as frozen values.
 
+`command_line` makes them at the start. What they say of the model comes from one `ModelSpec`, whether it was written as
+flags or sent to POST /model: the same spec gives the same settings.
+"""
+
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import names
+from slipway_api.runtime_api import ModelSpec
+from slipway_api.types import parse_quantity
 
-DTYPES: Final = ("auto", "bf16", "fp16", "fp32")
-QUANTIZATIONS: Final = ("none", "int8", "fp8")
-KV_DTYPES: Final = ("auto", "fp8", "int8")
-SPECULATIONS: Final = ("none", "promptLookup")
+# Fields of a ModelSpec that settings take as they are, where they are given.
+_SAME: Final = (
+    "served_name",
+    "revision",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "max_output_tokens",
+    "model_digest",
+    "tokenizer_uri",
+    "tokenizer_sha256",
+    "chat_template",
+    "deterministic",
+    "tensor_parallel_size",
+    "speculation_max_tokens",
+    "max_adapters",
+    "max_rank",
+)
+
+_NOT_NEGATIVE: Final = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "speculation_max_tokens",
+    "max_queued_tokens",
+    "tensor_parallel_size",
+    "max_adapters",
+    "max_cpu_adapters",
+    "max_rank",
+)
+_KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 # What is prefilled before the replica is ready: a text, or the messages of a chat, each with `role` and `content`.
 WarmPrompt = str | tuple[Mapping[str, str], ...]
@@ -62,22 +97,22 @@ class SamplingDefaults:
 class RuntimeSettings:
     """One replica, as asked for. `None` and `0` mean that the model or the machine decides."""
 
-    model_uri: str
+    model_uri: str  # empty: the process waits for POST /model
     served_name: str = ""
     revision: str = ""
     host: str = "0.0.0.0"
     port: int = names.SERVING_PORT
     admin_port: int = names.ADMIN_PORT
     dtype: str = "auto"
-    quantization: str = "none"  # of the weights, done while they load: one of QUANTIZATIONS
-    kv_cache_dtype: str = "auto"  # one of KV_DTYPES; auto: that of the arithmetic
+    quantization: str = "none"  # of the weights, done while they load: none, int8 or fp8
+    kv_cache_dtype: str = "auto"  # auto, fp8 or int8; auto: that of the arithmetic
     deterministic: bool = False
     tensor_parallel_size: int = 1  # GPUs, or processes on a CPU, that share the model
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     max_num_queued_reqs: int = 1024
-    max_queued_tokens: int = 0  # prompt tokens that may wait; 0: any number
+    max_queued_tokens: int = 2**21  # prompt tokens that may wait: some 100 bytes each, in both processes
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares under load; a tenant not here has 1
     block_size: int = 16
     max_output_tokens: int = 0
@@ -90,28 +125,89 @@ class RuntimeSettings:
     chat_template: str = ""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     warm_prompts: tuple[WarmPrompt, ...] = ()
-    speculation: str = "none"  # one of SPECULATIONS
+    speculation: str = "none"  # none or promptLookup
     speculation_max_tokens: int = 4
     max_adapters: int = 0  # LoRA adapters that compute at the same time; 0: adapters are off
     max_cpu_adapters: int = 0  # that are kept in host memory; never below max_adapters
     max_rank: int = 16
     adapters: tuple[BootAdapter, ...] = ()
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
+    private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
     no_prefix_caching: bool = False
     no_overlap: bool = False  # plan each step only when the one before is done
     in_process: bool = False  # the engine as a thread of the API's process
     drain_timeout: float = 120.0
     max_body_bytes: int = 8 * 2**20
-    stall_seconds: float = 30.0  # a step loop that owes work and has not stepped for so long is not ready
+    stall_seconds: float = 30.0  # an engine that has work and made no step for so long is not ready
+    hang_seconds: float = 120.0  # and is restarted after so long: longer than any step, the first of a shape included
     threads: int = 0  # 0: torch decides; comes from OMP_NUM_THREADS
     legacy_metric_names: bool = False  # export metrics under the names of older vLLMs too
     log_level: str = "INFO"
     run_directory: Path = Path(names.RUN_DIRECTORY)
     cache_directory: Path = Path(names.CACHE_DIRECTORY)
     admin_token_digests: tuple[str, ...] = ()  # none: the admin port is for this machine only
+    serving_token_digests: tuple[str, ...] = ()  # none: the serving port takes requests without a token
     pod: str = ""
     namespace: str = ""
+
+    def with_model(self, spec: ModelSpec) -> "RuntimeSettings":
+        """These settings of a process, and those of the model; raises ValueError where they make no sense."""
+        given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(spec, name)) not in (0, "", False)}
+        if spec.gpu_memory_utilization:
+            given["gpu_memory_utilization"] = float(spec.gpu_memory_utilization)
+        given["max_cpu_adapters"] = spec.max_cpu_adapters or max(0, spec.max_adapters)
+        settings = replace(
+            self,
+            model_uri=spec.uri,
+            dtype=spec.dtype.value,
+            quantization=spec.quantization.value,
+            kv_cache_dtype=spec.kv_cache_dtype.value,
+            kv_cache_bytes=int(parse_quantity(spec.kv_cache_bytes or "0")),
+            kv_cache_host_bytes=int(parse_quantity(spec.kv_cache_host_bytes or "0")),
+            speculation=spec.speculation.value,
+            sampling_defaults=SamplingDefaults.of(spec.sampling_defaults),
+            warm_prompts=warm_prompts_of(
+                [one if isinstance(one, str) else [dict(message) for message in one] for one in spec.warm_prompts]
+            ),
+            **given,
+        )
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raises ValueError where values do not go together."""
+        for name in _NOT_NEGATIVE:
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{flag(name)} {value} is negative")
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs"
+                f" {self.max_num_seqs}: every running sequence needs a token in each step"
+            )
+        if self.kv_cache_host_bytes and self.no_prefix_caching:
+            raise ValueError("--kv-cache-host-bytes keeps cold prefixes, and --no-prefix-caching leaves none to keep")
+        if self.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(self.kv_events_endpoint):
+            raise ValueError(
+                f"--kv-events-endpoint {self.kv_events_endpoint!r} must name an address and a port, as tcp://*:5557"
+            )
+        if not all(_SHA256.fullmatch(digest) for digest in self.serving_token_digests):
+            raise ValueError("--serving-token-sha256 must be 64 lower-case hex digits")
+        if not self.max_adapters:
+            if self.adapters or self.adapter_endpoints:
+                asked = "--adapter" if self.adapters else "--adapter-endpoints"
+                raise ValueError(f"{asked} needs --max-adapters above 0: LoRA adapters are off without it")
+            return
+        if self.max_cpu_adapters < self.max_adapters:
+            raise ValueError(
+                f"--max-cpu-adapters {self.max_cpu_adapters} is below --max-adapters {self.max_adapters}:"
+                " an adapter that computes is kept in host memory too"
+            )
+        if len(self.adapters) > self.max_cpu_adapters:
+            raise ValueError(
+                f"{len(self.adapters)} adapters are to be loaded at the start,"
+                f" and --max-cpu-adapters keeps {self.max_cpu_adapters}"
+            )
 
     @property
     def admin_host(self) -> str:
@@ -124,6 +220,36 @@ class RuntimeSettings:
         if self.served_name:
             return self.served_name
         return self.model_uri.split("@", 1)[0].rstrip("/").rsplit("/", 1)[-1]
+
+
+def flag(name: str) -> str:
+    """`max_rank` as the command line spells it: `--max-rank`."""
+    return "--" + name.replace("_", "-")
+
+
+def warm_prompts_of(given: Any) -> tuple[WarmPrompt, ...]:
+    """A list of texts and of message lists; raises ValueError naming the first entry that is neither."""
+    if not isinstance(given, list):
+        raise ValueError("--warm-prompts must be a JSON list of texts and of message lists")
+    prompts: list[WarmPrompt] = []
+    for place, entry in enumerate(given):
+        if isinstance(entry, str) and entry:
+            prompts.append(entry)
+        elif isinstance(entry, list) and entry and all(_is_message(message) for message in entry):
+            prompts.append(tuple(entry))
+        else:
+            raise ValueError(
+                f"--warm-prompts: entry {place} must be a text, or a list of messages with a text role and content"
+            )
+    return tuple(prompts)
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and set(message) == {"role", "content"}
+        and all(isinstance(value, str) for value in message.values())
+    )
 
 
 def _camel(name: str) -> str:

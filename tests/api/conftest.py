@@ -1,4 +1,4 @@
-"""A real API server that knows the kinds, with a namespace for services that nobody reconciles."""
+"""A real API server that knows the kinds, with a namespace for services that no operator reconciles."""
 
 from collections.abc import Iterator
 from pathlib import Path

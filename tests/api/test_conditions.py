@@ -1,4 +1,4 @@
-"""Conditions tell since when; events tell how serious."""
+"""Conditions keep the time of their last transition; event reasons know whether they are warnings."""
 
 from datetime import UTC, datetime, timedelta
 

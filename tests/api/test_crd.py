@@ -15,9 +15,10 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("profile", "warmPool", "routing", "budget", "slo", "suspend", "restartAt", "experimental"),
-    *("scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
-    *("shape", "cache", "upgradePolicy", "upgradeWindow", "podDisruptionBudget", "protectStartup"),
+    *("profile", "warmPool", "budget", "slo", "suspend", "restartAt", "experimental"),
+    *("hostnames", "gatewayRef", "scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
+    *("shape", "cache", "upgradePolicy", "upgradeWindow"),
+    *("podDisruptionBudget", "maxNodeDrainBlockSeconds", "protectStartup"),
 }
 
 

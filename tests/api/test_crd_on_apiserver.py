@@ -196,7 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("GPUs that nothing would use", {"resources": {"gpu": {"count": 2}}}, "must be 0 (CPU) or equal runtime"),
     (
-        "GPUs through the back door",
+        "GPUs as an extended resource of the container",
         {"resources": {"limits": {"nvidia.com/gpu": 1}}},
         "GPUs are asked for in spec.resources.gpu",
     ),
@@ -250,6 +250,33 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("spec", "sentence"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
 def test_what_cannot_work_is_refused_with_one_sentence(api, spec, sentence):
     assert_refused(api, a_manifest("bad", **spec), sentence)
+
+
+def projected(source: dict[str, Any]) -> dict[str, Any]:
+    volume = {"name": "identity", "projected": {"sources": [{"configMap": {"name": "x"}}, source]}}
+    return a_manifest("projected", template={"spec": {"volumes": [volume]}})
+
+
+@pytest.mark.capability("SE-3")
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"serviceAccountToken": {"path": "token"}},
+        {"podCertificate": {"signerName": "example.org/x", "keyType": "ED25519"}},
+        {"secret": {"name": "x"}, "serviceAccountToken": {}},
+    ],
+)
+def test_a_projected_volume_may_not_bring_the_pods_identity(api, source):
+    """Security finding: a template mounted the token of the pod's ServiceAccount by a projected volume."""
+    assert_refused(api, projected(source), "may not hold a serviceAccountToken or a podCertificate")
+
+
+def test_the_other_sources_of_a_projected_volume_are_kept_as_they_are(api):
+    source = {"secret": {"name": "x", "items": [{"key": "k", "path": "p"}], "optional": True}}
+    apply(api, projected(source))
+
+    (volume,) = stored(api, "projected")["spec"]["template"]["spec"]["volumes"]
+    assert volume["projected"]["sources"] == [{"configMap": {"name": "x"}}, source]
 
 
 def test_a_volume_on_the_host_is_refused_even_by_a_client_that_does_not_check(api):

@@ -1,4 +1,4 @@
-"""Whether a model fits is arithmetic with worked examples, and a sentence with the knob to turn."""
+"""Whether a model fits is arithmetic with worked examples, and a sentence that names the setting to change."""
 
 import re
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_pool_blocks_pay_for_the_null_block_too():
 
 
 @pytest.mark.capability("KV-5")
-def test_what_does_not_fit_is_told_with_the_arithmetic():
+def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
     found = plan(LLAMA_70B, CHAT, memory_bytes=80 * GIB, utilization=0.85)
     assert isinstance(found, DoesNotFit)
     assert found.message == (
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic():
 
 @pytest.mark.capability("KV-5")
 @pytest.mark.parametrize(
-    ("shape", "needs", "gib", "knob"),
+    ("shape", "needs", "gib", "setting"),
     [
         (LLAMA_8B, Needs(max_model_len=131_072), 24, r"lower maxModelLen to (\d+)"),
         (LLAMA_8B, Needs(max_model_len=131_072), 30, "set kvCache.dtype to fp8 or int8"),
@@ -174,10 +174,10 @@ def test_what_does_not_fit_is_told_with_the_arithmetic():
         (LLAMA_8B, replace(CHAT, max_num_batched_tokens=65_536), 18, "lower maxNumBatchedTokens"),
     ],
 )
-def test_the_knob_that_is_named_makes_it_fit(shape: ModelShape, needs: Needs, gib: int, knob: str):
+def test_the_setting_that_is_named_makes_it_fit(shape: ModelShape, needs: Needs, gib: int, setting: str):
     found = plan(shape, needs, memory_bytes=gib * GIB)
     assert isinstance(found, DoesNotFit)
-    match = re.search(knob, found.message)
+    match = re.search(setting, found.message)
     assert match, found.message
     turned = {
         "lower maxModelLen": lambda: replace(needs, max_model_len=int(match[1])),

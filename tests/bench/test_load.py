@@ -74,7 +74,7 @@ async def test_an_error_event_is_a_failure():
 
 async def test_a_429_is_obeyed_counted_apart_and_no_failure():
     async def full_at_first(runtime, request):
-        if runtime.asked <= 3:
+        if runtime.requests <= 3:
             from aiohttp import web
 
             return web.json_response({}, status=429, headers={"Retry-After": "1", "retry-after-ms": "20"})
@@ -84,13 +84,27 @@ async def test_a_429_is_obeyed_counted_apart_and_no_failure():
         report = await load(runtime, max_requests=4)
 
     assert (report.sent, report.finished, report.failed, report.retries_429) == (4, 4, 0, 3)
+    assert 1 <= report.retried <= 3, "requests, not attempts"
     assert report.shed_wait.p50 > 0
+
+
+async def test_a_429_is_a_failure_where_first_attempts_count():
+    async def full(runtime, request):
+        from aiohttp import web
+
+        return web.json_response({}, status=429, headers={"retry-after-ms": "20"})
+
+    async with Runtime(full) as runtime:
+        report = await load(runtime, max_requests=2, retry_429=False)
+
+    assert report.failures == {"status 429": 2}
+    assert report.retried == report.retries_429 == 0
 
 
 async def test_the_open_loop_does_not_wait_for_answers():
     async with Runtime().hold() as runtime:
         running = asyncio.create_task(load(runtime, rate=1000.0, concurrency=5, max_requests=5))
-        while runtime.asked < 5:  # noqa: ASYNC110  the requests arrive through sockets
+        while runtime.requests < 5:  # noqa: ASYNC110  the requests arrive through sockets
             await asyncio.sleep(0.005)
         runtime.allow(100)
 
@@ -102,7 +116,7 @@ async def test_stopping_ends_the_sending_and_lets_running_streams_finish():
         stop = asyncio.Event()
         plan = LoadPlan(base_url=f"{runtime.url}/v1", model=MODEL, concurrency=3, duration_seconds=60)
         running = asyncio.create_task(run_load(plan, stop=stop))
-        while runtime.asked < 3:  # noqa: ASYNC110  the requests arrive through sockets
+        while runtime.requests < 3:  # noqa: ASYNC110  the requests arrive through sockets
             await asyncio.sleep(0.005)
         stop.set()
         runtime.allow(1000)

@@ -130,11 +130,6 @@ def test_no_right_is_a_wildcard_and_none_reads_secrets(apiserver, settings):
 
 
 @pytest.mark.capability("SE-3")
-def test_the_gateway_only_reads(rendered):
-    assert {verb for rule in rules_of(rendered, "gateway") for verb in rule["verbs"]} == {"get", "list", "watch"}
-
-
-@pytest.mark.capability("SE-3")
 def test_pods_proxy_is_granted_only_to_an_operator_that_dials_through_the_api_server(apiserver, rendered):
     def resources(manifests):
         return {resource for rule in rules_of(manifests, "operator") for resource in rule["resources"]}
@@ -176,32 +171,90 @@ def test_the_operator_tells_users_the_address_of_the_gateway(apiserver):
     assert gateway_url("gateway.url=https://llm.example.com") == "https://llm.example.com"
 
 
+def pod_of(manifests: list[Manifest], part: str) -> Manifest:
+    pod: Manifest = of_kind(manifests, "Deployment")[f"slipway-{part}"]["spec"]["template"]["spec"]
+    return pod
+
+
+def environment_of(manifests: list[Manifest], part: str) -> dict[str, str]:
+    return {one["name"]: one.get("value", "") for one in pod_of(manifests, part)["containers"][0]["env"]}
+
+
+def secrets_of(manifests: list[Manifest], part: str) -> set[str]:
+    return {volume["secret"]["secretName"] for volume in pod_of(manifests, part)["volumes"] if "secret" in volume}
+
+
+@pytest.mark.capability("SE-3")
+def test_the_gateway_holds_a_key_of_its_own_and_never_the_admin_master(apiserver, rendered):
+    """Security finding: a compromised gateway opened the admin port of every replica."""
+    assert secrets_of(rendered, "gateway") == {"slipway-gateway-key"}
+    assert secrets_of(rendered, "operator") == {"slipway-admin-master", "slipway-gateway-key"}
+    assert "admin-master" not in json.dumps(pod_of(rendered, "gateway"))
+    values = [one["data"]["current"] for one in of_kind(rendered, "Secret").values()]
+    assert len(values) == len(set(values)) == 2
+
+    own = render(apiserver, "gatewayKey.existingSecret=mine", "adminMaster.existingSecret=masters")
+    assert secrets_of(own, "gateway") == {"mine"}
+    assert secrets_of(own, "operator") == {"masters", "mine"}
+    assert of_kind(own, "Secret") == {}
+
+
+@pytest.mark.capability("SE-3")
+def test_the_gateway_may_do_no_more_than_its_two_watches(rendered):
+    """Security finding: what the gateway may read was wider than what it reads."""
+    rights = sorted((*rule["resources"], *rule["verbs"]) for rule in rules_of(rendered, "gateway"))
+
+    assert rights == [("inferenceservices", "list", "watch"), ("pods", "list", "watch")]
+
+
+def test_the_operator_learns_which_namespaces_may_reach_replicas(apiserver, rendered):
+    lists = ("networkPolicy.clientNamespaces={batch}", "networkPolicy.metricsNamespaces={a,b}")
+    told = environment_of(render(apiserver, *lists), "operator")
+
+    assert environment_of(rendered, "operator")["SLIPWAY_NETWORK_POLICY"] == "on"
+    assert told["SLIPWAY_CLIENT_NAMESPACES"] == "batch"
+    assert told["SLIPWAY_METRICS_NAMESPACES"] == "a,b"
+
+
+def test_without_network_policies_the_operator_may_not_make_any(apiserver, rendered):
+    def may_write_policies(manifests):
+        return any("networkpolicies" in rule["resources"] for rule in rules_of(manifests, "operator"))
+
+    off = render(apiserver, "networkPolicy.enabled=false")
+    assert may_write_policies(rendered)
+    assert not may_write_policies(off)
+    assert environment_of(off, "operator")["SLIPWAY_NETWORK_POLICY"] == "off"
+    assert of_kind(off, "NetworkPolicy") == {}
+
+
 # Installed on the API server
 
+SECRETS = ["slipway-admin-master", "slipway-gateway-key"]
 
-def master(access: Access) -> str:
-    secret = json.loads(access.kubectl("get", "secret", "slipway-admin-master", "-n", NAMESPACE, "-o", "json"))
+
+def key_in(access: Access, name: str) -> str:
+    secret = json.loads(access.kubectl("get", "secret", name, "-n", NAMESPACE, "-o", "json"))
     return base64.b64decode(secret["data"]["current"]).decode()
 
 
-def test_an_upgrade_keeps_the_admin_master(installed):
-    before = master(installed)
+@pytest.mark.parametrize("name", SECRETS)
+def test_an_upgrade_keeps_the_key(installed, name):
+    before = key_in(installed, name)
 
     upgrade(installed, "operator.logLevel=DEBUG")
 
     assert len(before) >= 32
-    assert master(installed) == before
+    assert key_in(installed, name) == before
 
 
-def test_an_upgrade_in_the_middle_of_a_rotation_keeps_both_masters(installed):
+@pytest.mark.parametrize("name", SECRETS)
+def test_an_upgrade_in_the_middle_of_a_rotation_keeps_both_keys(installed, name):
     rotated = {"data": {key: base64.b64encode(key.encode() * 8).decode() for key in ("current", "previous")}}
-    installed.kubectl(
-        "patch", "secret", "slipway-admin-master", "-n", NAMESPACE, "--type=merge", "-p", json.dumps(rotated)
-    )
+    installed.kubectl("patch", "secret", name, "-n", NAMESPACE, "--type=merge", "-p", json.dumps(rotated))
 
     upgrade(installed)
 
-    secret = json.loads(installed.kubectl("get", "secret", "slipway-admin-master", "-n", NAMESPACE, "-o", "json"))
+    secret = json.loads(installed.kubectl("get", "secret", name, "-n", NAMESPACE, "-o", "json"))
     assert secret["data"] == rotated["data"]
 
 
@@ -234,6 +287,7 @@ MAY = [
     ("operator", "list", "nodes"),
     ("operator", "patch", "poddisruptionbudgets.policy"),
     ("operator", "delete", "services"),
+    ("operator", "patch", "networkpolicies.networking.k8s.io"),
     ("operator", "create", "controllerrevisions.apps"),
     ("operator", "delete", "controllerrevisions.apps"),
     ("operator", "create", "events.events.k8s.io"),
@@ -249,6 +303,7 @@ MAY_NOT = [
     ("operator", "update", "leases.coordination.k8s.io"),
     ("operator", "create", "deployments.apps"),
     ("gateway", "get", "secrets"),
+    ("gateway", "get", "pods"),
     ("gateway", "patch", "pods"),
     ("gateway", "patch", "inferenceservices.slipway.dev/status"),
     ("gateway", "list", "nodes"),

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.cluster.launch import Cluster
-from tests.cluster.story import Pods
+from tests.cluster.pods import Pods
 
 
 @pytest.fixture

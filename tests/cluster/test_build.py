@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.build import SOURCES, fingerprint, link_flags, version_of
-from e2e.cluster.places import HERE
+from e2e.cluster.paths import HERE
 from e2e.cluster.toolchain import parse_version
 
 GO_MOD = "require (\n\tk8s.io/kubernetes v1.36.3\n\thelm.sh/helm/v4 v4.2.4\n)\n"

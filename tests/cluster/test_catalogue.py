@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.catalogue import Catalogue, Environment
-from e2e.cluster.places import CHECKOUT, HERE
+from e2e.cluster.paths import CHECKOUT, HERE
 from slipway_api import __version__
 
 VENV = Path("/somewhere/venv")

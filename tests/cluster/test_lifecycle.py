@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from e2e.cluster.launch import Cluster
-from e2e.cluster.places import CHECKOUT
-from tests.cluster.story import Pods, container, pod, wait_until
+from e2e.cluster.paths import CHECKOUT
+from tests.cluster.pods import Pods, container, pod, wait_until
 
 FROM_SHELL = [sys.executable, "-m", "e2e.cluster"]
 LAUNCHER = """

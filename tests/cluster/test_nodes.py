@@ -3,7 +3,7 @@
 import pytest
 
 from e2e.cluster.launch import Cluster
-from tests.cluster.story import Pods, is_ready, is_up, node_status, server, wait_until
+from tests.cluster.pods import Pods, is_ready, is_up, node_status, server, wait_until
 
 pytestmark = pytest.mark.cluster
 

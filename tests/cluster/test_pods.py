@@ -6,7 +6,7 @@ import pytest
 
 from e2e.cluster.access import ApiError, CommandError
 from e2e.cluster.launch import Cluster
-from tests.cluster.story import PYTHON, SH, Pods, container, pod, server, wait_until
+from tests.cluster.pods import PYTHON, SH, Pods, container, pod, server, wait_until
 
 pytestmark = pytest.mark.cluster
 

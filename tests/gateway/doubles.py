@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Self
 
 import aiohttp
@@ -48,7 +47,7 @@ class Runtime:
         self._runner: web.AppRunner | None = None
 
     @property
-    def asked(self) -> int:
+    def requests(self) -> int:
         """How many requests came."""
         return len(self.bodies)
 
@@ -182,8 +181,7 @@ async def end_without_saying_why(runtime: Runtime, request: web.Request) -> web.
 async def a_gateway(*runtimes: Runtime | str, **settings: Any) -> AsyncIterator[Gateway]:
     """A gateway in front of these replicas of one model, all started."""
     urls = [runtime if isinstance(runtime, str) else runtime.url for runtime in runtimes]
-    base = GatewaySettings(static=tuple((MODEL, url) for url in urls), port=0, admin_port=0, propagation_seconds=0)
-    configured = replace(base, **settings)
+    configured = GatewaySettings(static=tuple((MODEL, url) for url in urls), port=0, admin_port=0, **settings)
     async with Gateway(configured, static_fleet(configured.static)) as gateway:
         yield gateway
 

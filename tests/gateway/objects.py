@@ -3,6 +3,8 @@
 from typing import Any
 
 from slipway_api.names import (
+    ANNOTATION_SERVED_NAME,
+    API_VERSION,
     LABEL_MANAGED_BY,
     LABEL_REVISION,
     LABEL_SERVICE,
@@ -13,6 +15,7 @@ from slipway_api.names import (
 
 NAMESPACE = "team"
 SERVICE = "chat"
+SERVICE_UID = "uid-of-chat"
 
 
 def a_pod_object(
@@ -24,16 +27,25 @@ def a_pod_object(
     ready: bool = True,
     state: str = STATE_SERVING,
     revision: str = "r1",
+    owner_uid: str = SERVICE_UID,
+    served_name: str = "",
     **labels: str,
 ) -> dict[str, Any]:
+    """A pod with the labels of a replica, controlled by its service."""
     ours = {
         LABEL_MANAGED_BY: MANAGED_BY,
         LABEL_SERVICE: service,
         LABEL_STATE: state,
         LABEL_REVISION: revision,
     }
+    owner = {"apiVersion": API_VERSION, "kind": "InferenceService", "name": service, "uid": owner_uid}
+    metadata: dict[str, Any] = {"name": name, "namespace": namespace, "labels": ours | labels}
+    if owner_uid:
+        metadata["ownerReferences"] = [owner | {"controller": True}]
+    if served_name:
+        metadata["annotations"] = {ANNOTATION_SERVED_NAME: served_name}
     return {
-        "metadata": {"name": name, "namespace": namespace, "labels": ours | labels},
+        "metadata": metadata,
         "spec": {"containers": [{"name": "server", "image": "slipway/runtime:0.1.0"}]},
         "status": {
             "phase": "Running",
@@ -48,7 +60,7 @@ def a_service_object(
 ) -> dict[str, Any]:
     revisions = [{"name": f"{name}-{hash_[:5]}", "hash": hash_, "weight": weight} for hash_, weight in weights.items()]
     return {
-        "metadata": {"name": name, "namespace": namespace},
+        "metadata": {"name": name, "namespace": namespace, "uid": SERVICE_UID},
         "spec": {"model": {"uri": "file:///opt/slipway/models/tiny"}},
         "status": {"servedName": served_name, "revisions": revisions},
     }

@@ -51,12 +51,12 @@ def gateway(apiserver: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
             }
         )
     )
-    (folder / "current").write_text("a-master-for-tests\n")
+    (folder / "current").write_text("a-key-for-tests\n")
     environment = {
         "KUBECONFIG": str(kubeconfig),
         "SLIPWAY_NAMESPACE": SYSTEM,
         "POD_NAME": POD_NAME,
-        "SLIPWAY_MASTER_DIR": str(folder),
+        "SLIPWAY_GATEWAY_KEY_DIR": str(folder),
         "SLIPWAY_PROPAGATION_SECONDS": "0",
     }
     with a_gateway(environment=environment) as server:
@@ -70,16 +70,18 @@ class Team:
         self.access, self.gateway, self.session = access, gateway, session
         self.namespace = access.create_namespace()
         self.model = f"tiny-{self.namespace}"
+        self.uid = ""
 
     def serve(self, **weights: int) -> None:
         body = a_service_object(namespace=self.namespace, served_name=self.model, **weights)
         path = f"/apis/{names.API_VERSION}/namespaces/{self.namespace}/inferenceservices"
         head = {"apiVersion": names.API_VERSION, "kind": "InferenceService"}
-        self.access.api("POST", path, head | {"metadata": body["metadata"], "spec": body["spec"]})
+        created = self.access.api("POST", path, head | {"metadata": body["metadata"], "spec": body["spec"]})
+        self.uid = created["metadata"]["uid"]
         self.access.api("PATCH", f"{path}/chat/status", {"status": body["status"]})
 
     def run_pod(self, name: str, address: str) -> None:
-        body = a_pod_object(name, namespace=self.namespace, address=address)
+        body = a_pod_object(name, namespace=self.namespace, address=address, owner_uid=self.uid)
         path = f"/api/v1/namespaces/{self.namespace}/pods"
         self.access.api("POST", path, {"metadata": body["metadata"], "spec": body["spec"]})
         self.access.api("PATCH", f"{path}/{name}/status", {"status": body["status"]})
@@ -88,14 +90,14 @@ class Team:
         change = {"metadata": {"labels": {names.LABEL_STATE: state}}}
         self.access.api("PATCH", f"/api/v1/namespaces/{self.namespace}/pods/{name}", change)
 
-    async def ask(self, model: str = "") -> int:
+    async def status_of_chat(self, model: str = "") -> int:
         body = {"model": model or self.model, "messages": []}
         async with self.session.post(f"{self.gateway.url}/v1/chat/completions", json=body) as response:
             await response.read()
             return response.status
 
     async def until(self, status: int) -> None:
-        while await self.ask() != status:  # noqa: ASYNC110  what is waited for travels through two other processes
+        while await self.status_of_chat() != status:  # noqa: ASYNC110  what is waited for travels through two other processes
             await asyncio.sleep(0.05)
 
 
@@ -119,30 +121,30 @@ async def test_the_gateway_stays_within_the_rights_of_the_chart(apiserver: Clust
 async def test_routing_follows_the_operators_labels_and_an_outage_of_the_api_server_changes_nothing(
     apiserver: Cluster, team: Team
 ):
-    assert await team.ask() == 404
+    assert await team.status_of_chat() == 404
     async with Runtime(address=ADDRESS, port=names.SERVING_PORT) as runtime:
         team.serve(r1=100)
         await team.until(503)
         team.run_pod("chat-r1-0-0", ADDRESS)
         await team.until(200)
-        assert await team.ask(f"{team.namespace}/chat") == 200
+        assert await team.status_of_chat(f"{team.namespace}/chat") == 200
 
         apiserver.stop_apiserver()
         try:
-            assert [await team.ask() for _ in range(5)] == [200] * 5
+            assert [await team.status_of_chat() for _ in range(5)] == [200] * 5
         finally:
             apiserver.start_apiserver()
 
         team.label("chat-r1-0-0", names.STATE_DRAINING)
         await team.until(503)
-        asked = runtime.asked
-        assert [await team.ask() for _ in range(5)] == [503] * 5
-        assert runtime.asked == asked, "nothing is sent to a draining replica"
+        asked = runtime.requests
+        assert [await team.status_of_chat() for _ in range(5)] == [503] * 5
+        assert runtime.requests == asked, "nothing is sent to a draining replica"
 
 
 @pytest.mark.capability("SE-3")
 async def test_the_look_inside_wants_the_pods_token(gateway: Server):
-    right = admin_token(b"a-master-for-tests", SYSTEM, POD_NAME)
+    right = admin_token(b"a-key-for-tests", SYSTEM, POD_NAME)
     look: Callable[[str], dict] = lambda token: {names.HEADER_ADMIN_TOKEN: token}  # noqa: E731
     async with aiohttp.ClientSession() as session:
         for headers, status in [({}, 401), (look("wrong"), 401), (look(right), 200)]:

@@ -1,11 +1,10 @@
-"""Before the first byte another replica may answer; after it, nobody; and never so often that it hurts."""
+"""Before the first byte another replica may answer; after it none; and retries are bounded."""
 
 import asyncio
 
 import pytest
 from aiohttp import web
 
-from slipway_gateway.upstream import UpstreamTimeouts
 from tests.gateway.doubles import (
     Runtime,
     a_caller,
@@ -23,7 +22,7 @@ from tests.gateway.doubles import (
 
 
 async def a_dead_port() -> str:
-    """An address that refuses connections: it was somebody's a moment ago."""
+    """An address that refuses connections: a server had it a moment ago."""
     async with Runtime() as runtime:
         return runtime.url
 
@@ -42,8 +41,8 @@ async def test_another_replica_answers_when_the_first_cannot(trouble, stream):
                 assert response.status == 200
                 await response.read()
 
-        assert troubled.asked >= 1, "both replicas were tried"
-        assert well.asked == 10
+        assert troubled.requests >= 1, "both replicas were tried"
+        assert well.requests == 10
 
 
 async def test_another_replica_answers_when_the_first_is_gone():
@@ -53,7 +52,7 @@ async def test_another_replica_answers_when_the_first_is_gone():
             async with caller.chat() as response:
                 assert response.status == 200
 
-        assert well.asked == 10
+        assert well.requests == 10
 
 
 async def test_a_replica_that_dies_between_its_headers_and_its_first_byte_is_retried():
@@ -84,7 +83,7 @@ async def test_a_stream_that_has_begun_is_never_retried():
         async with caller.chat(stream=True) as response:
             await events_of(response)
 
-        assert troubled.asked + other.asked == 1
+        assert troubled.requests + other.requests == 1
 
 
 @pytest.mark.capability("BS-4")
@@ -100,7 +99,7 @@ async def test_when_every_replica_is_full_the_client_gets_their_429_with_its_tim
         assert response.headers["Retry-After"] == "7"
         assert response.headers["retry-after-ms"] == "6500"
         assert (await response.json())["error"]["message"] == "The queue is full."
-        assert (one.asked, two.asked) == (1, 1)
+        assert (one.requests, two.requests) == (1, 1)
 
 
 async def test_when_every_replica_drains_the_client_gets_a_503_with_a_time_to_come_back():
@@ -125,7 +124,7 @@ async def test_a_replica_that_said_503_is_left_alone_while_another_can_serve():
             async with caller.chat() as response:
                 assert response.status == 200
 
-        assert draining.asked <= 1
+        assert draining.requests <= 1
 
 
 async def test_a_request_that_kills_replicas_is_tried_twice_not_on_the_whole_fleet():
@@ -139,21 +138,21 @@ async def test_a_request_that_kills_replicas_is_tried_twice_not_on_the_whole_fle
     ):
         assert response.status == 502
         assert "connection lost" in (await response.json())["error"]["message"]
-        assert one.asked + two.asked + three.asked == 2
+        assert one.requests + two.requests + three.requests == 2
 
 
 async def test_an_idle_connection_that_the_replica_closed_costs_nobody_an_error():
     """With one replica, the retry after a lost connection goes to that same replica."""
 
     async def hang_up_once(runtime, request):
-        if runtime.asked == 1:
+        if runtime.requests == 1:
             return await hang_up(runtime, request)
         return web.json_response({"ok": True})
 
     async with Runtime(hang_up_once) as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
         async with caller.chat() as response:
             assert response.status == 200
-        assert runtime.asked == 2
+        assert runtime.requests == 2
 
 
 async def test_errors_that_are_answers_are_passed_on_and_not_retried():
@@ -169,7 +168,7 @@ async def test_errors_that_are_answers_are_passed_on_and_not_retried():
     ):
         assert response.status == 400
         assert "maximum context length" in await response.text()
-        assert one.asked + two.asked == 1
+        assert one.requests + two.requests == 1
 
 
 async def test_retries_stop_when_the_budget_is_spent():
@@ -180,7 +179,7 @@ async def test_retries_stop_when_the_budget_is_spent():
                     pass
 
         # 60 requests: 20 saved retries and 0.2 for each request after the first, 31 at the very most.
-        assert 60 + 20 <= one.asked + two.asked <= 60 + 20 + 12
+        assert 60 + 20 <= one.requests + two.requests <= 60 + 20 + 12
 
 
 async def test_load_goes_where_fewest_tokens_are_outstanding():
@@ -197,35 +196,9 @@ async def test_load_goes_where_fewest_tokens_are_outstanding():
         a_caller(gateway) as caller,
     ):
         long = await caller.chat(stream=True, max_tokens=4000)
-        first = one if one.asked else two
+        first = one if one.requests else two
         others = [await caller.chat(stream=True, max_tokens=10) for _ in range(5)]
 
-        assert first.asked == 1, "one long answer outweighs five short ones"
+        assert first.requests == 1, "one long answer outweighs five short ones"
         for response in (long, *others):
             response.close()
-
-
-@pytest.mark.parametrize("said", [0, 1])
-async def test_a_replica_that_falls_silent_is_given_up(said):
-    """Silence is measured from the last byte: before the first one another replica answers, after it nobody can."""
-
-    async def fall_silent(runtime, request):
-        if said:
-            response = await begin_stream(request)
-            await response.write(event(chunk("Once")))
-        await asyncio.Event().wait()
-
-    timeouts = UpstreamTimeouts(silence_seconds=0.05)
-    async with (
-        Runtime(fall_silent) as silent,
-        a_gateway(silent, timeouts=timeouts) as gateway,
-        a_caller(gateway) as caller,
-        caller.chat(stream=True) as response,
-    ):
-        if said:
-            assert "timed out" in (await events_of(response))[-1]["error"]["message"]
-        else:
-            assert response.status == 502
-            assert "timed out" in (await response.json())["error"]["message"]
-        assert silent.asked == (1 if said else 2)
-        await asyncio.wait_for(silent.cancelled.wait(), 10)

@@ -1,4 +1,4 @@
-"""Answers pass through as they are made, end clearly when they break, and are cancelled when nobody listens."""
+"""Answers pass through as they are made, end clearly when they break, and are cancelled when the client is gone."""
 
 import asyncio
 import json
@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_while_it_still_sends_leaves_nothing_behind()
         writer.close()
 
         await asyncio.wait_for(gateway.requests.idle.wait(), 10)
-        assert runtime.asked == 0
+        assert runtime.requests == 0
 
 
 async def test_a_replica_that_dies_in_the_middle_ends_the_stream_with_an_error_event_after_whole_events_only():
@@ -111,7 +111,7 @@ async def test_a_replica_that_dies_in_the_middle_ends_the_stream_with_an_error_e
         assert text_of(events) == "Once upon"
         assert events[-1]["error"]["type"] == "BadGatewayError"
         assert "[DONE]" not in events
-        assert runtime.asked == 1, "what was begun is not begun again"
+        assert runtime.requests == 1, "what was begun is not begun again"
 
 
 async def test_the_stock_client_raises_when_a_replica_dies_in_the_middle():
@@ -231,7 +231,7 @@ async def test_what_outlives_the_limit_ends_with_an_error_event():
         running = await caller.chat(stream=True)
         await next_event(running)
         waiting = asyncio.create_task(caller.chat(stream=True).__aenter__())
-        await until(lambda: runtime.asked == 2)
+        await until(lambda: runtime.requests == 2)
         await gateway.leave()
 
         assert "shutting down" in (await events_of(running))[-1]["error"]["message"]

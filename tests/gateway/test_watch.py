@@ -1,13 +1,16 @@
-"""From the API server to the table: who is sent requests follows pods and labels, and survives the API server."""
+"""From the API server to the table: replicas get requests as pods and labels say, API server or not."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
+import openai
 import pytest
 
-from slipway_api.names import STATE_DRAINING, STATE_WARM
+from slipway_api.names import API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.picker.endpoints import Service
@@ -62,7 +65,7 @@ def test_before_its_first_status_a_service_is_called_by_its_own_name():
     body = {"metadata": {"name": "chat", "namespace": "team", "creationTimestamp": "2026-01-01T02:00:00+02:00"}}
 
     assert service_of(msgspec.convert(body, InferenceService)) == Service(
-        "team/chat", "chat", created="2026-01-01T00:00:00+00:00"
+        "team/chat", "chat", created=datetime(2026, 1, 1, tzinfo=UTC)
     )
 
 
@@ -84,6 +87,22 @@ async def a_watched_fleet(server: FakeApiServer, port: int = 8000) -> AsyncItera
         await asyncio.gather(task, return_exceptions=True)
 
 
+class Team:
+    """One service and its pods in the fake API server, which gives the service its uid."""
+
+    def __init__(self, server: FakeApiServer) -> None:
+        self.server = server
+        self.uid = ""
+        self.put_service(r1=100)
+
+    def put_service(self, **facts: Any) -> None:
+        body = self.server.put(INFERENCE_SERVICES, a_service_object(**facts))
+        self.uid = body["metadata"]["uid"]
+
+    def put_pod(self, name: str, **facts: Any) -> None:
+        self.server.put(PODS, a_pod_object(name, **{"owner_uid": self.uid} | facts))
+
+
 def names_in(fleet: Fleet) -> list[str]:
     route = fleet.table.resolve("tiny")
     return [endpoint.name for endpoint in route.endpoints] if route else []
@@ -92,17 +111,17 @@ def names_in(fleet: Fleet) -> list[str]:
 async def test_the_table_follows_pods_and_services():
     async with FakeApiServer() as server, a_watched_fleet(server) as fleet:
         assert fleet.table.resolve("tiny") is None
-        server.put(PODS, a_pod_object("p1"))
-        server.put(INFERENCE_SERVICES, a_service_object(r1=100))
+        team = Team(server)
+        team.put_pod("p1")
         await until(lambda: names_in(fleet) == ["team/p1"])
-        server.put(PODS, a_pod_object("p2", ready=False))
-        server.put(PODS, a_pod_object("p2"))
+        team.put_pod("p2", ready=False)
+        team.put_pod("p2")
         await until(lambda: names_in(fleet) == ["team/p1", "team/p2"])
-        server.put(INFERENCE_SERVICES, a_service_object(served_name="other", r1=100))
+        team.put_service(served_name="other", r1=100)
         await until(lambda: fleet.table.resolve("other"))
         assert fleet.table.resolve("tiny") is None
         server.delete(INFERENCE_SERVICES, NAMESPACE, "chat")
-        await until(lambda: not fleet.table.routes)
+        await until(lambda: not fleet.table.services)
 
 
 def go_down(server: FakeApiServer) -> None:
@@ -123,20 +142,21 @@ def answer_with_an_error(server: FakeApiServer) -> None:
 @pytest.mark.parametrize("trouble", [go_down, forget_history, answer_with_an_error, FakeApiServer.drop_watches])
 async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(trouble):
     async with FakeApiServer() as server:
-        server.put(PODS, a_pod_object("p1"))
-        server.put(INFERENCE_SERVICES, a_service_object(r1=100))
+        team = Team(server)
+        team.put_pod("p1")
         async with a_watched_fleet(server) as fleet:
             await until(lambda: server.open_watches == 2)
-            tables = []
-            fleet_table = fleet.table
+            assert names_in(fleet) == ["team/p1"]
+            built = fleet.table.built_routes
             trouble(server)
             for _ in range(20):
                 await asyncio.sleep(0.005)
-                tables.append(fleet.table)
+                assert names_in(fleet) == ["team/p1"]
             server.down = False
             await until(lambda: server.open_watches == 2)
-            assert all(table is fleet_table for table in tables)
-            server.put(PODS, a_pod_object("p2"))
+            assert names_in(fleet) == ["team/p1"]
+            assert fleet.table.built_routes == built, "nothing was taken out in between"
+            team.put_pod("p2")
             await until(lambda: len(names_in(fleet)) == 2)
 
 
@@ -154,29 +174,29 @@ async def test_from_the_moment_a_pod_is_labelled_draining_it_gets_no_request_and
         Runtime(address="127.0.0.2").hold() as draining,
         Runtime(address="127.0.0.3", port=draining.port) as other,
     ):
-        server.put(PODS, a_pod_object("p2", address="127.0.0.2"))
-        server.put(INFERENCE_SERVICES, a_service_object(r1=100))
+        team = Team(server)
+        team.put_pod("p2", address="127.0.0.2")
         async with a_watched_fleet(server, draining.port) as fleet, a_served_fleet(fleet) as caller:
             await until(lambda: names_in(fleet) == ["team/p2"])
             draining.allow(1)
             running = await caller.chat(stream=True)
-            server.put(PODS, a_pod_object("p3", address="127.0.0.3"))
-            server.put(PODS, a_pod_object("p2", address="127.0.0.2", state=STATE_DRAINING))
+            team.put_pod("p3", address="127.0.0.3")
+            team.put_pod("p2", address="127.0.0.2", state=STATE_DRAINING)
             await until(lambda: names_in(fleet) == ["team/p3"])
             for _ in range(20):
                 async with caller.chat() as response:
                     assert response.status == 200
             draining.allow(100)
 
-            assert (draining.asked, other.asked) == (1, 20)
+            assert (draining.requests, other.requests) == (1, 20)
             assert text_of(await events_of(running)) == "Once upon a time."
 
 
 @pytest.mark.capability("RG-2")
 async def test_the_gateway_serves_from_its_last_view_while_the_api_server_is_away():
     async with Runtime(address="127.0.0.2") as runtime, FakeApiServer() as server:
-        server.put(PODS, a_pod_object("p2", address="127.0.0.2"))
-        server.put(INFERENCE_SERVICES, a_service_object(r1=100))
+        team = Team(server)
+        team.put_pod("p2", address="127.0.0.2")
         async with a_watched_fleet(server, runtime.port) as fleet, a_served_fleet(fleet) as caller:
             server.down = True
             for _ in range(5):
@@ -186,18 +206,160 @@ async def test_the_gateway_serves_from_its_last_view_while_the_api_server_is_awa
                 assert response.status == 200
 
 
-async def test_the_gateway_is_not_ready_before_it_has_seen_everything_once():
-    async with FakeApiServer() as server, Client(server.connection) as client:
+@pytest.mark.capability("RD-8")
+async def test_a_gateway_that_starts_while_the_api_server_is_away_says_503_and_never_that_a_model_does_not_exist():
+    """Chaos C1: clients do not retry a 404, so a restarted gateway lost every request until it had listed."""
+    async with Runtime(address="127.0.0.2") as runtime, FakeApiServer() as server, Client(server.connection) as client:
+        team = Team(server)
+        team.put_pod("p2", address="127.0.0.2")
         server.down = True
         fleet = Fleet()
-        watch = Watch(client, fleet)
-        task = asyncio.create_task(watch.run())
+        task = asyncio.create_task(Watch(client, fleet, serving_port=runtime.port).run())
         async with a_served_fleet(fleet) as caller:
+            openai_client = openai.AsyncOpenAI(base_url=f"{caller.url}/v1", api_key="none", max_retries=0)
+            with pytest.raises(openai.InternalServerError) as refused:
+                await openai_client.chat.completions.create(model="tiny", messages=[])
+            assert (refused.value.status_code, refused.value.response.headers["Retry-After"]) == (503, "1")
+            for path in ("/v1/models", "/v1/models/tiny"):
+                async with caller.session.get(caller.url + path) as response:
+                    assert (response.status, response.headers["Retry-After"]) == (503, "1")
             async with caller.session.get(f"{caller.admin_url}/ready") as response:
                 assert (response.status, (await response.json())["reason"]) == (503, "Syncing")
             server.down = False
             await until(lambda: fleet.view().synced)
             async with caller.session.get(f"{caller.admin_url}/ready") as response:
                 assert response.status == 200
+            await openai_client.chat.completions.create(model="tiny", messages=[])
+            with pytest.raises(openai.NotFoundError):
+                await openai_client.chat.completions.create(model="other", messages=[])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_while_only_services_are_listed_a_model_is_not_ready_and_none_is_unknown():
+    """Chaos C1: half a picture is no picture; of two services with one name perhaps only the younger is known."""
+    async with FakeApiServer() as server, Client(server.connection) as client:
+        Team(server)
+        server.fail(method="GET", path="/api/v1/pods", status=500, times=10**6)
+        fleet = Fleet()
+        task = asyncio.create_task(Watch(client, fleet).run())
+        async with a_served_fleet(fleet) as caller:
+            await until(lambda: fleet.table.services)
+            for model in ("tiny", "other"):
+                async with caller.chat(model=model) as response:
+                    assert response.status == 503
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def owner(**facts: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "InferenceService",
+        "name": "chat",
+        "uid": "u",
+        "controller": True,
+    } | facts
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [],
+        [owner(controller=False)],
+        [owner(kind="ReplicaSet")],
+        [owner(apiVersion="example.com/v1")],
+        [owner(name="other")],
+    ],
+    ids=["none", "not the controller", "another kind", "another group", "another name"],
+)
+def test_a_pod_that_its_service_does_not_control_gets_nothing(owners):
+    """Security: labels alone would let anyone who may create pods receive the prompts of a service."""
+    body = a_pod_object("p")
+    body["metadata"]["ownerReferences"] = owners
+
+    assert endpoint_of(decoded(body)) is None
+
+
+async def test_a_pod_with_the_uid_of_another_service_gets_nothing():
+    """Security: a deleted service's pod, or one that names an owner that is not there."""
+    async with FakeApiServer() as server, a_watched_fleet(server) as fleet:
+        team = Team(server)
+        team.put_pod("stranger", owner_uid="made-up")
+        team.put_pod("own")
+        await until(lambda: fleet.table.endpoint("team/own"))
+
+        assert names_in(fleet) == ["team/own"]
+
+
+async def test_a_changed_served_name_serves_both_names_until_no_old_replica_is_left():
+    """Finding 3: it was 404 until the new replicas were ready, and a mix of answers and 404 after."""
+    async with (
+        FakeApiServer() as server,
+        Runtime(address="127.0.0.2") as old,
+        Runtime(address="127.0.0.3", port=old.port) as new,
+    ):
+        team = Team(server)
+        team.put_pod("p2", address="127.0.0.2", served_name="tiny")
+        async with a_watched_fleet(server, old.port) as fleet, a_served_fleet(fleet) as caller:
+            await until(lambda: names_in(fleet) == ["team/p2"])
+            team.put_service(served_name="renamed", r1=100)
+            await until(lambda: fleet.table.resolve("renamed"))
+            for model in ("tiny", "renamed"):
+                async with caller.chat(model=model) as response:
+                    assert response.status == 200
+            assert [body["model"] for body in old.bodies] == ["tiny", "tiny"], "the runtime knows only its own name"
+            team.put_pod("p3", address="127.0.0.3", served_name="renamed")
+            team.put_pod("p2", address="127.0.0.2", state=STATE_DRAINING)
+            await until(lambda: fleet.table.resolve("tiny") is None)
+            async with caller.chat(model="renamed") as response:
+                assert response.status == 200
+            assert new.bodies[-1]["model"] == "renamed"
+
+
+@pytest.mark.capability("RD-8")
+async def test_requests_without_a_first_byte_move_when_their_hung_replica_becomes_unready():
+    """Chaos C2: they waited up to 69 s, though healthy replicas stood by."""
+    async with (
+        FakeApiServer() as server,
+        Runtime(address="127.0.0.2").hold() as hung,
+        Runtime(address="127.0.0.3", port=hung.port) as other,
+    ):
+        team = Team(server)
+        team.put_pod("p2", address="127.0.0.2")
+        async with a_watched_fleet(server, hung.port) as fleet, a_served_fleet(fleet) as caller:
+            await until(lambda: names_in(fleet) == ["team/p2"])
+            waiting = [asyncio.create_task(caller.chat(stream=stream).__aenter__()) for stream in (True, False) * 30]
+            await until(lambda: hung.requests == 60)
+            team.put_pod("p3", address="127.0.0.3")
+            await until(lambda: len(names_in(fleet)) == 2)
+            team.put_pod("p2", address="127.0.0.2", ready=False)
+            responses = await asyncio.gather(*waiting)
+
+            assert [response.status for response in responses] == [200] * 60
+            assert other.requests == 60
+
+
+async def test_requests_stay_with_a_replica_that_drains_or_that_is_the_only_one():
+    """A draining replica answers what it has accepted; one that is merely unready may come back."""
+    for leaving, others in (({"state": STATE_DRAINING}, True), ({"ready": False}, False)):
+        async with (
+            FakeApiServer() as server,
+            Runtime(address="127.0.0.2").hold() as busy,
+            Runtime(address="127.0.0.3", port=busy.port) as other,
+        ):
+            team = Team(server)
+            team.put_pod("p2", address="127.0.0.2")
+            async with a_watched_fleet(server, busy.port) as fleet, a_served_fleet(fleet) as caller:
+                await until(lambda fleet=fleet: names_in(fleet) == ["team/p2"])
+                waiting = asyncio.create_task(caller.chat().__aenter__())
+                await until(lambda busy=busy: busy.requests == 1)
+                if others:
+                    team.put_pod("p3", address="127.0.0.3")
+                    await until(lambda fleet=fleet: len(names_in(fleet)) == 2)
+                team.put_pod("p2", address="127.0.0.2", **leaving)
+                await until(lambda fleet=fleet: "team/p2" not in names_in(fleet))
+                busy.allow(100)
+
+                assert (await waiting).status == 200
+                assert (busy.requests, other.requests) == (1, 0)

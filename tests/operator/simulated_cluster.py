@@ -36,6 +36,7 @@ from tests.fakes import FakeApiServer, InProcessClient
 NAMESPACE = "team"
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 MASTER = b"a-master-for-tests"
+GATEWAY_KEY = b"a-gateway-key-for-tests"
 TICK_SECONDS = 0.25
 GIVE_UP_SECONDS = 900.0
 
@@ -93,6 +94,7 @@ class Process:
                 identity=identity,
                 pod_uid=pod_uid,
                 master_directory=cluster.master_directory,
+                gateway_key_directory=cluster.gateway_key_directory,
                 gateway_url="http://gateway",
             ),
             client,
@@ -184,6 +186,9 @@ class SimulatedCluster:
     def __init__(self, master_directory: Path) -> None:
         (master_directory / "current").write_bytes(MASTER)
         self.master_directory = master_directory
+        self.gateway_key_directory = master_directory / "gateway"
+        self.gateway_key_directory.mkdir(exist_ok=True)
+        (self.gateway_key_directory / "current").write_bytes(GATEWAY_KEY)
         self.server = FakeApiServer()
         self.server.store._now = self.now
         self.clock = Clock(now=self.now, monotonic=self.time, lease=self.time)

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
@@ -55,6 +55,7 @@ def test_owners_that_fill_all_slots_are_served_in_turn():
     assert "".join(run_in_virtual_time(story())) == "aabcaba"
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 5), st.booleans()), max_size=40),
     st.integers(1, 4),

@@ -13,7 +13,7 @@ from slipway_kube.resources import INFERENCE_SERVICES
 from slipway_operator.controller.kinds import Key, Memory
 from slipway_operator.core.observed import Defaults, Namesake, Sample
 from slipway_operator.inputs.caches import Caches, Inputs
-from slipway_operator.inputs.inference_services import InferenceServices
+from slipway_operator.inputs.inference_services import Carried, InferenceServices
 from slipway_operator.inputs.observer import PodIndex, node_facts, replica
 from slipway_operator.metrics import OperatorMetrics
 from tests.fakes import FakeApiServer
@@ -101,6 +101,17 @@ def test_a_crash_loop_shows_its_reason_its_count_and_how_the_last_run_ended():
 
     assert (facts.waiting_reason, facts.waiting_message, facts.restarts) == ("CrashLoopBackOff", "back-off 40s", 4)
     assert facts.last_exit == "OOMKilled (exit code 137)"
+    assert not facts.started
+    assert not facts.is_terminated
+
+
+def test_the_kubelet_tells_whether_the_present_run_started_and_whether_it_has_ended():
+    hung = {"name": "server", "started": True, "ready": False, "state": {"running": {}}}
+    ended = {"name": "server", "started": False, "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+
+    assert replica(a_pod(status={"containerStatuses": [hung]}), None).started
+    facts = replica(a_pod(status={"containerStatuses": [ended]}), None)
+    assert (facts.started, facts.is_terminated, facts.last_exit) == (False, True, "Error (exit code 137)")
 
 
 def test_the_word_that_the_runtime_left_goes_into_one_line():
@@ -198,7 +209,10 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
             wake=lambda *_: None,
             sample_of={pod.uid: sample}.get,
             defaults=Defaults(runtime_image="runtime:1", gateway_url="http://gateway"),
-            token_digests=lambda namespace, name: (f"{namespace}/{name}",),
+            token_digests=lambda namespace, name, nonce: (f"{namespace}/{name}/{nonce}",),
+            serving_digests=lambda namespace, service: (f"{namespace}/{service}",),
+            random_bytes=bytes,
+            asking_since=lambda: at("2026-01-01T00:00:00+00:00"),
             metrics=OperatorMetrics(),
             now=lambda: datetime(2026, 1, 1, tzinfo=UTC),
         )
@@ -212,11 +226,17 @@ def test_a_snapshot_holds_the_service_its_replicas_their_nodes_and_samples():
         caches.node_informer._cache.put(cached)
     key = Key("InferenceService", "team", "chat")
 
-    observed = kind.observe(key, caches.stores[key.kind].get(key), Memory(taken_names=frozenset({"chat-abcde-9-0"})))
+    observed = kind.observe(
+        key,
+        caches.stores[key.kind].get(key),
+        Memory(taken_names=frozenset({"chat-abcde-9-0"}), carried=Carried(ready=frozenset({"x"}))),
+    )
 
     assert [one.sample for one in observed.replicas] == [sample]
     assert list(observed.nodes) == ["node-a"]
     assert observed.nodes["node-a"].cordoned
     assert observed.namesakes == (Namesake(key=ServiceKey("team", "talk"), created_at=None),)
     assert observed.taken_names == {"chat-abcde-9-0"}
-    assert observed.token_digests("team", "chat-abcde-0-0") == ("team/chat-abcde-0-0",)
+    assert observed.token_digests("team", "chat-abcde-0-0", "n") == ("team/chat-abcde-0-0/n",)
+    assert observed.ready_before == {"x"}
+    assert observed.asking_since == at("2026-01-01T00:00:00+00:00")

@@ -55,6 +55,7 @@ class Operator:
             "SLIPWAY_NAMESPACE": SYSTEM,
             "POD_NAME": identity,
             "SLIPWAY_MASTER_DIR": str(masters),
+            "SLIPWAY_GATEWAY_KEY_DIR": str(masters),
             "SLIPWAY_ADMIN_PORT": "0",
             "SLIPWAY_WATCH_NAMESPACES": namespace,  # other tests leave services in theirs
         }

@@ -60,3 +60,11 @@ def test_a_status_that_cannot_be_read_is_no_fault_of_the_user_and_written_anew()
     assert reading.service.status.ready_replicas is None
     assert reading.service.status.desired_replicas == 3
     assert reading.service.spec.model.uri == MODEL["uri"]
+
+
+def test_a_token_in_a_projected_volume_that_was_stored_before_the_rule_is_a_fault():
+    """Security finding: the API server lets an old value stay as long as nobody changes it."""
+    volume = {"name": "identity", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+    reading = read(a_body({"model": MODEL, "template": {"spec": {"volumes": [volume]}}}))
+
+    assert "may not hold a serviceAccountToken" in reading.fault

@@ -7,7 +7,7 @@ import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
 from slipway_operator.keepalive import KeptConnections
-from slipway_operator.masters import Masters, MissingMaster
+from slipway_operator.masters import Masters, MissingKey
 from slipway_operator.replica_client import (
     Address,
     ReplicaClient,
@@ -17,12 +17,12 @@ from slipway_operator.replica_client import (
 )
 from tests.operator.runtime_double import RuntimeDouble
 
-CHAT = Address("team", "chat-abcde-0-0", "127.0.0.1")
+CHAT = Address("team", "chat-abcde-0-0", "127.0.0.1", nonce="d00d")
 OLD, NEW = b"old-master", b"new-master"
 
 
 def digest(master: bytes, address: Address = CHAT) -> str:
-    return token_digest(admin_token(master, address.namespace, address.pod))
+    return token_digest(admin_token(master, address.namespace, address.pod, address.nonce))
 
 
 def masters_in(directory, current: bytes, previous: bytes | None = None) -> Masters:
@@ -83,13 +83,14 @@ async def test_drain_says_how_long_and_why_and_may_be_repeated(tmp_path):
     runtime = RuntimeDouble(digests=(digest(NEW),), running=3)
 
     async with runtime.serving(), a_client(masters_in(tmp_path, NEW), runtime.port) as client:
-        first = await client.drain(CHAT, timeout_seconds=30, reason="scale down 3 → 2")
+        first = await client.drain(CHAT, timeout_seconds=30, refuse_after_seconds=5, reason="scale down 3 → 2")
         again = await client.drain(CHAT, timeout_seconds=20, reason="scale down 3 → 2")
 
     assert first.draining
     assert not first.is_drained
     assert again == first
     assert [drain.timeout_seconds for drain in runtime.drains] == [30, 20]
+    assert [drain.refuse_after_seconds for drain in runtime.drains] == [5, 0]
     assert runtime.drains[0].reason == "scale down 3 → 2"
 
 
@@ -136,19 +137,19 @@ async def test_dials_an_ipv6_pod(tmp_path):
 
 def test_a_rotated_master_is_seen_without_a_restart_and_new_pods_accept_both(tmp_path):
     masters = masters_in(tmp_path, OLD)
-    before = masters.digests("team", CHAT.pod)
+    before = masters.digests("team", CHAT.pod, CHAT.nonce)
     (tmp_path / "previous").write_bytes(OLD)
     (tmp_path / "fresh").write_bytes(NEW)
     (tmp_path / "fresh").rename(tmp_path / "current")
 
-    after = masters.digests("team", CHAT.pod)
+    after = masters.digests("team", CHAT.pod, CHAT.nonce)
 
     assert before == (digest(OLD),)
     assert after == (digest(NEW), digest(OLD))
 
 
 def test_without_a_master_the_operator_says_which_secret_is_missing(tmp_path):
-    with pytest.raises(MissingMaster, match="slipway-admin-master"):
+    with pytest.raises(MissingKey, match="slipway-admin-master"):
         Masters(tmp_path).read()
 
 

@@ -36,6 +36,10 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_RUNTIME_IMAGE": "registry/runtime:1",
         "SLIPWAY_GATEWAY_URL": "https://llm.example.com/",
         "SLIPWAY_MASTER_DIR": "/secrets",
+        "SLIPWAY_GATEWAY_KEY_DIR": "/gateway",
+        "SLIPWAY_NETWORK_POLICY": "off",
+        "SLIPWAY_CLIENT_NAMESPACES": "batch",
+        "SLIPWAY_METRICS_NAMESPACES": "monitoring,",
         "SLIPWAY_WATCH_NAMESPACES": "team-a, team-b,",
         "SLIPWAY_REPLICA_ACCESS": "proxy",
         "SLIPWAY_ADMIN_PORT": "9090",
@@ -52,6 +56,10 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         runtime_image="registry/runtime:1",
         gateway_url="https://llm.example.com",
         master_directory=Path("/secrets"),
+        gateway_key_directory=Path("/gateway"),
+        network_policy=False,
+        client_namespaces=("batch",),
+        metrics_namespaces=("monitoring",),
         watch_namespaces=("team-a", "team-b"),
         replica_access="proxy",
         admin_port=9090,
@@ -60,7 +68,12 @@ def test_every_variable_reaches_its_setting(monkeypatch):
 
 
 def test_all_mistakes_are_told_at_once_each_with_its_variable_and_value(monkeypatch):
-    mistakes = {"SLIPWAY_REPLICA_ACCESS": "tunnel", "SLIPWAY_ADMIN_PORT": "http", "SLIPWAY_LOG_LEVEL": "loud"}
+    mistakes = {
+        "SLIPWAY_REPLICA_ACCESS": "tunnel",
+        "SLIPWAY_ADMIN_PORT": "http",
+        "SLIPWAY_LOG_LEVEL": "loud",
+        "SLIPWAY_NETWORK_POLICY": "maybe",
+    }
     for variable, value in mistakes.items():
         monkeypatch.setenv(variable, value)
 

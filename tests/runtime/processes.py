@@ -46,7 +46,7 @@ class Replica:
         raise NotImplementedError
 
     async def logged(self, message: str) -> dict[str, Any]:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(300):
             while True:
                 for line in self.log:
                     if line["message"] == message:
@@ -74,7 +74,7 @@ class Process(Replica):
         return self.process.returncode is not None
 
     async def ended(self) -> int:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             return await self.process.wait()
 
     def terminate(self) -> None:
@@ -97,7 +97,7 @@ class Here(Replica):
         return self.task.done()
 
     async def ended(self) -> int:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             return await self.task
 
     def terminate(self) -> None:
@@ -146,12 +146,15 @@ async def serving(*flags: str, model: str = f"file://{TINY}") -> AsyncIterator[P
 
 
 @asynccontextmanager
-async def serving_here(*flags: str, model: str = f"file://{TINY}") -> AsyncIterator[Here]:
-    """The same on the loop of the test, with its engine on a thread. Signals for it come to this process."""
+async def serving_here(*flags: str, model: str | None = f"file://{TINY}") -> AsyncIterator[Here]:
+    """The same on the loop of the test, with its engine on a thread. Signals for it come to this process.
+
+    model: None waits for POST /model.
+    """
     with tempfile.TemporaryDirectory(prefix="slw") as run, capture_logs([_renamed]) as log:
-        settings = serve_settings(
-            arguments_of([*command_line(model, flags), "--in-process"]), {**SETTINGS, "SLIPWAY_RUN_DIR": run}
-        )
+        ports = ["serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *flags]
+        arguments = ports if model is None else command_line(model, flags)
+        settings = serve_settings(arguments_of([*arguments, "--in-process"]), {**SETTINGS, "SLIPWAY_RUN_DIR": run})
         running = Here(Path(run), log, task=asyncio.create_task(serve(settings)))  # type: ignore[arg-type]
         try:
             await running.listening()

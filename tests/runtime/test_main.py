@@ -4,14 +4,17 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from slipway_runtime import main
 from tests.runtime.processes import RUNTIME, TINY, serving, serving_here
 
 
@@ -29,7 +32,8 @@ async def test_a_replica_starts_drains_when_asked_and_on_sigterm_finishes_its_st
         while '"running":1' not in (await http.get(f"{replica.admin_url}/signals")).text:  # noqa: ASYNC110  its number
             await asyncio.sleep(0.01)
         drain = await asyncio.create_subprocess_exec(
-            *RUNTIME, "drain", "--timeout", "30", env={**os.environ, "SLIPWAY_RUN_DIR": str(replica.run_directory)}
+            *(*RUNTIME, "drain", "--timeout", "30", "--refuse-after", "0"),
+            env={**os.environ, "SLIPWAY_RUN_DIR": str(replica.run_directory)},
         )
         assert await drain.wait() == 0, "the verb waits for the last stream"
         assert (await asking).status_code == 200
@@ -127,17 +131,18 @@ def test_a_senseless_command_line_is_a_sentence_and_not_a_traceback():
     assert result.stderr.startswith("slipway-runtime: ")
 
 
-def test_drain_without_a_replica_says_so(tmp_path: Path):
-    result = subprocess.run(
-        [*RUNTIME, "drain"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "SLIPWAY_RUN_DIR": str(tmp_path)},
-    )
+@pytest.mark.parametrize("left_behind", [False, True], ids=["no socket", "the socket of a server that was killed"])
+def test_where_no_server_runs_nothing_is_left_to_drain(left_behind: bool, capsys: pytest.CaptureFixture[str]):
+    """Chaos C8: the preStop hook of a pod whose server does not run succeeds."""
+    with tempfile.TemporaryDirectory(prefix="slw") as run, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPWAY_RUN_DIR", run)
+        if left_behind:
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.bind(f"{run}/drain.sock")
 
-    assert result.returncode == 1
-    assert "no replica answers" in result.stderr
+        assert main.run(["drain"]) == 0
+
+    assert "nothing to drain: no server answers" in capsys.readouterr().err
 
 
 def test_pull_prints_what_to_pin():

@@ -1,6 +1,7 @@
 """The two processes of a replica: one serves and never loads torch, one computes, and neither outlives the other."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -92,6 +93,12 @@ async def test_when_the_engine_process_is_killed_streams_hear_of_it_and_the_repl
             await anext(lines)
             os.kill(replica.engine_pid, signal.SIGKILL)
             rest = [line async for line in lines if line]
+            statuses = set()
+            with contextlib.suppress(httpx.TransportError):  # the port closes
+                while not replica.is_over():
+                    late = await http.post(f"{replica.url}/v1/completions", json={"model": "tiny", "prompt": "Hi"})
+                    statuses.add(late.status_code)
+            assert statuses <= {503}, "chaos C3: what comes until the port closes can be sent elsewhere"
 
         assert "error" in json.loads(rest[-2].removeprefix("data: "))
         assert rest[-1] == "data: [DONE]"

@@ -72,6 +72,7 @@ def test_nothing_said_means_the_model_and_the_machine_decide():
     assert settings.kv_cache_bytes == settings.kv_cache_host_bytes == 0
     assert (settings.quantization, settings.kv_cache_dtype, settings.speculation) == ("none", "auto", "none")
     assert settings.tensor_parallel_size == 1
+    assert 0 < settings.max_queued_tokens < 10**7, "finding 9: what waits is bounded in tokens, not only in requests"
     switches = (settings.deterministic, settings.adapter_endpoints, settings.no_overlap, settings.in_process)
     assert not any(switches)
     assert (settings.max_adapters, settings.adapters, settings.warm_prompts, settings.tenant_weights) == (0, (), (), {})
@@ -109,6 +110,15 @@ def test_several_lists_of_warm_prompts_are_one():
 
 def test_tenants_have_weights():
     assert settings_of('--tenant-weights={"team-a": 2, "b": 0.5}').tenant_weights == {"team-a": 2.0, "b": 0.5}
+
+
+def test_the_serving_port_takes_the_digests_of_several_tokens():
+    assert settings_of().serving_token_digests == ()
+    flags = [part for digest in ("a" * 64, "0" * 64) for part in ("--serving-token-sha256", digest)]
+    assert settings_of(*flags).serving_token_digests == ("a" * 64, "0" * 64)
+    for wrong in ("a" * 63, "A" * 64, "the token itself"):
+        with pytest.raises(ValueError, match="64 lower-case hex digits"):
+            settings_of("--serving-token-sha256", wrong)
 
 
 def test_without_a_token_the_admin_port_is_for_this_machine_only():

@@ -22,6 +22,10 @@ app.kubernetes.io/component: {{ .part }}
 {{ .Values.adminMaster.existingSecret | default (printf "%s-admin-master" .Values.name) }}
 {{- end -}}
 
+{{- define "slipway.gatewayKeySecret" -}}
+{{ .Values.gatewayKey.existingSecret | default (printf "%s-gateway-key" .Values.name) }}
+{{- end -}}
+
 {{- define "slipway.gatewayURL" -}}
 {{- $inside := printf "http://%s-gateway.%s.svc.%s:%v" .Values.name .Release.Namespace .Values.clusterDomain .Values.gateway.service.port -}}
 {{ .Values.gateway.url | default $inside }}
@@ -72,9 +76,15 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "slipway.selector" . | nindent 8 }}
 volumes:
+  {{- if eq .part "operator" }}
   - name: admin-master
     secret:
       secretName: {{ include "slipway.masterSecret" .root }}
+      defaultMode: 0440
+  {{- end }}
+  - name: gateway-key
+    secret:
+      secretName: {{ include "slipway.gatewayKeySecret" .root }}
       defaultMode: 0440
   - name: tmp
     emptyDir: {medium: Memory, sizeLimit: 64Mi}
@@ -87,8 +97,8 @@ volumes:
   valueFrom: {fieldRef: {fieldPath: metadata.uid}}
 - name: SLIPWAY_NAMESPACE
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
-- name: SLIPWAY_MASTER_DIR
-  value: /etc/slipway/admin
+- name: SLIPWAY_GATEWAY_KEY_DIR
+  value: /etc/slipway/gateway
 - name: SLIPWAY_WATCH_NAMESPACES
   value: {{ join "," .root.Values.watchNamespaces | quote }}
 - name: SLIPWAY_LOG_LEVEL
@@ -96,7 +106,7 @@ volumes:
 {{- end -}}
 
 {{- define "slipway.commonMounts" -}}
-- {name: admin-master, mountPath: /etc/slipway/admin, readOnly: true}
+- {name: gateway-key, mountPath: /etc/slipway/gateway, readOnly: true}
 - {name: tmp, mountPath: /tmp}
 {{- end -}}
 
@@ -171,12 +181,17 @@ subjects:
 {{- end }}
 - apiGroups: [""]
   resources: [services]
-  # get: to leave alone what somebody else made. delete: the API server asks for it before an owner may change, which
+  # get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may change, which
   # happens when a service is deleted and applied again before its old children are collected.
   verbs: [get, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch, delete]
+{{- if .Values.networkPolicy.enabled }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, create, patch, delete]
+{{- end }}
 - apiGroups: [apps]
   resources: [controllerrevisions]
   verbs: [get, list, watch, create, delete]  # what each revision's pods are built from
@@ -185,11 +200,13 @@ subjects:
   verbs: [create, patch]
 {{- end -}}
 
+{{- /* Two watches and nothing else. Rights know no labels, so the watch of replicas is a right to read all pods of the
+       namespaces that are served; watchNamespaces narrows it. */ -}}
 {{- define "slipway.gatewayRules" -}}
 - apiGroups: [slipway.dev]
   resources: [inferenceservices]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 {{- end -}}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from slipway_gateway.picker.endpoints import Endpoint, Route
-from slipway_gateway.picker.scorers import Candidate, Scorer, least_load, weighted_scores
+from slipway_gateway.picker.scorers import Candidate, RoutingRequest, Scorer, least_load, weighted_scores
 from slipway_gateway.picker.split import choose_revision, knows_revision
 
 SCORERS: Final[tuple[tuple[Scorer, float], ...]] = ((least_load, 1.0),)
@@ -38,7 +38,7 @@ class UnknownRevision:
 
 @dataclass(frozen=True, slots=True)
 class NoneReady:
-    """Nobody can answer now; `reason` is a sentence for the client."""
+    """No replica can answer now; `reason` is a sentence for the client."""
 
     reason: str
 
@@ -48,31 +48,31 @@ Pick = Picked | UnknownRevision | NoneReady
 
 def pick(
     route: Route,
+    request: RoutingRequest,
     *,
     loads: Mapping[str, Load],
     ejected: Collection[str] = (),
     tried: Collection[str] = (),
-    pin: str = "",
     draw: float,
     tie_break: float,
     scorers: Sequence[tuple[Scorer, float]] = SCORERS,
 ) -> Pick:
-    """The best endpoint of `route` for one attempt.
+    """The best endpoint of `route` for one attempt of `request`.
 
     1. Filter: the pinned revision, or the one that `draw` chooses by weight; never one that was `tried`.
-    2. Leave out the `ejected`, unless nobody else is left: a suspect is better than a refusal.
+    2. Leave out the `ejected`, unless no other is left: a suspect is better than a refusal.
     3. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
     """
-    if pin and not knows_revision(route, pin):
-        return UnknownRevision(pin)
+    if request.pin and not knows_revision(route, request.pin):
+        return UnknownRevision(request.pin)
     untried = [endpoint for endpoint in route.endpoints if endpoint.name not in tried]
-    revision = pin or choose_revision(route.service.weights, {e.revision for e in untried}, draw)
+    revision = request.pin or choose_revision(route.service.weights, {e.revision for e in untried}, draw)
     fitting = [endpoint for endpoint in untried if revision is None or endpoint.revision == revision]
     fitting = [endpoint for endpoint in fitting if endpoint.name not in ejected] or fitting
     if not fitting:
-        return NoneReady(_why_none(route, pin, tried))
+        return NoneReady(_why_none(route, request.pin, tried))
     candidates = [_candidate(endpoint, loads) for endpoint in fitting]
-    scores = weighted_scores(candidates, scorers)
+    scores = weighted_scores(request, candidates, scorers)
     highest = max(scores)
     best = [candidate.endpoint for candidate, score in zip(candidates, scores, strict=True) if score == highest]
     return Picked(best[int(tie_break * len(best))])

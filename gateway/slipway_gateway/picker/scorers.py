@@ -1,9 +1,18 @@
-"""How good each candidate is for a request: scorers give 0..1, higher is better, and are composed with weights."""
+"""How well each candidate suits a request: scorers give 0..1, higher is better, and are composed with weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipway_gateway.picker.endpoints import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """What the picker may know of a request."""
+
+    model: str
+    cost: int = 0  # of prompt and answer, estimated in tokens
+    pin: str = ""  # the revision that the client insists on
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +24,11 @@ class Candidate:
     outstanding_requests: int = 0
 
 
-Scorer = Callable[[Sequence[Candidate]], Sequence[float]]
+# All candidates at once, since "least" is a comparison; one score for each, in their order.
+Scorer = Callable[[RoutingRequest, Sequence[Candidate]], Sequence[float]]
 
 
-def least_load(candidates: Sequence[Candidate]) -> list[float]:
+def least_load(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[float]:
     """1 for an idle replica, 0 for the busiest: load is counted in tokens, since requests differ a thousandfold."""
     busiest = max((candidate.outstanding_tokens for candidate in candidates), default=0)
     if busiest == 0:
@@ -26,11 +36,13 @@ def least_load(candidates: Sequence[Candidate]) -> list[float]:
     return [1.0 - candidate.outstanding_tokens / busiest for candidate in candidates]
 
 
-def weighted_scores(candidates: Sequence[Candidate], scorers: Sequence[tuple[Scorer, float]]) -> list[float]:
+def weighted_scores(
+    request: RoutingRequest, candidates: Sequence[Candidate], scorers: Sequence[tuple[Scorer, float]]
+) -> list[float]:
     """The weighted mean of all scorers, per candidate."""
     total = sum(weight for _, weight in scorers)
     sums = [0.0] * len(candidates)
     for scorer, weight in scorers:
-        for index, score in enumerate(scorer(candidates)):
+        for index, score in enumerate(scorer(request, candidates)):
             sums[index] += score * weight / total
     return sums

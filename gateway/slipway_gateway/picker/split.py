@@ -27,4 +27,4 @@ def choose_revision(weights: Mapping[str, int], ready: Collection[str], draw: fl
 
 def knows_revision(route: Route, revision: str) -> bool:
     """Whether a pin to `revision` can ever be served: it is in the service's status or has a replica."""
-    return revision in route.service.weights or any(endpoint.revision == revision for endpoint in route.endpoints)
+    return revision in route.revisions

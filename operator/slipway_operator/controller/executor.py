@@ -39,12 +39,18 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
 )
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.replica_client import Address, ReplicaClient
+from slipway_operator.replica_client import ReplicaClient, address_of
 
 log = structlog.get_logger()
 
 CHILDREN: Mapping[str, Resource] = {
-    resource.kind: resource for resource in (resources.SERVICES, resources.CONFIG_MAPS, resources.DISRUPTION_BUDGETS)
+    resource.kind: resource
+    for resource in (
+        resources.SERVICES,
+        resources.CONFIG_MAPS,
+        resources.DISRUPTION_BUDGETS,
+        resources.NETWORK_POLICIES,
+    )
 }
 REASONS_SHOWN = 200  # characters of a drain reason that go into an annotation
 ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are created in forty passes
@@ -139,7 +145,7 @@ class Executor:
             case DrainPod():
                 if not action.marked:
                     await self._mark_draining(key, action)
-                self._ask_to_drain(key, action)
+                self._ask_to_drain(key, stored, action)
             case DeletePod():
                 await self._writer.delete(
                     resources.PODS,
@@ -234,7 +240,7 @@ class Executor:
                 raise StaleView(f"revision {action.name} was there and is gone") from exc
             owners = msgspec.json.decode(raw, type=Object).metadata.owner_references
             if not any(owner.controller and owner.uid == stored.uid for owner in owners):
-                # Of a deleted service of this name: the garbage collector removes it in a moment.
+                # Of a deleted object of this name: the garbage collector removes it in a moment.
                 sentence = f"the ControllerRevision {action.name} belongs to another owner; waiting until it is removed"
                 raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT) from None
 
@@ -271,13 +277,24 @@ class Executor:
             # Gone, or another pod under this name by now: either way nothing is left to drain.
             log.info("nothing left to drain", object=str(key), pod=action.name)
 
-    def _ask_to_drain(self, key: Key, action: DrainPod) -> None:
-        """The label is the promise and stands already; the call only makes the runtime hurry."""
+    def _ask_to_drain(self, key: Key, stored: StoredObject, action: DrainPod) -> None:
+        """Call the runtime in the background: the label alone is binding, the call makes the runtime hurry.
+
+        To a pod that only carries the label of the object, but is not controlled by it, no token is ever sent.
+        """
         pod = self._pod_of(key.namespace, action.name)
         if pod is None or pod.uid != action.uid or not pod.status.pod_ip:
             return
-        address = Address(pod.namespace, pod.name, pod.status.pod_ip)
-        drain = partial(self._replicas.drain, address, timeout_seconds=action.timeout_seconds, reason=action.reason)
+        address = address_of(pod)
+        if address.owner_uid != stored.uid:
+            return
+        drain = partial(
+            self._replicas.drain,
+            address,
+            timeout_seconds=action.timeout_seconds,
+            refuse_after_seconds=action.refuse_after_seconds,
+            reason=action.reason,
+        )
         self._calls.start(key, action.uid, drain)
 
     def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: tuple[Action, ...]) -> Execution:

@@ -123,7 +123,6 @@ class Reconciler:
         decision = kind.plan(observed, self._now())
         execution = await self._executor.execute(key, stored, decision.actions, memory)
 
-        memory.carried = decision.carried
         if not execution.is_holding:
             memory.failures = (execution.failure,) if execution.failure is not None else ()
             memory.refusal = (
@@ -137,6 +136,7 @@ class Reconciler:
         if decision.status is not None:
             await self._write_status(key, stored, decision)
         self._record(key, stored, decision, left=execution.left)
+        memory.carried = decision.carried  # only now: a pass that fails before has told nobody of what changed
         if execution.failure is not None:
             raise Refused(f"{execution.failure.action}: {execution.failure.reason}: {execution.failure.message}")
         if execution.is_holding and memory.refusal is not None:

@@ -90,7 +90,7 @@ class ObjectStore:
         changed = self.drifted(listed.values(), version)
         if self._is_restored(version):
             self._listed = self._deleted = 0
-        for key in changed:
+        for key in sorted(changed, key=lambda key: (key in listed, key)):  # what is gone, first
             body = listed.get(key)
             self._set(key, None if body is None else self._stored(body))
         self._listed = max(self._listed, version)

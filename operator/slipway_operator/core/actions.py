@@ -50,6 +50,7 @@ class DrainPod:
     started: datetime  # annotation slipway.dev/drain-started
     timeout_seconds: int  # what is left of the drain; body of POST /drain
     reason: str  # annotation slipway.dev/drain-reason
+    refuse_after_seconds: int = 0  # what is left of the propagation; until then the replica takes new requests
     marked: bool = False
 
 

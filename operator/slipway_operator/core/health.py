@@ -38,7 +38,8 @@ GONE_AFTER: Final = timedelta(seconds=60)
 REPLACE_UNHEALTHY_AFTER: Final = timedelta(seconds=120)  # the default of spec.availability.replaceAfterUnhealthySeconds
 
 IMAGE_ERRORS: Final = frozenset(
-    {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError", "RegistryUnavailable"}
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
+    | {"ImageInspectError", "RegistryUnavailable"}
 )
 
 

@@ -17,8 +17,10 @@ from slipway_operator.core.actions import Failure as Failure
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
-TokenDigests = Callable[[str, str], tuple[str, ...]]
-"""(namespace, pod name) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+TokenDigests = Callable[[str, str, str], tuple[str, ...]]
+"""(namespace, pod name, nonce) -> the SHA-256 digests of the admin tokens that the pod shall accept, one per master."""
+ServingDigests = Callable[[str, str], tuple[str, ...]]
+"""(namespace, service) -> the SHA-256 digests of the serving tokens that its pods shall accept, one per key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class Replica:
     scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
+    is_terminated: bool = False  # the present run has ended, and the kubelet has not said yet what comes next
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     last_word: str = ""  # the termination message that the runtime left when it last ended
@@ -155,11 +158,24 @@ class PastRecommendation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """From where the ports of replicas may be reached, as the installation says."""
+
+    release_namespace: str
+    """Namespace of operator and gateway."""
+    client_namespaces: tuple[str, ...] = ()
+    """May reach the serving port even of services that otherwise only the gateway may call."""
+    metrics_namespaces: tuple[str, ...] = ()
+    """May scrape the admin port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """What the installation contributes where the user says nothing."""
 
     runtime_image: str
     gateway_url: str  # without /v1
+    network: Network | None = None  # None: no NetworkPolicy is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +193,13 @@ class Observed:
     revisions: tuple[StoredRevision, ...] = ()  # ControllerRevisions with the service's label, whatever their owner
     defaults: Defaults
     token_digests: TokenDigests
+    serving_digests: ServingDigests
+    nonce_seed: bytes
+    """Random bytes of this pass: the core derives from them what must not be guessed."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
+    ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
+    asking_since: datetime | None = None  # when this operator began to ask replicas for signals; None: long ago
     taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours
     applied: Mapping[str, str] = field(default_factory=dict)
     """`ApplyChild.key` -> `ApplyChild.digest` of what the executor applied; emptied on resync, which heals drift."""

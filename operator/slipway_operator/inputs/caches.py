@@ -27,13 +27,13 @@ from slipway_kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
-from slipway_operator.core.observed import Defaults, Sample, TokenDigests
+from slipway_operator.core.observed import Defaults, Sample, ServingDigests, TokenDigests
 from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import PodIndex, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from slipway_operator.inputs.scraper import Target
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.replica_client import Address
+from slipway_operator.replica_client import Address, address_of
 
 log = structlog.get_logger()
 
@@ -117,7 +117,7 @@ class Caches:
         self._pod_listeners.append(callback)
 
     def on_revision_change(self, callback: OnRevisionChange) -> None:
-        """Tell the services concerned of each change to a ControllerRevision."""
+        """Tell (services concerned) of each change to a ControllerRevision."""
         self._revision_listeners.append(callback)
 
     def on_node_change(self, callback: OnNodeChange) -> None:
@@ -164,8 +164,8 @@ class Caches:
         for callback in self._revision_listeners:
             callback(services)
 
-    def _saw_node(self, _change: Change, old: Node | None, new: Node | None) -> None:
-        self.node_counts.saw(old, new)
+    def _saw_node(self, change: Change, old: Node | None, new: Node | None) -> None:
+        self.node_counts.saw(old, new if change is not Change.DELETED else None)
         for callback in self._node_listeners:
             callback(old, new)
 
@@ -254,8 +254,8 @@ class Caches:
         metrics.watch(metrics.pods, partial(len, self.pod_informer.cache))
         for name, informer in (
             ("pods", self.pod_informer),
-            ("nodes", self.node_informer),
             ("controllerrevisions", self.revision_informer),
+            ("nodes", self.node_informer),
         ):
             metrics.watch(metrics.watch_age.labels(name), informer.age)
             metrics.watch(metrics.relists.labels(name), partial(getattr, informer, "relists"))
@@ -270,6 +270,9 @@ class Inputs:
     sample_of: Callable[[str], Sample | None]
     defaults: Defaults
     token_digests: TokenDigests
+    serving_digests: ServingDigests
+    random_bytes: Callable[[int], bytes]
+    asking_since: Callable[[], datetime]
     metrics: OperatorMetrics
     now: Callable[[], datetime]
 
@@ -282,7 +285,7 @@ def target_of(pod: Pod) -> ReplicaTarget | None:
         return None
     return Target(
         uid=pod.uid,
-        address=Address(pod.namespace, pod.name, pod.status.pod_ip),
+        address=address_of(pod),
         service=key,
         is_draining=pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING,
         is_starting=not server.started,

@@ -1,7 +1,7 @@
 """The kind InferenceService for the controller: from caches to `Observed`, and the core's plan as a Decision."""
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import cast
 
@@ -21,6 +21,14 @@ from slipway_operator.inputs.reading import read
 KIND = INFERENCE_SERVICES.kind
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What one pass hands to the next; losable, as all memory of the leader."""
+
+    recommendations: tuple[seen.PastRecommendation, ...] = ()
+    ready: frozenset[str] | None = None
+
+
 class InferenceServices:
     """Observes one InferenceService, and plans for it."""
 
@@ -33,7 +41,7 @@ class InferenceServices:
         self._claims = ServedNames()
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_pod_change(self._saw_pod)
-        inputs.caches.on_revision_change(self._saw_revision)
+        inputs.caches.on_revision_change(self._saw_revisions)
         inputs.caches.on_node_change(self._saw_node)
 
     # --- what is told to it -------------------------------------------------------------------------------------------
@@ -47,7 +55,7 @@ class InferenceServices:
         for service in services:
             self._inputs.wake(Key(KIND, *service), urgency)
 
-    def _saw_revision(self, services: set[ServiceKey]) -> None:
+    def _saw_revisions(self, services: set[ServiceKey]) -> None:
         for service in services:
             self._inputs.wake(Key(KIND, *service), Urgency.NORMAL)
 
@@ -86,16 +94,23 @@ class InferenceServices:
             disrupted=caches.node_counts.disrupted,
             revisions=caches.revisions.of(ServiceKey(key.namespace, key.name)),
             defaults=self._inputs.defaults,
+            disrupted=caches.node_counts.disrupted,
+            revisions=caches.revisions.of(ServiceKey(key.namespace, key.name)),
             token_digests=self._inputs.token_digests,
+            serving_digests=self._inputs.serving_digests,
+            nonce_seed=self._inputs.random_bytes(32),
+            asking_since=self._inputs.asking_since(),
         )
         self._note_ages(observed)
         return self.with_memory(observed, memory)
 
     def with_memory(self, observed: Observed, memory: Memory) -> Observed:
         """The same, with what the passes before and the executor have learnt."""
+        carried = cast(Carried, memory.carried or Carried())
         return replace(
             observed,
-            recommendations=cast(tuple[seen.PastRecommendation, ...], memory.carried or ()),
+            recommendations=carried.recommendations,
+            ready_before=carried.ready,
             taken_names=memory.taken_names,
             applied=dict(memory.applied),
             failures=memory.failures,
@@ -112,7 +127,7 @@ class InferenceServices:
             events=decided.events,
             pod_uids={one.name: one.uid for one in observed.replicas},
             requeue_after=decided.requeue_after,
-            carried=decided.recommendations,
+            carried=Carried(recommendations=decided.recommendations, ready=decided.ready),
         )
 
     def _note_ages(self, observed: Observed) -> None:

@@ -102,6 +102,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         scheduled_at=scheduled.last_transition_time if scheduled is not None and scheduled.status == "True" else None,
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
+        is_terminated=server is not None and server.state.terminated is not None,
         restarts=server.restart_count if server is not None else 0,
         last_exit=_last_exit(pod),
         last_word=_termination_message(pod),

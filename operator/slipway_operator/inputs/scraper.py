@@ -86,9 +86,13 @@ class Scraper(Generic[AddressT, KeyT]):
         *,
         on_news: Callable[[KeyT, bool], None],
         on_error: Callable[[Exception], None] = lambda _error: None,
+        is_ours: Callable[[Target[AddressT, KeyT]], bool] = lambda _target: True,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """`is_ours` says whether the service controls the pod: to one that only carries its label no token is sent."""
         self._ask = ask
+        self._is_ours = is_ours
+        self._asking_since: datetime | None = None
         self._describe = describe
         self._on_news = on_news
         self._on_error = on_error
@@ -102,6 +106,11 @@ class Scraper(Generic[AddressT, KeyT]):
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._slots: FairSlots[KeyT] = FairSlots(total=CALLS, per_owner=CALLS_OF_A_SERVICE)
         self._silent_slots: FairSlots[KeyT] = FairSlots(total=SILENT_CALLS, per_owner=SILENT_CALLS_OF_A_SERVICE)
+
+    @property
+    def asking_since(self) -> datetime:
+        """When `run` began: a replica without a sample is silent only if there was time to ask it."""
+        return self._asking_since or self._now()
 
     def sample(self, uid: str) -> Sample | None:
         """The newest sample of one replica, however old."""
@@ -130,6 +139,7 @@ class Scraper(Generic[AddressT, KeyT]):
 
     async def run(self) -> None:
         """Ask for ever; cancel to stop."""
+        self._asking_since = self._now()
         for uid in self._targets:  # what was planned while nobody asked is long due, and must not come at once
             self._plan_visit(uid, _loop_time() + _phase(uid) * self._busy_seconds())
         try:
@@ -168,6 +178,8 @@ class Scraper(Generic[AddressT, KeyT]):
             self._plan_visit(uid, _loop_time() + self._interval(target, self._samples.get(uid)))
 
     async def _visit(self, target: Target[AddressT, KeyT]) -> None:
+        if not self._is_ours(target):
+            return
         before = self._samples.get(target.uid)
         slots = self._silent_slots if target.uid in self._silent else self._slots
         try:

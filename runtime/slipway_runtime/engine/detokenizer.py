@@ -11,13 +11,16 @@ from typing import Final
 from tokenizers import Tokenizer
 
 _REPLACEMENT: Final = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet one
+MOST_UNDECIDED: Final = 32  # tokens that wait for a character to be complete: then what cannot change is sent
+_LONGEST_CHARACTER: Final = 4  # tokens, when each is a byte
 _CONTEXT: Final = 6  # tokens of the prompt that decide how the first new token is written, such as its leading space
 
 
 class Detokenizer:
     """Tokens of one sequence in, text out as it becomes certain.
 
-    `pushed texts + flush()` equals the one-shot decoding of all tokens. Two offsets into the ids do it::
+    `pushed texts + flush()` equals the one-shot decoding of all tokens, and a token costs the decoding of a bounded
+    number of them. Two offsets into the ids do it::
 
         ids:     … a a a | b b b b | c
                    prefix    read     new
@@ -42,26 +45,41 @@ class Detokenizer:
         self._ids.append(token_id)
         text = self._decode(self._prefix)
         # A window that shrank or ends in a replacement character waits: the next bytes may complete it.
-        if len(text) <= len(self._sent) or text.endswith(_REPLACEMENT):
+        if len(text) > len(self._sent) and not text.endswith(_REPLACEMENT):
+            return self._send(text, len(self._ids))
+        if len(self._ids) - self._read < MOST_UNDECIDED:
             return ""
-        return self._send(text)
+        return self._send_decided(text)
 
     def flush(self) -> str:
         """The rest, at the end of the sequence: bytes that never became a character come out as U+FFFD."""
-        return self._send(self._decode(self._prefix))
+        return self._send(self._decode(self._prefix), len(self._ids))
 
-    def _send(self, text: str) -> str:
+    def _send_decided(self, text: str) -> str:
+        """What no later token can change, of a window that is too long to wait: bytes that are no character."""
+        if text == self._sent:  # tokens that are no text, such as special ones
+            del self._ids[self._read :]
+            return ""
+        for last in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER):
+            end = len(self._ids) - last
+            head = self._decode(self._prefix, end)
+            if len(head) > len(self._sent) and text.startswith(head):
+                return self._send(head, end)
+        return self._send(text, len(self._ids))
+
+    def _send(self, text: str, end: int) -> str:
+        """Send the text up to that id."""
         new = text[len(self._sent) :]
-        self._prefix, self._read = self._read, len(self._ids)
-        self._sent = self._decode(self._prefix)
+        self._prefix, self._read = self._read, end
+        self._sent = self._decode(self._prefix, self._read)
         if self._prefix > 64:  # keep the window short: a long answer must not cost its length at every token
             del self._ids[: self._prefix]
             self._read -= self._prefix
             self._prefix = 0
         return new
 
-    def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=self._skip)
+    def _decode(self, start: int, end: int | None = None) -> str:
+        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from slipway_runtime.worker.shortage import StepOutOfMemoryError
 log = structlog.get_logger()
 
 MOST_SHORTAGES: Final = 3
+BLOCKS_CHECKED_WHEN_IDLE: Final = 1024  # some 0.3 ms, after each lone request
 Execute = Callable[[StepPlan], StepResult]
 
 
@@ -163,8 +164,8 @@ class Engine:
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
 
     def idle(self) -> None:
-        """With nothing to do, check the books: a leaked block is found on the day it leaks."""
-        self._scheduler.check()
+        """With nothing to do, check the request table and a part of the pool: a leaked block is found at once."""
+        self._scheduler.check(most_blocks=BLOCKS_CHECKED_WHEN_IDLE)
 
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""

@@ -14,13 +14,13 @@ from torch import Tensor
 from slipway_runtime.kernels import kv_pages, native
 from slipway_runtime.kernels.reference_attention import HeadNorms
 from slipway_runtime.kernels.reference_lora import LoraWeights
-from slipway_runtime.kernels.reference_sampling import draw, forbid, penalize
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, draw, penalize
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "apply_bitmask",
     "draw",
-    "forbid",
     "paged_attention",
     "penalize",
     "plan_attention",

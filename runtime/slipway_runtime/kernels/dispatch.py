@@ -15,6 +15,7 @@ from slipway_runtime.kernels.reference_attention import HeadNorms
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
+OLDEST, OLDEST_WITH_FLOAT8 = (8, 0), (8, 9)  # compute capabilities
 LARGEST_HEAD = 256  # that a GPU's kernels have room for
 AttentionPlan = Any  # made by `plan_attention`, understood by `paged_attention` of the same implementation
 LoraPlan = Any  # made by `plan_lora`, understood by `add_lora` of the same implementation
@@ -60,7 +61,7 @@ class Kernels(Protocol):
     def add_lora(self, x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
         """x: (T, in)  y: (T, out), to which each token's adapter adds in place."""
 
-    def forbid(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
+    def apply_bitmask(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
         """logits: (D, V), changed in place  places: (M,) rows  words: (M, W) int32, a bit for each token."""
 
     def penalize(
@@ -127,12 +128,12 @@ def refusal(
     device: torch.device, capability: tuple[int, int], *, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> str:
     """Why the kernels of this device cannot compute a model in these types, in a sentence; empty: they can."""
-    name = f"a GPU of compute capability {capability[0]}.{capability[1]}"
     if device.type != "cuda":
         return ""
-    if dtype == torch.bfloat16 and capability < (8, 0):
-        return f"{name} does not multiply bfloat16: set dtype to fp16"
-    if kv_dtype == torch.float8_e4m3fn and capability < (8, 9):
+    name = f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    if capability < OLDEST:  # Triton compiles for older ones too, without tensor cores and with spills of kilobytes
+        return f"{name} is not supported: the kernels need 8.0 or newer (A100, L4, H100); use another GPU or a CPU"
+    if kv_dtype == torch.float8_e4m3fn and capability < OLDEST_WITH_FLOAT8:
         return f"{name} has no float8: set kvCache.dtype to int8 or auto"
     if head_dim > LARGEST_HEAD:
         return f"heads of size {head_dim} do not fit into a GPU's shared memory; at most {LARGEST_HEAD} do"

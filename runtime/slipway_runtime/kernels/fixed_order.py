@@ -20,8 +20,8 @@ from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.reference import (
     add_lora,
     add_rms_norm,
+    apply_bitmask,
     draw,
-    forbid,
     penalize,
     plan_lora,
     rms_norm,
@@ -32,8 +32,8 @@ from slipway_runtime.kernels.reference import (
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "apply_bitmask",
     "draw",
-    "forbid",
     "paged_attention",
     "penalize",
     "plan_attention",

@@ -3,18 +3,19 @@
 Importing this imports Triton; `dispatch` does it only when a CUDA device asks.
 """
 
+from slipway_runtime.kernels.attention_plan import plan_attention, plan_to_repeat, refill
 from slipway_runtime.kernels.lora import add_lora, plan_lora, plan_lora_to_repeat, refill_lora
 from slipway_runtime.kernels.norms import add_rms_norm, rms_norm, swiglu
-from slipway_runtime.kernels.paged_attention import paged_attention, plan_attention, plan_to_repeat, refill
+from slipway_runtime.kernels.paged_attention import paged_attention
 from slipway_runtime.kernels.reference_sampling import penalize
-from slipway_runtime.kernels.sampling import draw, forbid
+from slipway_runtime.kernels.sampling import apply_bitmask, draw
 from slipway_runtime.kernels.store_kv import rope_and_store
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "apply_bitmask",
     "draw",
-    "forbid",
     "paged_attention",
     "penalize",
     "plan_attention",

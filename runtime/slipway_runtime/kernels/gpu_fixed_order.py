@@ -4,11 +4,12 @@ The kernels are those of `gpu`: they compute row by row, in tiles whose shape th
 the splits of a sequence, has another order than a prompt; so here every row is attended as a chunk.
 """
 
+from slipway_runtime.kernels.attention_plan import plan_in_one_order as plan_attention
 from slipway_runtime.kernels.gpu import (
     add_lora,
     add_rms_norm,
+    apply_bitmask,
     draw,
-    forbid,
     paged_attention,
     penalize,
     plan_lora,
@@ -16,13 +17,12 @@ from slipway_runtime.kernels.gpu import (
     rope_and_store,
     swiglu,
 )
-from slipway_runtime.kernels.paged_attention import plan_in_one_order as plan_attention
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "apply_bitmask",
     "draw",
-    "forbid",
     "paged_attention",
     "penalize",
     "plan_attention",

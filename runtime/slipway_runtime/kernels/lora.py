@@ -1,4 +1,4 @@
-"""What adapters add to a linear layer on a GPU, in Triton: a claim about `reference_lora`.
+"""What adapters add to a linear layer on a GPU, in Triton. Tested against `reference_lora`.
 
 Tokens are sorted by slot once per step and cut into chunks of CHUNK of the same adapter. Two kernels follow each
 linear layer that any of them changes, whatever the number of adapters:
@@ -9,8 +9,8 @@ linear layer that any of them changes, whatever the number of adapters:
 The rank of each part and slot is read on the device: what an adapter does not fill is not loaded. A token's
 arithmetic does not depend on its neighbours. Tokens without an adapter are in no chunk.
 
-The floor is the bytes of the matrices: r · (in + out) elements per part and adapter. No timing on a GPU has been
-made yet, and the tile sizes are not tuned.
+The floor is the bytes of the matrices: r · (in + out) elements per part and adapter. What the kernels compile to is in
+docs/gpu-ledger.md; nothing was timed on a GPU yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipway_runtime.kernels.reference_lora import LoraWeights
+from slipway_runtime.kernels.upload import upload
 
 __all__ = ["add_lora", "plan_lora", "plan_lora_to_repeat", "refill_lora"]
 
@@ -37,6 +38,7 @@ CHUNK = 16  # tokens of a tile: the least that tl.dot takes
 SPLIT = 1024  # inputs that one shrink program reads
 BLOCK_IN = 64
 BLOCK_OUT = 128
+BLOCK_RANK = 64  # rows of B that one step of expand multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,10 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
         for slot, first, count in zip(used.tolist(), firsts.tolist(), counts.tolist(), strict=True)
         for start in range(0, count, CHUNK)
     ]
-    return Plan(
-        slots=sum(1 << slot for slot in used.tolist()),
-        order=torch.from_numpy(order.astype(np.int32)).to(like.device),
-        work=torch.tensor(work, dtype=torch.int32, device=like.device),
+    order_on_device, work_on_device = upload(
+        (order.astype(np.int32), np.array(work, dtype=np.int32).reshape(-1, 3)), like.device
     )
+    return Plan(slots=sum(1 << slot for slot in used.tolist()), order=order_on_device, work=work_on_device)
 
 
 def plan_lora_to_repeat(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
@@ -82,8 +83,9 @@ def refill_lora(plan: Plan, token_slots: Ints) -> None:
     order, work = np.zeros(plan.order.shape, dtype=np.int32), np.zeros(plan.work.shape, dtype=np.int32)
     order[: len(step.order)] = step.order.numpy()
     work[: len(step.work)] = step.work.numpy().reshape(-1, 3)
-    plan.order.copy_(torch.from_numpy(order))
-    plan.work.copy_(torch.from_numpy(work))
+    new_order, new_work = upload((order, work), plan.order.device)
+    plan.order.copy_(new_order)
+    plan.work.copy_(new_work)
 
 
 def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
@@ -96,15 +98,17 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
     num_splits = triton.cdiv(in_size, SPLIT)
     widest = max(end - start for start, end in zip(weights.columns, weights.columns[1:], strict=False))
     shrunk = x.new_empty(num_splits, num_parts, num_tokens, max_rank, dtype=torch.float32)
-    shape = {"NUM_SLOTS": num_slots, "MAX_RANK": max_rank, "BLOCK_R": max(16, triton.next_power_of_2(max_rank))}
+    shape = {"NUM_SLOTS": num_slots, "MAX_RANK": max_rank}
+    block_r = max(16, triton.next_power_of_2(max_rank))
     _shrink[(num_chunks, num_parts, num_splits)](
         x, weights.a, weights.ranks_on_device, plan.order, plan.work, shrunk, x.stride(0), num_tokens,
-        IN=in_size, SPLIT_IN=SPLIT, BLOCK_K=BLOCK_IN, BLOCK_M=CHUNK, **shape,
+        IN=in_size, SPLIT_IN=SPLIT, BLOCK_K=BLOCK_IN, BLOCK_M=CHUNK, BLOCK_R=block_r, **shape,
     )  # fmt: skip
     _expand[(num_chunks, num_parts, triton.cdiv(widest, BLOCK_OUT))](
         shrunk, weights.b, weights.ranks_on_device, weights.columns_on_device, plan.order, plan.work, y,
         y.stride(0), num_tokens,
-        NUM_SPLITS=num_splits, OUT=weights.columns[-1], BLOCK_N=BLOCK_OUT, BLOCK_M=CHUNK, **shape,
+        NUM_SPLITS=num_splits, OUT=weights.columns[-1], BLOCK_N=BLOCK_OUT, BLOCK_M=CHUNK,
+        BLOCK_R=min(block_r, BLOCK_RANK), **shape, ALIGNED=all(column % 16 == 0 for column in weights.columns),
     )  # fmt: skip
 
 
@@ -145,7 +149,7 @@ def _shrink(
 def _expand(
     shrunk, b, ranks, columns, order, work, y, y_stride, num_tokens,
     NUM_SPLITS: tl.constexpr, OUT: tl.constexpr, NUM_SLOTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One chunk, BLOCK_N outputs of one part. Grid: (chunks, J, blocks of the widest part)."""
     chunk = tl.program_id(0)
@@ -154,25 +158,46 @@ def _expand(
     first = tl.load(work + 3 * chunk + 1)
     count = tl.load(work + 3 * chunk + 2)
     rank = tl.load(ranks + part * NUM_SLOTS + slot)
-    start = tl.load(columns + part) + tl.program_id(2) * BLOCK_N
+    start = tl.load(columns + part)
     end = tl.load(columns + part + 1)
+    if ALIGNED:
+        start, end = tl.multiple_of(start, 16), tl.multiple_of(end, 16)
+    start += tl.program_id(2) * BLOCK_N
     if (rank == 0) | (count == 0) | (start >= end):
         return
 
     m = tl.arange(0, BLOCK_M)
-    r = tl.arange(0, BLOCK_R)
     n = start + tl.arange(0, BLOCK_N)
-    ours = (m < count)[:, None] & (r < rank)[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-    for split in range(NUM_SPLITS):
-        place = ((split * tl.num_programs(1) + part).to(tl.int64) * num_tokens + first + m) * MAX_RANK
-        acc += tl.load(shrunk + place[:, None] + r[None, :], mask=ours, other=0.0)
-    row = (r.to(tl.int64) * NUM_SLOTS + slot) * OUT
-    wanted = (r < rank)[:, None] & (n < end)[None, :]
-    matrix = tl.load(b + row[:, None] + n[None, :], mask=wanted, other=0.0).to(tl.float32)
-    added = tl.dot(acc, matrix, input_precision="ieee")
+    added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for begin in range(0, rank, BLOCK_R):  # a wide matrix in parts: all of it at once spills
+        r = begin + tl.arange(0, BLOCK_R)
+        ours = (m < count)[:, None] & (r < rank)[None, :]
+        sums = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+        for split in range(NUM_SPLITS):
+            place = ((split * tl.num_programs(1) + part).to(tl.int64) * num_tokens + first + m) * MAX_RANK
+            sums += tl.load(shrunk + place[:, None] + r[None, :], mask=ours, other=0.0)
+        row = (r.to(tl.int64) * NUM_SLOTS + slot) * OUT
+        wanted = (r < rank)[:, None] & (n < end)[None, :]
+        matrix = tl.load(b + row[:, None] + n[None, :], mask=wanted, other=0.0)
+        added += _multiply(sums, matrix)
     token = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
     place = y + token[:, None] * y_stride + n[None, :]
     ours = (m < count)[:, None] & (n < end)[None, :]
     before = tl.load(place, mask=ours, other=0.0).to(tl.float32)
     tl.store(place, (before + added).to(y.dtype.element_ty), mask=ours)
+
+
+@triton.jit
+def _multiply(sums, matrix):
+    """float32 times the matrix's type, on tensor cores. (M, R) · (R, N) -> (M, N), float32.
+
+    With bfloat16 both halves of a float32 are multiplied: what is lost is below 2^-16 of a sum. float16 has not the
+    range for that, so it goes through three products of tf32, as float32 does.
+    """
+    if matrix.dtype == tl.bfloat16:
+        high = sums.to(tl.bfloat16)
+        low = (sums - high.to(tl.float32)).to(tl.bfloat16)
+        product = tl.dot(low, matrix, tl.dot(high, matrix))
+    else:
+        product = tl.dot(sums, matrix.to(tl.float32), input_precision="tf32x3")
+    return product

@@ -3,13 +3,13 @@
 from slipway_runtime.kernels.reference_attention import paged_attention, plan_attention, rope_and_store
 from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
 from slipway_runtime.kernels.reference_norms import add_rms_norm, rms_norm, swiglu
-from slipway_runtime.kernels.reference_sampling import draw, forbid, penalize
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, draw, penalize
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
+    "apply_bitmask",
     "draw",
-    "forbid",
     "paged_attention",
     "penalize",
     "plan_attention",

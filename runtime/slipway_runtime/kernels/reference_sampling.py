@@ -24,7 +24,7 @@ def penalize(
     return logits - presence[:, None] * (output > 0) - frequency[:, None] * output
 
 
-def forbid(logits: Tensor, places: Tensor, words: Tensor) -> None:
+def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:
     """-inf for what the masks do not allow, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32.
 
     Bit t % 32 of word t // 32 allows token t; what is behind the last word is not allowed.

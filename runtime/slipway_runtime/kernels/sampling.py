@@ -1,15 +1,19 @@
-"""Drawing tokens on a GPU, in Triton: a claim about `reference_sampling`.
+"""Drawing tokens on a GPU, in Triton. Tested against `reference_sampling`.
 
-Three kernels, nothing of which waits for the host:
-- threshold: one program a row finds the score from which tokens are kept. A truncated row is not sorted: the bits of
-  a float, read as an integer, are in the order of the floats, and a search by halves over them ends at the k-th
-  largest, or where the mass above reaches top-p. Each step reads the row once, out of the cache; it ends as soon as
-  no more than one token is between the bounds. A row that keeps everything is not read.
-- tiles: the best of BLOCK tokens, by score plus noise, or by score alone in a greedy row.
-- rows: the best of the tiles.
+Kernels, none of which waits for the host:
+- candidates: the CANDIDATES likeliest of each tile of a row, and the tile's maximum, mass and count. One read of the
+  row, by many programs.
+- threshold of candidates: the score from which tokens are kept, searched in registers among the candidates of a row.
+  The bits of a float, read as an integer, are in the order of the floats, and a search by halves over them ends at the
+  k-th largest, or where the mass above reaches top-p. Above the greatest of the tiles' last candidates nothing is
+  missing; a row whose threshold may lie below that is left to the next kernel.
+- threshold of rows: the same search over the whole row, which is read once a step.
+- best of tiles: the best of BLOCK tokens, by score plus noise, or by score alone in a greedy row.
+- best of rows: the best of the tiles.
 
-The integers of the noise are those of the reference, bit by bit; logarithms may differ in the last bit. Of tokens with
-equal scores at the threshold all are kept, where the reference keeps some. No timing on a GPU has been made yet.
+A row's result depends on its own scores alone. The integers of the noise are those of the reference, bit by bit;
+logarithms may differ in the last bit. Of tokens with equal scores at the threshold all are kept, where the reference
+keeps some. Nothing was timed on a GPU yet: docs/gpu-ledger.md says what to expect.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -24,9 +28,12 @@ from torch import Tensor
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 
-__all__ = ["draw", "forbid"]
+__all__ = ["apply_bitmask", "draw", "find_thresholds"]
 
-BLOCK = 8192  # tokens of a program
+BLOCK = 2048  # tokens of a program
+ROW_BLOCK = 4096  # tokens that the search over a whole row reads at once
+CANDIDATES = 64  # of a tile
+RUN = tl.constexpr(32)  # neighbouring tokens in a tile: 128 bytes. Likely tokens often have neighbouring ids
 LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
 GREEDY = tl.constexpr(GREEDY_BELOW)
 
@@ -45,13 +52,10 @@ def draw(
     assert logits.stride(1) == 1, "the scores of a row lie side by side"
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
     tiles = triton.cdiv(vocabulary, block)
-    thresholds = logits.new_empty(num_rows)
+    thresholds, _ = find_thresholds(logits, temperature, top_k, top_p, min_p)
     best = logits.new_empty(num_rows, tiles)
     where = torch.empty(num_rows, tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _threshold[(num_rows,)](
-        logits, temperature, top_k, top_p, min_p, thresholds, logits.stride(0), V=vocabulary, BLOCK=block
-    )
     _best_of_tiles[(num_rows, tiles)](
         logits, temperature, seeds, positions, thresholds, best, where, logits.stride(0), V=vocabulary, BLOCK=block
     )
@@ -59,19 +63,50 @@ def draw(
     return tokens
 
 
-def forbid(logits: Tensor, places: Tensor, words: Tensor) -> None:
+def find_thresholds(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The least score that min-p, top-k and top-p keep, in this order; -inf: all. (R,)
+
+    And whether it was found among the candidates: 1, or 0 where the whole row had to be searched.
+    """
+    num_rows, vocabulary = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    tiles, kept = triton.cdiv(vocabulary, block), min(CANDIDATES, block)
+    candidates = torch.empty(num_rows, tiles, kept, dtype=torch.int32, device=logits.device)
+    stats = logits.new_empty(num_rows, 2, tiles)
+    counts = torch.empty(num_rows, tiles, dtype=torch.int32, device=logits.device)
+    thresholds = logits.new_empty(num_rows)
+    found = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    filters = temperature, top_k, top_p, min_p
+    _find_candidates[(num_rows, tiles)](
+        logits, *filters, candidates, stats, counts, logits.stride(0), V=vocabulary, BLOCK=block, KEPT=kept
+    )
+    _threshold_of_candidates[(num_rows,)](
+        candidates, stats, counts, *filters, thresholds, found,
+        TILES=tiles, KEPT=kept, BLOCK_T=triton.next_power_of_2(tiles),
+        BLOCK=triton.next_power_of_2(tiles) * kept, num_warps=8,
+    )  # fmt: skip
+    _threshold_of_rows[(num_rows,)](
+        logits, *filters, thresholds, found, logits.stride(0),
+        V=vocabulary, BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+    )  # fmt: skip
+    return thresholds, found
+
+
+def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:
     """-inf for what the masks do not allow, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32."""
     if not len(places):
         return
     vocabulary = logits.shape[1]
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
-    _forbid[(len(places), triton.cdiv(vocabulary, block))](
+    _apply_bitmask[(len(places), triton.cdiv(vocabulary, block))](
         logits, places, words, logits.stride(0), words.shape[1], V=vocabulary, BLOCK=block
     )
 
 
 @triton.jit(do_not_specialize=["stride", "num_words"])
-def _forbid(logits, places, words, stride, num_words, V: tl.constexpr, BLOCK: tl.constexpr):
+def _apply_bitmask(logits, places, words, stride, num_words, V: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (M, blocks of the vocabulary)."""
     mask = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -90,87 +125,188 @@ def _key(x):
 
 
 @triton.jit
+def _unkey(key):
+    """The float that has this key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _scores(row, token, temperature, V: tl.constexpr):
     return tl.div_rn(tl.load(row + token, mask=token < V, other=float("-inf")), temperature)
 
 
 @triton.jit
-def _above(row, temperature, key, maximum, V: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have a greater key, and the mass of those, the likeliest's being 1."""
-    count = 0
-    mass = 0.0
-    for start in range(0, V, BLOCK):
-        x = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
-        over = _key(x) > key
-        count += tl.sum(over.to(tl.int32), 0)
-        mass += tl.sum(tl.where(over, tl.exp(x - maximum), 0.0), 0)
-    return count, mass
-
-
-@triton.jit(do_not_specialize=["stride"])
-def _threshold(
-    logits, temperatures, top_ks, top_ps, min_ps, thresholds, stride, V: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The least score that min-p, top-k and top-p keep, in this order; -inf: all. Grid: (R,)."""
-    index = tl.program_id(0).to(tl.int64)
+def _filters(index, temperatures, top_ks, top_ps, min_ps):
+    """A row's temperature, k, p, min-p, and whether any token may be dropped."""
     temperature = tl.load(temperatures + index)
     k = tl.load(top_ks + index).to(tl.int32)
     p = tl.load(top_ps + index)
     min_p = tl.load(min_ps + index)
-    row = logits + index * stride
-    threshold = float("-inf")
-    if (temperature >= GREEDY) & ((p < 1.0) | (k > 0) | (min_p > 0.0)):
-        maximum = float("-inf")
-        for start in range(0, V, BLOCK):
-            x = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
-            maximum = tl.maximum(maximum, tl.max(x, 0))
-        top = _key(maximum)
-        low = tl.zeros_like(top) + LOWEST_KEY  # the last key that is not kept
-        if min_p > 0.0:
-            low = tl.minimum(_key(maximum + tl.log(min_p)), top) - 1
-        kept, mass = _above(row, temperature, low, maximum, V, BLOCK)
-        if (k > 0) & (k < kept):
-            # Above `low` are k or more, above `high` are fewer.
-            high = top
-            fewer = 0
-            while (high.to(tl.int64) - low > 1) & (kept - fewer > 1) & (kept > k):
-                middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
-                count, over = _above(row, temperature, middle, maximum, V, BLOCK)
-                enough = count >= k
-                low = tl.where(enough, middle, low)
-                kept = tl.where(enough, count, kept)
-                mass = tl.where(enough, over, mass)
-                high = tl.where(enough, high, middle)
-                fewer = tl.where(enough, fewer, count)
-        if p < 1.0:
-            # A token is kept when what is above it is less than p of the whole: at `high` it is; at `low` it is not, or
-            # was not kept before.
-            goal = p * mass
-            high = top
-            fewer = 0
-            while (high.to(tl.int64) - low > 1) & (kept - fewer > 1):
-                middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
-                count, over = _above(row, temperature, middle, maximum, V, BLOCK)
-                less = over < goal
-                high = tl.where(less, middle, high)
-                fewer = tl.where(less, count, fewer)
-                low = tl.where(less, low, middle)
-                kept = tl.where(less, kept, count)
-        threshold = _least_above(row, temperature, low, V, BLOCK)
-    tl.store(thresholds + index, threshold)
+    return temperature, k, p, min_p, (temperature >= GREEDY) & ((p < 1.0) | (k > 0) | (min_p > 0.0))
 
 
 @triton.jit
-def _least_above(row, temperature, key, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The least score with a greater key: a score that a token has."""
-    least = float("inf")
+def _find_candidates(
+    logits, temperatures, top_ks, top_ps, min_ps, candidates, stats, counts, stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Keys of the KEPT likeliest of a tile, the likeliest first; its maximum, mass and count. Grid: (R, tiles)."""
+    index = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    temperature, _, _, _, truncated = _filters(index, temperatures, top_ks, top_ps, min_ps)
+    if not truncated:
+        return
+    # Every tile takes RUN tokens in turn: the likely ones of a row are spread over all tiles.
+    n = tl.arange(0, BLOCK)
+    x = _scores(logits + index * stride, ((n // RUN) * tiles + tile) * RUN + n % RUN, temperature, V)
+    maximum = tl.max(x, 0)
+    real = x > float("-inf")
+    mass = tl.sum(tl.where(real, tl.exp(x - maximum), 0.0), 0)
+    place = index * tiles + tile
+    tl.store(stats + index * 2 * tiles + tile, maximum)
+    tl.store(stats + index * 2 * tiles + tiles + tile, mass)
+    tl.store(counts + place, tl.sum(real.to(tl.int32), 0))
+    tl.store(candidates + place * KEPT + tl.arange(0, KEPT), tl.topk(_key(x), KEPT))
+
+
+@triton.jit
+def _threshold_of_candidates(
+    candidates, stats, counts, temperatures, top_ks, top_ps, min_ps, thresholds, found,
+    TILES: tl.constexpr, KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (R,)."""
+    index = tl.program_id(0).to(tl.int64)
+    _, k, p, min_p, truncated = _filters(index, temperatures, top_ks, top_ps, min_ps)
+    threshold = float("-inf")
+    resolved = True
+    if truncated:
+        tile, n = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK)
+        maxima = tl.load(stats + index * 2 * TILES + tile, mask=tile < TILES, other=float("-inf"))
+        masses = tl.load(stats + index * 2 * TILES + TILES + tile, mask=tile < TILES, other=0.0)
+        kept = tl.sum(tl.load(counts + index * TILES + tile, mask=tile < TILES, other=0), 0)
+        maximum = tl.max(maxima, 0)
+        mass = tl.sum(tl.where(masses > 0.0, masses * tl.exp(maxima - maximum), 0.0), 0)
+        row = candidates + index * (TILES * KEPT)
+        x = _unkey(tl.load(row + n, mask=n < TILES * KEPT, other=LOWEST_KEY))
+        lasts = tl.load(row + tile * KEPT + KEPT - 1, mask=tile < TILES, other=LOWEST_KEY)
+        cut = tl.maximum(tl.max(lasts, 0), LOWEST_KEY)  # above it no token is missing
+        low = tl.zeros_like(cut) + LOWEST_KEY
+        if min_p > 0.0:
+            low = tl.minimum(_key(maximum + tl.log(min_p)), _key(maximum)) - 1
+            if low >= cut:
+                kept, mass = _above(x, row, 1.0, low, maximum, True, TILES, BLOCK)
+            else:  # how many min-p keeps is not known; it does not matter where top-k keeps no more than are here
+                count, _ = _above(x, row, 1.0, cut, maximum, True, TILES, BLOCK)
+                resolved = (k > 0) & (count >= k)
+                kept = count + 1
+        low, complete = _last_not_kept(x, row, 1.0, maximum, k, p, low, kept, mass, cut, True, TILES, BLOCK)
+        resolved = resolved & complete
+        if low > LOWEST_KEY:
+            threshold = tl.min(tl.where(_key(x) > low, x, float("inf")), 0)
+    tl.store(thresholds + index, threshold)
+    tl.store(found + index, resolved.to(tl.int32))
+
+
+@triton.jit
+def _threshold_of_rows(
+    logits, temperatures, top_ks, top_ps, min_ps, thresholds, found, stride, V: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """For rows whose threshold was not found among the candidates. Grid: (R,)."""
+    index = tl.program_id(0).to(tl.int64)
+    if tl.load(found + index) != 0:
+        return
+    temperature, k, p, min_p, _ = _filters(index, temperatures, top_ks, top_ps, min_ps)
+    row = logits + index * stride
+    x = tl.zeros([BLOCK], dtype=tl.float32)  # not read
+    maximum = float("-inf")
     for start in range(0, V, BLOCK):
-        x = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
-        least = tl.minimum(least, tl.min(tl.where(_key(x) > key, x, float("inf")), 0))
-    return least
+        maximum = tl.maximum(maximum, tl.max(_scores(row, start + tl.arange(0, BLOCK), temperature, V), 0))
+    low = tl.zeros_like(_key(maximum)) + LOWEST_KEY  # the last key that is not kept
+    if min_p > 0.0:
+        low = tl.minimum(_key(maximum + tl.log(min_p)), _key(maximum)) - 1
+    kept, mass = _above(x, row, temperature, low, maximum, False, V, BLOCK)
+    low, _ = _last_not_kept(x, row, temperature, maximum, k, p, low, kept, mass, low, False, V, BLOCK)
+    least = float("inf")  # the least score with a greater key: a score that a token has
+    for start in range(0, V, BLOCK):
+        scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
+        least = tl.minimum(least, tl.min(tl.where(_key(scores) > low, scores, float("inf")), 0))
+    tl.store(thresholds + index, least)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
+def _last_not_kept(
+    x, row, temperature, maximum, k, p, low, kept, mass, cut,
+    IN_REGISTERS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The greatest key that top-k and top-p drop, and whether all that they keep lies above `cut`.
+
+    Tokens up to the key `low` are dropped before; `kept` of them are not, with this mass. x: a row's scores in
+    registers, of which those up to `cut` may be missing; else the row is read.
+    """
+    top = _key(maximum)
+    complete = True
+    count_above, mass_above = kept, mass
+    if IN_REGISTERS:
+        count_above, mass_above = _above(x, row, temperature, tl.maximum(cut, low), maximum, True, V, BLOCK)
+    if (k > 0) & (k < kept):
+        complete = count_above >= k
+        low = tl.maximum(low, cut)
+        kept, mass = count_above, mass_above
+        # Above `low` are k or more, above `high` are fewer.
+        high = top
+        fewer = 0
+        while (high.to(tl.int64) - low > 1) & (kept - fewer > 1) & (kept > k):
+            middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
+            count, over = _above(x, row, temperature, middle, maximum, IN_REGISTERS, V, BLOCK)
+            enough = count >= k
+            low = tl.where(enough, middle, low)
+            kept = tl.where(enough, count, kept)
+            mass = tl.where(enough, over, mass)
+            high = tl.where(enough, high, middle)
+            fewer = tl.where(enough, fewer, count)
+    if p < 1.0:
+        # A token is kept when what is above it is less than p of the whole: at `high` it is; at `low` it is not, or
+        # was not kept before.
+        goal = p * mass
+        if cut > low:
+            complete = complete & (mass_above >= goal)
+            low = cut
+            kept = count_above
+        high = top
+        fewer = 0
+        while (high.to(tl.int64) - low > 1) & (kept - fewer > 1):
+            middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
+            count, over = _above(x, row, temperature, middle, maximum, IN_REGISTERS, V, BLOCK)
+            less = over < goal
+            high = tl.where(less, middle, high)
+            fewer = tl.where(less, count, fewer)
+            low = tl.where(less, low, middle)
+            kept = tl.where(less, kept, count)
+    return low, complete
+
+
+@triton.jit
+def _above(
+    x, row, temperature, key, maximum, IN_REGISTERS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """How many tokens have a greater key, and the mass of those, the likeliest's being 1."""
+    count = 0
+    mass = 0.0
+    if IN_REGISTERS:
+        over = _key(x) > key
+        count += tl.sum(over.to(tl.int32), 0)
+        mass += tl.sum(tl.where(over, tl.exp(x - maximum), 0.0), 0)
+    else:
+        for start in range(0, V, BLOCK):
+            scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
+            over = _key(scores) > key
+            count += tl.sum(over.to(tl.int32), 0)
+            mass += tl.sum(tl.where(over, tl.exp(scores - maximum), 0.0), 0)
+    return count, mass
+
+
+@triton.jit
 def _best_of_tiles(
     logits, temperatures, seeds, positions, thresholds, best, where, stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -1,8 +1,9 @@
-"""How kernels are cut on a GPU that somebody has measured: read once, never searched for while serving.
+"""How attention is cut into tiles on a kind of GPU: read once, never searched for while serving.
 
 `tiles.json`: compute capability → kernel → shape → the launch's BLOCK_N, BLOCK_M, num_warps, num_stages. What it does
-not name, a kernel decides by itself. A shape is what the model fixes, never the size of a batch: a token is computed
-the same way in any.
+not name, a kernel decides by itself. The entries are chosen by what they compile to (docs/gpu-ledger.md), until
+`bench.gpu` has timed them. A shape is what the model fixes, never the size of a batch: a token is computed the same
+way in any. Heads are padded to a power of two, and the shape counts the padded size.
 """
 
 import json
@@ -32,10 +33,15 @@ _TABLE = read_table()
 
 
 def tuned(kernel: str, *, head_dim: int, itemsize: int, device: torch.device) -> dict[str, int]:
-    """What was measured best for heads of this size and keys of so many bytes; empty: nobody measured."""
+    """The launch options for heads of this padded size and keys of so many bytes; empty: the kernel's own."""
     if device.type != "cuda":
         return {}
-    return dict(_TABLE.get(_capability(device), {}).get(kernel, {}).get(shape_of(head_dim, itemsize), {}))
+    return lookup(_capability(device), kernel, head_dim=head_dim, itemsize=itemsize)
+
+
+def lookup(capability: str, kernel: str, *, head_dim: int, itemsize: int) -> dict[str, int]:
+    """The table's entry for a compute capability, such as "sm90"; empty: it has none."""
+    return dict(_TABLE.get(capability, {}).get(kernel, {}).get(shape_of(head_dim, itemsize), {}))
 
 
 def shape_of(head_dim: int, itemsize: int) -> str:

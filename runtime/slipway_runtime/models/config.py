@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from slipway_api.memory import ModelShape
 from slipway_runtime.layers.rotary import RopeScaling
 from slipway_runtime.models.config_rope import longest_context, rope_scaling, rope_theta
@@ -77,6 +79,9 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
+log = structlog.get_logger()
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -98,6 +103,13 @@ _HONOURED = _words(
     "rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings attention_bias "
     "mlp_bias sliding_window use_sliding_window max_window_layers layer_types eos_token_id hidden_act pretraining_tp "
     "quantization_config add_cross_attention pruned_heads"
+)
+# A key that is not known, with one of these words, says how tokens are computed: without it they would be others.
+# Any other is what a library or a person left there, such as `unsloth_version`.
+_COMPUTING = _words(
+    "expert moe router lora_rank attn attention head query rope rotary alibi position window sliding norm logit "
+    "softcap multiplier scal bias act mlp intermediate hidden embed layer residual mup conv mamba ssm state "
+    "recurrent cross encoder vision image audio text_config quant sparse mtp nextn parallel"
 )
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -127,8 +139,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     if model_type not in _MODEL_TYPES:
         raise ModelRefusedError(f"model_type is {shown(model_type)}: this engine runs {', '.join(_MODEL_TYPES)}")
     unknown = sorted(key for key in raw.keys() - _INERT - _HONOURED if raw[key] not in (None, False))
+    if computed := [key for key in unknown if any(word in key.lower() for word in _COMPUTING)]:
+        raise ModelRefusedError(f"config.json asks for what this engine does not know: {', '.join(computed)}")
     if unknown:
-        raise ModelRefusedError(f"config.json asks for what this engine does not know: {', '.join(unknown)}")
+        log.info("config.json has keys that are not used", keys=[shown(key) for key in unknown[:20]])
     demand(raw, "hidden_act", "silu")
     demand(raw, "pretraining_tp", 1)
     demand(raw, "quantization_config", None)

@@ -75,6 +75,7 @@ class BlockPool:
         self.order: EvictionOrder = SegmentedLru(num_blocks)
         self._free = list(range(num_blocks, 0, -1))  # a stack: the lowest on top, so that early blocks lie side by side
         self._lent: list[int] = []
+        self._next_to_check = 1
 
     @property
     def free(self) -> int:
@@ -237,6 +238,22 @@ class BlockPool:
             self.below.forget_all()
         if events is not None:
             events.cleared()
+
+    def check_next(self, count: int) -> None:
+        """Raise AssertionError when the counts do not add up, or one of the next `count` blocks is not as it should be.
+
+        A call costs `count`, whatever the size of the pool; calls go around all of it.
+        """
+        assert self.live >= 0, "free + cached + live + lent = total"
+        for block in range(self._next_to_check, min(self._next_to_check + count, self.total + 1)):
+            assert self._ref_count[block] >= 0
+            key = self._key_of[block]
+            if key is not None:
+                assert self._block_of.get(key) == block
+                assert block in self._members[self._group_of[block]]
+        self._next_to_check += count
+        if self._next_to_check > self.total:
+            self._next_to_check = 1
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance."""

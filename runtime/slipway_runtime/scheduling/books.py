@@ -63,6 +63,7 @@ class Books:
         self._requests: dict[str, list[Sequence]] = {}  # the answers that have not ended
         self._num_following = 0  # sequences that wait for their leader
         self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._num_overtaken = 0  # of these, sequences that ended before their deadline
         self._serial = 0
 
     def __bool__(self) -> bool:
@@ -213,6 +214,7 @@ class Books:
         """End whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
+            self._num_overtaken -= 1  # it had ended, or is counted when it ends now
             if sequence.state is not State.ENDED:
                 self.end(sequence, FinishReason.TIMEOUT, now)
 
@@ -246,6 +248,8 @@ class Books:
         answers.remove(sequence)
         if not answers:
             del self._requests[sequence.request.id]
+        if sequence.request.deadline is not None:
+            self._forget_overtaken_deadlines()
         if sequence.siblings:  # it never computed the prompt: the next one does
             leader, *followers = sequence.siblings
             self._num_following -= len(sequence.siblings)
@@ -256,6 +260,14 @@ class Books:
             self.ending.add(sequence)
         else:
             self.retire(sequence)
+
+    def _forget_overtaken_deadlines(self) -> None:
+        """One more sequence ended before its deadline. Its tokens must not stay until then: clients choose it."""
+        self._num_overtaken += 1
+        if self._num_overtaken > 8 and 2 * self._num_overtaken > len(self._deadlines):
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.ENDED]
+            heapq.heapify(self._deadlines)
+            self._num_overtaken = 0
 
     def retire(self, sequence: Sequence) -> None:
         """Nothing will write for this ended sequence any more."""
@@ -323,9 +335,15 @@ class Books:
             accepted_by_position=() if speculation is None else tuple(speculation.accepted_by_position),
         )
 
-    def check(self) -> None:
-        """Raise AssertionError when blocks, rows, adapters or requests are unaccounted for."""
-        self.pool.check()
+    def check(self, *, most_blocks: int | None = None) -> None:
+        """Raise AssertionError when blocks, rows, adapters or requests are unaccounted for.
+
+        most_blocks: look at so many blocks of the pool, those after the last ones; None: at all of it.
+        """
+        if most_blocks is None:
+            self.pool.check()
+        else:
+            self.pool.check_next(most_blocks)
         holders = [*self.running, *self.ending]
         held = {block for sequence in holders for block in sequence.blocks}
         assert len(held) == self.pool.live, "every live block belongs to a running sequence"

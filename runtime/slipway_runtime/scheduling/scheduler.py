@@ -250,11 +250,11 @@ class Scheduler:
         """The numbers as they are."""
         return self._books.stats(self.speculation, self._steps, now)
 
-    def check(self) -> None:
-        """Raise AssertionError when blocks, rows or requests are unaccounted for."""
+    def check(self, *, most_blocks: int | None = None) -> None:
+        """Raise AssertionError when blocks, rows or requests are unaccounted for; `most_blocks` of the pool."""
         if not self._in_flight:
             assert not self._books.ending, "nothing is in flight, and somebody still ends"
-        self._books.check()
+        self._books.check(most_blocks=most_blocks)
 
     # --- running sequences
 

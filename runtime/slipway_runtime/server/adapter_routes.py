@@ -46,7 +46,7 @@ async def load_lora_adapter(http: Request) -> Response:
         raise ApiError(400, "is_3d_lora_weight is not supported by this server", param="is_3d_lora_weight")
     registry = registry_of(http)
     try:
-        await registry.load(body.lora_name, body.lora_path, replaces=body.load_inplace)
+        await registry.load(body.lora_name, body.lora_path, replaces=body.load_inplace, from_client=True)
     except ApiError as error:
         if error.status == 409:
             raise ApiError(400, error.message, param="lora_name") from None

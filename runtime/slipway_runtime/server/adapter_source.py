@@ -31,14 +31,17 @@ class AdapterSource:
     """Brings adapters; its methods block, and may be called by any thread."""
 
     def __init__(
-        self, fetch: Callable[[str], Path], release: Callable[[Path], None], *, roots: Sequence[Path] = ()
+        self, fetch: Callable[[str, bool], Path], release: Callable[[Path], None], *, roots: Sequence[Path] = ()
     ) -> None:
-        """fetch: brings an address to a folder, which stays until `release`. roots: where local ones may lie."""
+        """fetch: brings an address to a folder, which stays until `release`; told whether a client named it.
+
+        roots: where local ones may lie.
+        """
         self._fetch = fetch
         self._release = release
         self._roots = tuple(roots)
 
-    def bring(self, uri: str) -> Brought:
+    def bring(self, uri: str, *, from_client: bool = False) -> Brought:
         """The files and their digest; every one is let go once. Raises ApiError."""
         try:
             if "://" not in uri or uri.startswith("file://"):
@@ -47,7 +50,7 @@ class AdapterSource:
             if uri.partition("://")[0] not in SCHEMES:
                 known = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
                 raise ApiError(400, f"the address begins with none of {known}", param="lora_path")
-            path = self._fetch(uri)
+            path = self._fetch(uri, from_client)
             try:
                 return Brought(path, adapter_digest(path), is_fetched=True)
             except (AdapterRefusedError, OSError):

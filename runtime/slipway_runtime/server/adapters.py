@@ -130,7 +130,14 @@ class AdapterRegistry:
     # --- changing
 
     async def load(
-        self, name: str, uri: str, *, digest: str = "", pinned: bool = False, replaces: bool = True
+        self,
+        name: str,
+        uri: str,
+        *,
+        digest: str = "",
+        pinned: bool = False,
+        replaces: bool = True,
+        from_client: bool = False,
     ) -> Adapter:
         """Make the name mean this content; returns when requests for it are answered.
 
@@ -145,7 +152,8 @@ class AdapterRegistry:
             if before is None:  # it was unloaded while this waited for its turn
                 before = self._named[name] = Adapter(name=name, uri=uri, pinned=pinned)
             try:
-                loaded = await self._load(before, Adapter(name=name, uri=uri, pinned=pinned), digest, replaces)
+                wanted = Adapter(name=name, uri=uri, pinned=pinned)
+                loaded = await self._load(before, wanted, digest, replaces, from_client)
             except ApiError as refusal:
                 if before.state is not AdapterState.HOST:
                     self._named[name] = Adapter(
@@ -158,8 +166,10 @@ class AdapterRegistry:
             self._let_go(before)
         return loaded
 
-    async def _load(self, before: Adapter, wanted: Adapter, expected: str, replaces: bool) -> Adapter:
-        brought = await asyncio.to_thread(self._source.bring, wanted.uri)
+    async def _load(
+        self, before: Adapter, wanted: Adapter, expected: str, replaces: bool, from_client: bool
+    ) -> Adapter:
+        brought = await asyncio.to_thread(self._source.bring, wanted.uri, from_client=from_client)
         digest, keeps = brought.digest, False
         try:
             if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):

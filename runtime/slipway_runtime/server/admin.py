@@ -18,13 +18,13 @@ from slipway_api.runtime_api import (
     Body,
     DrainRequest,
     LoadAdapterRequest,
-    LoadModelRequest,
-    ModelInfo,
+    ModelSpec,
     SleepRequest,
     SleepStatus,
 )
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.errors import ApiError, unavailable
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.state import state_of
 
@@ -80,10 +80,11 @@ async def state(http: Request) -> Response:
 
 @routes.post(names.PATH_DRAIN)
 async def drain(http: Request) -> Response:
-    """Refuse new requests and finish the others; answers at once with how far it is."""
+    """Begin a drain; answers at once with how far it is."""
     replica: Replica = http.app.state.replica
-    asked = await _asked(http, DrainRequest, '{"timeoutSeconds": …, "reason": …}', or_empty=True)
-    return _wire(replica.drain(asked.timeout_seconds, asked.reason))
+    shape = '{"timeoutSeconds": …, "refuseAfterSeconds": …, "reason": …}'
+    asked = await _asked(http, DrainRequest, shape, or_empty=True)
+    return _wire(replica.drain(asked.timeout_seconds, asked.reason, refuse_after_seconds=asked.refuse_after_seconds))
 
 
 @routes.post(names.PATH_UNDRAIN)
@@ -152,18 +153,17 @@ def _hear(task: asyncio.Task[object]) -> None:
 @routes.get(names.PATH_MODEL)
 async def model(http: Request) -> Response:
     """Which model is here."""
-    return _wire(_model(http))
+    choice: ModelChoice = http.app.state.model_choice
+    return _wire(choice.info())
 
 
 @routes.post(names.PATH_MODEL)
 async def load_model(http: Request) -> Response:
-    """Serve a model. This process serves one from its start to its end: another one is a 409."""
-    asked = await _asked(http, LoadModelRequest, '{"uri": …, "servedName": …, "revision": …}')
-    here = _model(http)
-    same_name = asked.served_name in {"", here.served_name}
-    if asked.uri != here.uri or not same_name or asked.revision not in {"", here.revision}:
-        raise ApiError(409, "another model is here; it stays until the process ends")
-    return _wire(here, 200 if here.loaded else 202)
+    """Serve a model: 202 while it loads, 200 when it answers. A process without one takes it; another one is a 409."""
+    choice: ModelChoice = http.app.state.model_choice
+    choice.choose(await _asked(http, ModelSpec, "a ModelSpec, with at least a uri"))
+    info = choice.info()
+    return _wire(info, 200 if info.loaded else 202)
 
 
 @routes.post(names.PATH_SLEEP)
@@ -181,14 +181,3 @@ async def wake_up(http: Request) -> Response:
     replica: Replica = http.app.state.replica
     await replica.wake_up()
     return _wire(SleepStatus(sleeping=False))
-
-
-def _model(http: Request) -> ModelInfo:
-    replica: Replica = http.app.state.replica
-    identity = replica.identity
-    return ModelInfo(
-        uri=identity.uri,
-        served_name=identity.model,
-        revision=identity.revision,
-        loaded=replica.loaded is not None,
-    )

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp
 
 import slipway_api
 from slipway_runtime.server import about, adapter_routes, admin, chat, completions, errors
-from slipway_runtime.server.middleware import Door
+from slipway_runtime.server.middleware import ServingMiddleware
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module has no name for it before 3.12
@@ -27,8 +28,13 @@ def serving_app(
     max_body_bytes: int = 8 * 2**20,
     max_open_requests: int = MAX_OPEN_REQUESTS,
     adapter_endpoints: bool = False,
+    token_digests: tuple[str, ...] = (),
 ) -> ASGIApp:
-    """What clients talk to; with `adapter_endpoints` they may load and unload adapters."""
+    """The application of the serving port.
+
+    adapter_endpoints: clients may load and unload adapters.
+    token_digests: SHA-256 of the tokens that open it; none: it is open.
+    """
     app = FastAPI(title="Slipway runtime", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
     errors.install(app)
@@ -36,13 +42,20 @@ def serving_app(
         app.include_router(router)
     if adapter_endpoints:
         app.include_router(adapter_routes.router)
-    return Door(app, replica=replica, max_body_bytes=max_body_bytes, max_open_requests=max_open_requests)
+    return ServingMiddleware(
+        app,
+        replica=replica,
+        max_body_bytes=max_body_bytes,
+        max_open_requests=max_open_requests,
+        token_digests=token_digests,
+    )
 
 
-def admin_app(replica: Replica, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
+def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
     """What the operator, the gateway and the kubelet talk to."""
     app = FastAPI(title="Slipway runtime, admin port", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
+    app.state.model_choice = choice
     app.state.admin_token_digests = token_digests
     errors.install(app)
     for router in (admin.open_routes, admin.routes, about.probes):

@@ -1,12 +1,15 @@
 """What the gateway says of who asks, in headers that it removes from what clients send."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
 from slipway_api import names
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import GenerationRequest
+
+LONGEST_DEADLINE_SECONDS: Final = 86_400.0  # no answer takes a day
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Caller:
             raise ApiError(400, f"{names.HEADER_DEADLINE} is a number of seconds")
         if seconds is not None and seconds <= 0:
             raise ApiError(504, "the deadline of the request has passed")
+        seconds = min(seconds, LONGEST_DEADLINE_SECONDS) if seconds is not None else None
         wants_token_ids = headers.get(names.HEADER_TOKEN_IDS, "") not in {"", "0", "false"}
         return cls(headers.get(names.HEADER_TENANT, "")[:128], priority, seconds, wants_token_ids)
 

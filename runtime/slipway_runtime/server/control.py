@@ -25,7 +25,11 @@ async def serve_control(replica: Replica, directory: Path) -> asyncio.Server | N
             raw = await reader.readline()
             asked: dict[str, Any] = json.loads(raw) if raw.strip() else {}
             seconds = asked.get("timeoutSeconds")
-            replica.drain(float(seconds) if seconds is not None else None, "asked from inside the pod")
+            replica.drain(
+                float(seconds) if seconds is not None else None,
+                "asked from inside the pod",
+                refuse_after_seconds=float(asked.get("refuseAfterSeconds", 0)),
+            )
             await replica.drained()
             writer.write(replica.drain_status().wire() + b"\n")
             await writer.drain()

@@ -5,6 +5,7 @@
 | what                                | status | type                    | headers                        |
 |-------------------------------------|--------|-------------------------|--------------------------------|
 | a request that can never be served  | 400    | BadRequestError         |                                |
+| the serving or admin token is wrong | 401    | AuthenticationError     |                                |
 | an unknown model or path            | 404    | NotFoundError           |                                |
 | the wrong method                    | 405    | MethodNotAllowedError   | Allow                          |
 | what is here stands in the way      | 409    | ConflictError           |                                |
@@ -12,9 +13,11 @@
 | the queue is full                   | 429    | RateLimitError          | Retry-After, retry-after-ms    |
 | the engine failed                   | 500    | InternalServerError     |                                |
 | what another kind of server does    | 501    | NotImplementedError     |                                |
-| loading, draining, engine dead      | 503    | ServiceUnavailableError | Retry-After, unless it is dead |
+| loading, draining, engine dead      | 503    | ServiceUnavailableError | Retry-After                    |
 | no memory for a step                | 503    | ServiceUnavailableError | Retry-After                    |
 | the deadline passed                 | 504    | GatewayTimeoutError     |                                |
+
+A 429 or 503 of a request that the engine has not taken carries `x-slipway-not-started`: it can be sent elsewhere.
 """
 
 import math
@@ -28,6 +31,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from slipway_api import names
 from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
 from slipway_runtime.server.wire import Misused, Unsupported
 
@@ -46,6 +50,7 @@ _TYPES: Final = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+NOT_STARTED: Final = {names.HEADER_NOT_STARTED: "1"}
 _LONGEST_MESSAGE: Final = 500
 _KEY: Final = re.compile(r"[A-Za-z0-9_\[\]-]{1,40}")
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
@@ -73,9 +78,9 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
-def unavailable(message: str, retry_after_seconds: float | None = 1.0) -> ApiError:
-    """503: not here or not now; another replica may."""
-    return ApiError(503, message, headers=_come_back(retry_after_seconds))
+def unavailable(message: str, retry_after_seconds: float | None = 1.0, *, started: bool = False) -> ApiError:
+    """503: not here or not now; another replica may. `started`: the engine had taken the request."""
+    return ApiError(503, message, headers=_come_back(retry_after_seconds) | ({} if started else NOT_STARTED))
 
 
 def unknown_model(name: str) -> ApiError:
@@ -100,11 +105,11 @@ def of_engine(error: Exception) -> ApiError:
         case Draining():
             return unavailable(error.reason, error.retry_after_seconds)
         case Overloaded():
-            return ApiError(429, error.reason, headers=_come_back(error.retry_after_seconds))
+            return ApiError(429, error.reason, headers=_come_back(error.retry_after_seconds) | NOT_STARTED)
         case Refused():
             return ApiError(400, str(error))
         case EngineDead():
-            return unavailable("the engine of this replica has stopped", retry_after_seconds=None)
+            return unavailable("the engine of this replica has stopped")
         case _:
             raise error
 

@@ -1,4 +1,4 @@
-"""What happens to every request at the door: an id, a limit on its body, a limit on how many are open, who answered.
+"""Middleware of the serving port: the serving token, request ids, limits on bodies and on open requests, headers.
 
 Plain ASGI: nothing stands between a stream and its socket, and a disconnect passes through unchanged.
 """
@@ -14,8 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipway_api import names
+from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import Signals
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.errors import NOT_STARTED, ApiError
 from slipway_runtime.server.replica import Replica
 
 log = structlog.get_logger()
@@ -25,6 +26,8 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 # A gateway asks for the load of a replica beside its answer (ORCA), in one of two forms.
 ORCA_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 ORCA_HEADER: Final = "endpoint-load-metrics"
+# What the kubelet and a scraper ask for: they hold no token.
+OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
 _DISCARD_BYTES: Final = 64 * 2**20
 
 
@@ -55,14 +58,23 @@ async def _discard_body(receive: Receive) -> None:
             return
 
 
-class Door:
+class ServingMiddleware:
     """The outermost layer of the serving port."""
 
-    def __init__(self, app: ASGIApp, *, replica: Replica, max_body_bytes: int, max_open_requests: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        replica: Replica,
+        max_body_bytes: int,
+        max_open_requests: int,
+        token_digests: tuple[str, ...] = (),
+    ) -> None:
         self._app = app
         self._replica = replica
         self._max_body_bytes = max_body_bytes
         self._max_open_requests = max_open_requests
+        self._token_digests = token_digests
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,12 +97,16 @@ class Door:
             self._open -= 1
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if self._token_digests and scope["path"] not in OPEN_PATHS:
+            token = headers.get(names.HEADER_SERVING_TOKEN, "")
+            if not token_matches(token, self._token_digests):
+                return ApiError(401, f"the header {names.HEADER_SERVING_TOKEN} is missing or wrong")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
             return ApiError(413, self._too_large, headers={"Connection": "close"})
         if scope["method"] == "POST" and self._open >= self._max_open_requests:
             reason = f"{self._open} requests are open, the limit is {self._max_open_requests}"
-            return ApiError(429, reason, headers={"Retry-After": "1", "retry-after-ms": "1000"})
+            return ApiError(429, reason, headers={"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED})
         return None
 
     @property

@@ -1,17 +1,20 @@
 """The life of one replica: loading, warming up, ready, draining, and the two ways to be broken.
 
-| engine        | draining | work waits and no step for long | ready | reason          | health |
-|---------------|----------|---------------------------------|-------|-----------------|--------|
-| not there yet | any      | –                               | no    | Downloading     | yes    |
-| not there yet | any      | –                               | no    | Loading         | yes    |
-| warming up    | any      | –                               | no    | WarmingUp       | yes    |
-| there         | no       | no                              | yes   | Ready           | yes    |
-| there         | yes      | no                              | no    | Draining        | yes    |
-| asleep        | no       | –                               | no    | Sleeping        | yes    |
-| there         | any      | yes                             | no    | StepLoopStalled | yes    |
-| died          | any      | any                             | no    | EngineDead      | no     |
+| engine        | draining | seconds without a step, with work | ready | reason          | health |
+|---------------|----------|-----------------------------------|-------|-----------------|--------|
+| none asked for| any      | –                                 | no    | NoModel         | yes    |
+| not there yet | any      | –                                 | no    | Downloading     | yes    |
+| not there yet | any      | –                                 | no    | Loading         | yes    |
+| warming up    | any      | –                                 | no    | WarmingUp       | yes    |
+| there         | no       | few                               | yes   | Ready           | yes    |
+| there         | yes      | few                               | no    | Draining        | yes    |
+| asleep        | no       | –                                 | no    | Sleeping        | yes    |
+| there         | any      | more than `stall_seconds`         | no    | StepLoopStalled | yes    |
+| there         | any      | more than `hang_seconds`          | no    | StepLoopStalled | no     |
+| died          | any      | any                               | no    | EngineDead      | no     |
 
-A drain refuses what is new and finishes what is in. At its deadline what still runs ends with an error that says so.
+A drain makes the replica unready at once, refuses new requests as soon as nobody should route to it any more, and
+finishes those that it has. At its deadline what still runs ends with an error that says so.
 """
 
 import asyncio
@@ -30,8 +33,10 @@ from slipway_runtime.server.loaded import Identity, LoadedModel
 
 log = structlog.get_logger()
 
-_ASLEEP: Final = "this replica sleeps until somebody asks /wake_up"
+ENGINE_STOPPED: Final = "the engine of this replica has stopped"
+_ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
 _STARTING: Final = {
+    ReadyReason.NO_MODEL: "no model yet: POST /model brings one",
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
@@ -48,6 +53,7 @@ class Replica:
         *,
         drain_timeout: float = 120.0,
         stall_seconds: float = 30.0,
+        hang_seconds: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -55,12 +61,15 @@ class Replica:
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
-        self._phase = ReadyReason.LOADING
+        self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.NO_MODEL
         self._progress = ""
         self._draining = False
+        self._refusing = False  # new requests: from some seconds after the drain began
         self._drain_timeout = drain_timeout
         self._deadline: asyncio.TimerHandle | None = None
+        self._refuse_at: asyncio.TimerHandle | None = None
         self._stall_seconds = stall_seconds
+        self._hang_seconds = hang_seconds
         self._started = clock()
         self._open: set[str] = set()  # requests that are being generated
         self._busy_since = 0.0
@@ -68,6 +77,11 @@ class Replica:
         self._asleep = 0  # the level; 0: awake
 
     # --- becoming ready
+
+    def name_model(self, identity: Identity) -> None:
+        """The model that this process will serve is known."""
+        self.identity = identity
+        self._phase = ReadyReason.LOADING
 
     def downloading(self) -> None:
         """The model is being brought from where it lives."""
@@ -88,7 +102,7 @@ class Replica:
         self.loaded = loaded
         self.startup = startup
         self._phase = ReadyReason.READY
-        if self._draining:
+        if self._refusing:
             loaded.engine.drain()
 
     # --- what others see
@@ -104,10 +118,10 @@ class Replica:
         if self.loaded is None:
             return Ready(ready=False, reason=self._phase, message=_STARTING[self._phase] + self._progress)
         if not self.loaded.engine.alive:
-            return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message="the engine has stopped")
+            return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message=ENGINE_STOPPED)
         stats = self.loaded.engine.stats()
-        silent = self.clock() - max(stats.last_step_at, self._busy_since)
-        if stats.running + stats.waiting > stats.paused and silent > self._stall_seconds:
+        silent = self._silent_seconds(stats)
+        if silent > self._stall_seconds:
             return Ready(
                 ready=False,
                 reason=ReadyReason.STEP_LOOP_STALLED,
@@ -121,10 +135,23 @@ class Replica:
         return Ready(ready=True, reason=ReadyReason.READY)
 
     def health(self) -> Health:
-        """Whether the process is worth keeping."""
-        if self.loaded is None or self.loaded.engine.alive:
+        """Whether the process can recover by itself; if not, the kubelet restarts the container."""
+        if self.loaded is None:
             return Health(healthy=True)
-        return Health(healthy=False, message="the engine has stopped")
+        if not self.loaded.engine.alive:
+            return Health(healthy=False, message=ENGINE_STOPPED)
+        silent = self._silent_seconds(self.loaded.engine.stats())
+        if silent > self._hang_seconds:
+            limit = f"the limit is {self._hang_seconds:.0f} s"
+            message = f"requests wait and no step for {silent:.0f} s, {limit}: the engine hangs"
+            return Health(healthy=False, message=message)
+        return Health(healthy=True)
+
+    def _silent_seconds(self, stats: EngineStats) -> float:
+        """For how long no step was made although one was due; 0 where none is."""
+        if stats.running + stats.waiting <= stats.paused:
+            return 0.0
+        return max(0.0, self.clock() - max(stats.last_step_at, self._busy_since))
 
     def signals(self) -> Signals:
         """The load, for the autoscaler."""
@@ -158,11 +185,13 @@ class Replica:
 
     def model_for(self, name: str) -> LoadedModel:
         """What answers a request for `name`; raises ApiError where nothing does."""
-        if not self.identity.answers_to(name):
+        if self.identity.uri and not self.identity.answers_to(name):
             raise unknown_model(name)
         if self.loaded is None:
             raise unavailable(self.ready().message)
-        if self._draining:
+        if not self.loaded.engine.alive:
+            raise unavailable(ENGINE_STOPPED)
+        if self._refusing:
             raise unavailable("this replica is draining")
         if self._asleep:
             raise unavailable(_ASLEEP)
@@ -181,9 +210,9 @@ class Replica:
     def why_it_failed(self, request_id: str, error: str) -> ApiError:
         """What to tell the client of a request that ended without its own fault."""
         if request_id in self._drained_out:
-            return unavailable(DRAINED_OUT)
+            return unavailable(DRAINED_OUT, started=True)
         if self.loaded is not None and not self.loaded.engine.alive:
-            return unavailable("the engine of this replica has stopped", retry_after_seconds=None)
+            return unavailable(ENGINE_STOPPED, started=True)
         return ApiError(500, error or "the request was ended by the engine")
 
     # --- sleep
@@ -222,7 +251,7 @@ class Replica:
         try:
             reply = await self.loaded.engine.call(message)
         except EngineDead:
-            raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
+            raise unavailable(ENGINE_STOPPED) from None
         if reply.error:
             raise ApiError(409, reply.error)
 
@@ -230,30 +259,39 @@ class Replica:
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused."""
+        """Whether this replica is on its way out: not ready, and soon refusing new requests."""
         return self._draining
 
-    def drain(self, timeout_seconds: float | None = None, reason: str = "") -> DrainStatus:
-        """Refuse new requests and finish the others. Asking again is harmless; the shorter deadline holds."""
+    def drain(
+        self, timeout_seconds: float | None = None, reason: str = "", *, refuse_after_seconds: float = 0.0
+    ) -> DrainStatus:
+        """Be unready at once, refuse new requests after some seconds, finish the others until the deadline.
+
+        Asking again is harmless: of two deadlines, and of two moments to refuse from, the earlier one holds.
+        """
         if not self._draining:
             log.info("draining", reason=reason, open=len(self._open))
         seconds = self._drain_timeout if timeout_seconds is None else timeout_seconds
-        loop = asyncio.get_running_loop()
-        if self._deadline is None or loop.time() + seconds < self._deadline.when():
-            if self._deadline is not None:
-                self._deadline.cancel()
-            self._deadline = loop.call_at(loop.time() + seconds, self._end_what_is_left)
         self._draining = True
+        self._deadline = _earlier(self._deadline, seconds, self._end_what_is_left)
+        if min(seconds, refuse_after_seconds) <= 0:
+            self._refuse_new_requests()
+        elif not self._refusing:
+            self._refuse_at = _earlier(self._refuse_at, min(seconds, refuse_after_seconds), self._refuse_new_requests)
+        return self.drain_status()
+
+    def _refuse_new_requests(self) -> None:
+        self._refusing = True
         if self.loaded is not None:
             self.loaded.engine.drain()
-        return self.drain_status()
 
     def undrain(self) -> DrainStatus:
         """Take requests again."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        self._draining = False
+        for timer in (self._deadline, self._refuse_at):
+            if timer is not None:
+                timer.cancel()
+        self._deadline = self._refuse_at = None
+        self._draining = self._refusing = False
         self._drained_out.clear()
         if self.loaded is not None:
             self.loaded.engine.undrain()
@@ -267,7 +305,7 @@ class Replica:
 
     async def drained(self) -> None:
         """Return when a drain has nothing left to wait for."""
-        while not self.drain_status().is_drained:  # noqa: ASYNC110  two counters of two owners have to agree
+        while not (self._refusing and self.drain_status().is_drained):  # noqa: ASYNC110  counters of two owners
             await asyncio.sleep(0.05)  # the engine's numbers come with its steps, not as an event
 
     async def all_closed(self) -> None:
@@ -281,6 +319,17 @@ class Replica:
             self._drained_out.add(request_id)
             assert self.loaded is not None
             self.loaded.engine.abort(request_id, FinishReason.ERROR)
+
+
+def _earlier(timer: asyncio.TimerHandle | None, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    """The timer, or one that fires in so many seconds where that is earlier."""
+    loop = asyncio.get_running_loop()
+    when = loop.time() + seconds
+    if timer is not None:
+        if timer.when() <= when:
+            return timer
+        timer.cancel()
+    return loop.call_at(when, call)
 
 
 _NOTHING: Final = EngineStats(

@@ -14,6 +14,7 @@ from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.settings import SamplingDefaults
 
 OPENAI_COMPLETION_TOKENS: Final = 16  # what /v1/completions gives when nobody says anything
+MOST_PROMPT_LOGPROBS: Final = 131_072  # of one prompt: some 10 MB of JSON
 _GREEDY: Final = 1e-5  # below this temperature a draw is the likeliest token
 _LONGEST_ID: Final = 12  # digits
 
@@ -61,6 +62,11 @@ def resolve(
     temperature = _first(request.temperature, defaults.temperature, 1.0)
     _check_number_of_answers(request.wanted_answers, facts.max_num_seqs, greedy=temperature < _GREEDY)
     logprobs = request.wanted_logprobs
+    # An echoed prompt is scored like the answer.
+    prompt_logprobs = _first_or_none(request.prompt_logprobs, logprobs if request.echo else None)
+    _check_prompt_logprobs(
+        prompt_logprobs, prompt_tokens, "echo" if request.prompt_logprobs is None else "prompt_logprobs"
+    )
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -74,8 +80,7 @@ def resolve(
         min_tokens=min_tokens,
         logit_bias=_logit_bias(request.logit_bias or {}, facts.vocab_size),
         logprobs=logprobs,
-        # An echoed prompt is scored like the answer.
-        prompt_logprobs=_first_or_none(request.prompt_logprobs, logprobs if request.echo else None),
+        prompt_logprobs=prompt_logprobs,
         stop_token_ids=stop_ids,
         ignore_eos=bool(request.ignore_eos),
     )
@@ -103,6 +108,17 @@ def _check_number_of_answers(n: int, rows: int, *, greedy: bool) -> None:
     if n > 1 and greedy:
         raise ApiError(
             400, f"n must be 1 when using greedy sampling, not {n}: all answers would be the same", param="n"
+        )
+
+
+def _check_prompt_logprobs(wanted: int | None, prompt_tokens: int, field: str) -> None:
+    """Each prompt token is told with those that were likelier: what one answer may hold of them is bounded."""
+    if wanted is not None and (pairs := prompt_tokens * (wanted + 1)) > MOST_PROMPT_LOGPROBS:
+        raise ApiError(
+            400,
+            f"{prompt_tokens} prompt tokens with {wanted} alternatives each are {pairs} logprobs;"
+            f" at most {MOST_PROMPT_LOGPROBS} are computed for one prompt",
+            param=field,
         )
 
 

@@ -4,7 +4,8 @@ Fields with secrets stay out of `repr`, and nothing here is ever logged.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class Access:
     s3_key: str = field(default="", repr=False)
     s3_secret: str = field(default="", repr=False)
     s3_session: str = field(default="", repr=False)
-    bearer_token: str = field(default="", repr=False)  # for http(s)
+    bearer_token: str = field(default="", repr=False)  # for http(s), sent to `bearer_hosts` only
+    bearer_hosts: frozenset[str] = frozenset()  # host, or host:port
+    public_only: bool = False  # refuse http(s) addresses of private networks, on redirects too
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Access":
@@ -32,4 +35,14 @@ class Access:
             s3_secret=environment.get("AWS_SECRET_ACCESS_KEY", ""),
             s3_session=environment.get("AWS_SESSION_TOKEN", ""),
             bearer_token=environment.get("HTTP_BEARER_TOKEN", ""),
+            bearer_hosts=frozenset(host for host in environment.get("HTTP_BEARER_HOSTS", "").split(",") if host),
         )
+
+    def with_hosts_of(self, *uris: str) -> "Access":
+        """The same, with the bearer token for the hosts of these http(s) addresses too."""
+        named = {urlsplit(uri).netloc for uri in uris if uri.startswith(("http://", "https://"))}
+        return replace(self, bearer_hosts=self.bearer_hosts | named)
+
+    def bearer_for(self, url: str) -> str:
+        """The token for the host of this address; empty where it is not to have one."""
+        return self.bearer_token if urlsplit(url).netloc in self.bearer_hosts else ""

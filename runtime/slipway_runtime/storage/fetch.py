@@ -5,7 +5,7 @@
 | `file:///path`               | that directory, as it is; claims (`pvc://`) are mounted and arrive like this  |
 | `hf://organisation/name@rev` | the hub (or `HF_ENDPOINT`)                                                    |
 | `s3://bucket/prefix`         | AWS, or the store behind `AWS_ENDPOINT_URL`                                   |
-| `https://host/folder`        | a web server; `HTTP_BEARER_TOKEN` is sent to that host and to no other        |
+| `https://host/folder`        | a web server; `HTTP_BEARER_TOKEN` is sent to hosts that are named for it only |
 
 The digest of weights is `sha256:` and the SHA-256 of `model.safetensors`; where there are several files, that of what
 `sha256sum *.safetensors` prints for them.
@@ -61,7 +61,8 @@ def fetch(
     """Bring what the address names, and return the directory it is in. Blocks; safe to repeat and to kill.
 
     weights: False brings only what lies beside them, such as a tokenizer.
-    endpoint: another hub; access: endpoints and credentials, by default those of the environment.
+    endpoint: another hub.
+    access: endpoints and credentials; by default those of the environment, with the bearer token for this address.
     limit_bytes: what the cache may hold, 0 for no limit; by default what SLIPWAY_CACHE_LIMIT says, such as 200Gi.
     at_most_bytes: refuse anything larger, which an adapter of a stranger may be.
     on_progress: called with the bytes that are there and the bytes in all, never by two threads at once.
@@ -74,7 +75,7 @@ def fetch(
         if not address.path.is_dir():
             raise ModelNotFoundError(f"{uri}: there is no directory {address.path}")
         return address.path
-    access = access or Access.of(os.environ)
+    access = access or Access.of(os.environ).with_hosts_of(uri)
     if limit_bytes is None:
         limit_bytes = int(parse_quantity(os.environ.get("SLIPWAY_CACHE_LIMIT") or 0))
     try:
@@ -165,7 +166,7 @@ def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[
         case WebModel(url):
             from slipway_runtime.storage.folder import FolderSource
 
-            source = FolderSource(url, access.bearer_token)
+            source = FolderSource(url, access.bearer_for(url), public_only=access.public_only)
         case LocalModel():
             raise AssertionError("a local model needs no source")
     try:

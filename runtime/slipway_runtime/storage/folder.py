@@ -25,10 +25,11 @@ NAMES: Final = (
 class FolderSource:
     """A folder on a web server."""
 
-    def __init__(self, url: str, bearer_token: str) -> None:
+    def __init__(self, url: str, bearer_token: str, *, public_only: bool = False) -> None:
         self.name = url.rstrip("/")
         self._url = url
-        self._web = Web({"Authorization": f"Bearer {bearer_token}"} if bearer_token else {})
+        headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
+        self._web = Web(headers, public_only=public_only)
         self._sums: dict[str, Checksum] = {}
 
     def listing(self) -> dict[str, RemoteFile]:

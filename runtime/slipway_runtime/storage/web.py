@@ -2,8 +2,13 @@
 
 A redirect to another host carries no `Authorization`: the client drops it where the origin changes. Answers are never
 compressed, so that a range is a range of the file.
+
+Where an address comes from a client, hosts of private networks are refused, before each request and each redirect: a
+server that fetches what a stranger names must not reach what the stranger cannot.
 """
 
+import ipaddress
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -29,8 +34,9 @@ class Head:
 class Web:
     """Reads files; every error is a sentence with the host and without the rest of the URL."""
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str], *, public_only: bool = False) -> None:
         self._client = httpx.Client(
+            event_hooks={"request": [refuse_private]} if public_only else {},
             headers={"User-Agent": "slipway-runtime", **headers, "Accept-Encoding": "identity"},
             follow_redirects=True,
             timeout=TIMEOUT,
@@ -122,6 +128,24 @@ class _Answer:
     def __exit__(self, *_: object) -> None:
         if self._response is not None:
             self._response.close()
+
+
+def refuse_private(request: httpx.Request) -> None:
+    """Raise AccessDeniedError where the host is, or may be, a machine that is not on the public Internet."""
+    host = request.url.host
+    try:
+        found = socket.getaddrinfo(host, request.url.port or 443, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise FetchError(f"{host} has no address") from error
+    if not all(_is_public(str(address[0])) for *_, address in found):
+        raise AccessDeniedError(f"{host} is an address of a private network, from which clients may load nothing")
+
+
+def _is_public(address: str) -> bool:
+    known = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(known, ipaddress.IPv6Address) and known.ipv4_mapped is not None:
+        known = known.ipv4_mapped
+    return known.is_global and not known.is_multicast
 
 
 def _version(answer: httpx.Response) -> str:

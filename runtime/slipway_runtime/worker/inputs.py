@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels.upload import upload
 from slipway_runtime.messages import StepPlan
 from slipway_runtime.worker.rows import Ints, Rows
 
@@ -40,23 +41,28 @@ def pack(plan: StepPlan, rows: Rows, block_size: int, device: torch.device) -> S
         positions = np.arange(total) + np.repeat(num_computed - (ends - num_new), num_new)
     blocks = rows.block_tables[token_rows, positions // block_size].astype(np.int64)
     lengths = num_computed + num_new
-    drawing_rows, drawing_tokens, drawing_positions = row_ids, None, lengths
+    drawing_rows, drawing_positions = row_ids, lengths
+    drawing: list[Ints] = []
     if total != len(row_ids) or not all(plan.samples):
         draws = np.array(plan.samples, dtype=np.int64)
         if plan.drafts:
             draws *= np.array([1 + len(drafts) for drafts in plan.drafts], dtype=np.int64)
         drawing_rows = np.repeat(row_ids, draws)
         back = draws.cumsum().repeat(draws) - np.arange(len(drawing_rows))  # draws, 1 for the last one of a row
-        drawing_tokens = torch.from_numpy(ends.repeat(draws) - back).to(device)
+        drawing = [ends.repeat(draws) - back]
         drawing_positions = lengths.repeat(draws) - back + 1
+    slots = blocks * block_size + positions % block_size
+    token_ids, positions_on_device, slots_on_device, *drawing_tokens = upload(
+        (rows.tokens[token_rows, positions], positions, slots, *drawing), device
+    )
     return StepInputs(
-        token_ids=torch.from_numpy(rows.tokens[token_rows, positions]).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
+        token_ids=token_ids,
+        positions=positions_on_device,
+        slots=slots_on_device,
         num_computed=num_computed,
         num_new=num_new,
         block_tables=rows.block_tables[row_ids, : -(-int(lengths.max()) // block_size)].astype(np.int64),
         drawing_rows=drawing_rows,
-        drawing_tokens=drawing_tokens,
+        drawing_tokens=drawing_tokens[0] if drawing else None,
         drawing_positions=drawing_positions,
     )

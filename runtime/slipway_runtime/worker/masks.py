@@ -2,15 +2,15 @@
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.kernels.upload import upload
 from slipway_runtime.messages import TokenMasks
 from slipway_runtime.worker.rows import Ints
 
 
-def forbid(
+def apply_masks(
     logits: Tensor,
     masks: TokenMasks | None,
     bound: npt.NDArray[np.bool_],
@@ -24,8 +24,8 @@ def forbid(
     """
     places = np.array(masks.draws if masks is not None else (), dtype=np.int64)
     if masks is not None and len(places):
-        words = torch.frombuffer(bytearray(masks.words), dtype=torch.int32).view(len(places), -1)
-        kernels.forbid(logits, torch.from_numpy(places).to(logits.device), words.to(logits.device))
+        words = np.frombuffer(bytearray(masks.words), dtype=np.int32).reshape(len(places), -1)
+        kernels.apply_bitmask(logits, *upload((places, words), logits.device))
     first = np.flatnonzero(bound & np.append(True, row_ids[1:] != row_ids[:-1]))
     for place in np.setdiff1d(first, places).tolist():
         scores = logits[place, list(ends)]

@@ -16,6 +16,7 @@ class Rows:
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.starts = np.zeros(max_num_seqs, dtype=np.int64)  # sequences that each row has had
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -63,6 +64,7 @@ class Rows:
 
     def _start(self, new: NewRow) -> None:
         row, params = new.row, new.params
+        self.starts[row] += 1
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self.num_blocks[row] = 0
         self.num_prompt[row] = new.num_prompt_tokens

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.kernels.upload import upload
 from slipway_runtime.messages import TokenLogprobs, TokenMasks
 from slipway_runtime.worker.logprobs import score
-from slipway_runtime.worker.masks import forbid
+from slipway_runtime.worker.masks import apply_masks
 from slipway_runtime.worker.rows import Ints, Rows
+from slipway_runtime.worker.token_counts import IN_PROMPT, TokenCounts
+
+_PENALIZED_AT_ONCE = 1 << 23  # scores: what penalties need beside them stays within some 32 MB tensors
 
 Masks = Callable[[], TokenMasks | None]  # of all draws; called only when a grammar binds one
 
@@ -35,6 +39,7 @@ class Sampler:
         self._rows = rows
         self._eos = eos_token_ids
         self._kernels = kernels
+        self._counts = TokenCounts(rows)
 
     def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> Drawn:
         """logits: (D, V), written over; the tokens will stand at `positions` of `row_ids`."""
@@ -42,7 +47,7 @@ class Sampler:
         if rows.plain[row_ids].all():
             return Drawn(logits.argmax(dim=-1).cpu().numpy())
         if (bound := rows.bound[row_ids]).any():
-            forbid(logits, masks(), bound, row_ids, self._eos, self._kernels)
+            apply_masks(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy
         token_ids = self._draw(self._change(logits, row_ids, positions), row_ids, positions)
@@ -67,17 +72,9 @@ class Sampler:
         if rows.greedy[row_ids].all():
             return logits.argmax(dim=-1).cpu().numpy()
 
-        def of_rows(values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
-            return torch.from_numpy(values[row_ids]).to(logits.device)
-
+        columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
         tokens = self._kernels.draw(
-            logits,
-            temperature=of_rows(rows.temperature),
-            top_k=of_rows(rows.top_k),
-            top_p=of_rows(rows.top_p),
-            min_p=of_rows(rows.min_p),
-            seeds=of_rows(rows.seed),
-            positions=torch.from_numpy(positions).to(logits.device),
+            logits, *upload((*(column[row_ids] for column in columns), positions), logits.device)
         )
         return tokens.cpu().numpy()
 
@@ -99,20 +96,24 @@ class Sampler:
                 scores[ends] = before
 
     def _penalize(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
-        rows, vocabulary = self._rows, logits.shape[1]
-        prompt = np.zeros((len(row_ids), vocabulary), dtype=np.float32)
-        output = np.zeros((len(row_ids), vocabulary), dtype=np.float32)
-        for index, row in enumerate(row_ids):
-            if rows.penalized[row]:
-                split, end = rows.num_prompt[row], positions[index]
-                prompt[index] = np.bincount(rows.tokens[row, :split], minlength=vocabulary)[:vocabulary]
-                output[index] = np.bincount(rows.tokens[row, split:end], minlength=vocabulary)[:vocabulary]
-        return self._kernels.penalize(
-            logits,
-            torch.from_numpy(prompt).to(logits.device),
-            torch.from_numpy(output).to(logits.device),
-            *(
-                torch.from_numpy(values[row_ids]).to(logits.device)
-                for values in (rows.repetition, rows.presence, rows.frequency)
-            ),
-        )
+        """Change the scores of rows that are penalized, in place; the others are not touched."""
+        rows = self._rows
+        penalized = np.flatnonzero(rows.penalized[row_ids])
+        # All draws of a row together: the counts of its drafts are added to those of its first draw.
+        most = max(_PENALIZED_AT_ONCE // logits.shape[1], 1)
+        new_row = np.flatnonzero(np.append(True, row_ids[penalized][1:] != row_ids[penalized][:-1]))
+        starts = [0]
+        for begin, end in zip(new_row, np.append(new_row[1:], len(penalized)), strict=True):
+            if end - starts[-1] > most and begin > starts[-1]:
+                starts.append(int(begin))
+        for begin, end in zip(starts, [*starts[1:], len(penalized)], strict=True):
+            places = penalized[begin:end]
+            of_rows = row_ids[places]
+            counts = self._counts.of(of_rows, positions[places], logits)
+            where, *factors = upload(
+                (places, rows.repetition[of_rows], rows.presence[of_rows], rows.frequency[of_rows]), logits.device
+            )
+            logits[where] = self._kernels.penalize(
+                logits[where], (counts >= IN_PROMPT).int(), counts % IN_PROMPT, *factors
+            )
+        return logits

@@ -1,17 +1,21 @@
-"""Properties of the pick: exact splits, only fitting replicas, load spread, nothing left to chance."""
+"""Properties of the pick: exact splits, only fitting replicas, load spread, no randomness of its own."""
 
 from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipway_gateway.picker.endpoints import Endpoint, Route, RoutingTable, Service
+from slipway_gateway.picker.endpoints import Endpoint, Route, Service
 from slipway_gateway.picker.pick import Load, NoneReady, Picked, UnknownRevision, pick
+from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.picker.split import choose_revision
 
 revisions = st.sampled_from(["r1", "r2", "r3", "r4"])
 weights = st.dictionaries(revisions, st.integers(0, 100), max_size=4)
 draws = st.floats(0, 1, exclude_max=True)
+
+
+REQUEST = RoutingRequest("chat")
 
 
 def an_endpoint(name: str, revision: str = "r1") -> Endpoint:
@@ -43,23 +47,24 @@ def test_a_revision_without_weight_or_without_replica_is_never_chosen(shares, re
 
 
 @given(weights, endpoints, draws, draws, st.data())
-def test_whoever_is_picked_fits(shares, fleet, draw, tie_break, data):
+def test_the_picked_endpoint_fits(shares, fleet, draw, tie_break, data):
     names = st.sets(st.sampled_from([endpoint.name for endpoint in fleet])) if fleet else st.just(set())
     tried, ejected = data.draw(names), data.draw(names)
     pin = data.draw(st.sampled_from(["", "r1", "r2"]))
     loads = {endpoint.name: Load(data.draw(st.integers(0, 1000)), 1) for endpoint in fleet}
     route = Route(Service("ns/chat", "chat", weights=shares), fleet)
-    arguments = {"loads": loads, "ejected": ejected, "tried": tried, "pin": pin, "draw": draw, "tie_break": tie_break}
-    picked = pick(route, **arguments)
+    request = RoutingRequest("chat", pin=pin)
+    arguments = {"loads": loads, "ejected": ejected, "tried": tried, "draw": draw, "tie_break": tie_break}
+    picked = pick(route, request, **arguments)
 
-    assert picked == pick(route, **arguments), "the same arguments give the same pick"
+    assert picked == pick(route, request, **arguments), "the same arguments give the same pick"
     match picked:
         case Picked(endpoint):
             peers = [e for e in fleet if e.revision == endpoint.revision and e.name not in tried]
             assert endpoint in peers
             assert not pin or endpoint.revision == pin
             if endpoint.name in ejected:
-                assert all(peer.name in ejected for peer in peers), "a suspect only when nobody else is left"
+                assert all(peer.name in ejected for peer in peers), "a suspect only when no other is left"
             if shares.get(endpoint.revision, 0) == 0 and not pin:
                 assert not any(shares.get(e.revision, 0) for e in fleet if e.name not in tried)
         case UnknownRevision(revision):
@@ -74,6 +79,7 @@ def test_the_least_loaded_replica_is_picked_and_equals_share_by_tie_break(loads,
     fleet = [an_endpoint(f"p{number}") for number in range(len(loads))]
     picked = pick(
         a_route(*fleet),
+        REQUEST,
         loads={endpoint.name: Load(load, 1) for endpoint, load in zip(fleet, loads, strict=True)},
         draw=0.0,
         tie_break=tie_break,
@@ -83,9 +89,9 @@ def test_the_least_loaded_replica_is_picked_and_equals_share_by_tie_break(loads,
     assert loads[fleet.index(picked.endpoint)] == min(loads)
 
 
-def test_equals_all_get_their_turn():
+def test_equal_replicas_are_all_picked():
     fleet = [an_endpoint(f"p{number}") for number in range(4)]
-    picked = [pick(a_route(*fleet), loads={}, draw=0.0, tie_break=number / 4) for number in range(4)]
+    picked = [pick(a_route(*fleet), REQUEST, loads={}, draw=0.0, tie_break=number / 4) for number in range(4)]
 
     assert picked == [Picked(endpoint) for endpoint in fleet]
 
@@ -93,43 +99,35 @@ def test_equals_all_get_their_turn():
 def test_a_pin_to_an_unknown_revision_is_told_apart_from_one_that_is_not_ready():
     route = a_route(an_endpoint("p0", "r1"), r1=90, r2=10)
 
-    assert pick(route, loads={}, pin="r9", draw=0, tie_break=0) == UnknownRevision("r9")
-    assert pick(route, loads={}, pin="r2", draw=0, tie_break=0) == NoneReady("revision r2 of chat has no ready replica")
+    assert pick(route, RoutingRequest("chat", pin="r9"), loads={}, draw=0, tie_break=0) == UnknownRevision("r9")
+    assert pick(route, RoutingRequest("chat", pin="r2"), loads={}, draw=0, tie_break=0) == NoneReady(
+        "revision r2 of chat has no ready replica"
+    )
 
 
-def test_while_status_lags_behind_a_rollout_whoever_is_ready_serves():
+def test_while_status_lags_behind_a_rollout_any_ready_replica_serves():
     route = a_route(an_endpoint("new", "r2"), r1=100)
 
-    assert pick(route, loads={}, draw=0.5, tie_break=0) == Picked(an_endpoint("new", "r2"))
+    assert pick(route, REQUEST, loads={}, draw=0.5, tie_break=0) == Picked(an_endpoint("new", "r2"))
 
 
-def test_on_a_clash_of_names_the_older_service_serves_and_the_other_answers_to_its_full_name():
-    younger = Service("a/chat", "chat", created="2026-02-01T00:00:00+00:00")
-    older = Service("b/chat", "chat", created="2026-01-01T00:00:00+00:00")
-    table = RoutingTable.of([younger, older], [])
+def test_a_scorer_is_given_the_request_and_the_candidates():
+    """Review of the control plane, §5.5: later scorers match prefixes and adapters of the request."""
+    seen = []
 
-    assert table.resolve("chat") == Route(older)
-    assert table.resolve("a/chat") == Route(younger)
-    assert table.served_models() == [("a/chat", younger), ("chat", older)]
+    def prefers_the_last(request, candidates):
+        seen.append((request, [candidate.endpoint.name for candidate in candidates]))
+        return [float(number) for number in range(len(candidates))]
 
+    request = RoutingRequest("chat", cost=7)
+    picked = pick(
+        a_route(an_endpoint("p0"), an_endpoint("p1")),
+        request,
+        loads={},
+        draw=0,
+        tie_break=0,
+        scorers=[(prefers_the_last, 1.0)],
+    )
 
-def test_a_full_name_cannot_be_taken_by_someone_elses_served_name():
-    victim = Service("a/chat", "chat", created="2026-02-01T00:00:00+00:00")
-    thief = Service("b/fake", "a/chat", created="2026-01-01T00:00:00+00:00")
-    table = RoutingTable.of([victim, thief], [])
-
-    assert table.resolve("a/chat") == Route(victim)
-    assert table.resolve("b/fake") == Route(thief)
-    assert table.served_models() == [("b/fake", thief), ("chat", victim)]
-
-
-def test_an_unknown_model_resolves_to_nothing():
-    assert RoutingTable.of([Service("a/chat", "chat")], []).resolve("") is None
-
-
-def test_a_change_of_endpoints_makes_a_new_table_and_leaves_the_old_one_alone():
-    table = RoutingTable.of([Service("ns/chat", "chat")], [an_endpoint("p0")])
-    changed = table.with_endpoints("ns/chat", [])
-
-    assert table.routes["ns/chat"].endpoints == (an_endpoint("p0"),)
-    assert changed.routes["ns/chat"].endpoints == ()
+    assert picked == Picked(an_endpoint("p1"))
+    assert seen == [(request, ["ns/p0", "ns/p1"])]

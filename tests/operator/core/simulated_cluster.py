@@ -11,6 +11,7 @@ from typing import Any
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.vocabulary import CONDITIONS
 from slipway_operator.core.actions import (
     AddFinalizer,
     ApplyChild,
@@ -34,11 +35,12 @@ from slipway_operator.core.observed import (
 )
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas import FIRST_BACKOFF
-from tests.builders import DEFAULTS, T0, UID, digests
+from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
 from tests.operator.core import laws
 from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
+DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
 
 
 @dataclass
@@ -88,6 +90,9 @@ class SimulatedCluster:
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
         self.recommendations: tuple[PastRecommendation, ...] = ()
+        self.asking_since = T0
+        self.ready_before: frozenset[str] | None = None
+        self.told: set[tuple[str, str, str]] = set()  # type, status and reason of every condition that there ever was
         self.load = lambda world: None  # sets running, waiting and kv of the ready pods
         self.lose_status_writes = False
         self.image_is_broken = False
@@ -120,7 +125,11 @@ class SimulatedCluster:
             revisions=tuple(self.revisions.values()),
             defaults=replace(DEFAULTS, runtime_image=self.default_image),
             token_digests=digests,
+            serving_digests=serving_digests,
+            nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
+            asking_since=self.asking_since,
+            ready_before=self.ready_before,
             taken_names=self.taken,
             applied=dict(self.applied),
             failures=self.failures,
@@ -191,12 +200,19 @@ class SimulatedCluster:
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += made.events
+            self.told |= {(one.type, one.status.value, one.reason) for one in status.conditions}
+            assert self.told <= DOCUMENTED, self.told - DOCUMENTED
+        self.ready_before = self.ready_before if self.lose_status_writes else made.ready
         laws.check_slots(self)
         return made
 
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
+        self.ready_before = None
+        self.asking_since = self.now
+        for pod in self.pods.values():
+            pod.sample = None  # what replicas told the leader before
         self.due = self.now  # it looks at everything once
 
     def _do(self, action: Any, observed: Observed) -> None:

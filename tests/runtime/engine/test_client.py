@@ -35,7 +35,7 @@ class Stage:
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.gate is not None:
-            self.gate.acquire(timeout=30)
+            self.gate.acquire(timeout=300)
         if self.broken:
             raise RuntimeError(self.broken)
         self.live_when_computing.append(self.scheduler.pool.live)
@@ -44,6 +44,17 @@ class Stage:
     def close_gate(self) -> Callable[[], None]:
         gate = self.gate = threading.Semaphore(0)
         return gate.release
+
+    async def step_until(self, condition: Callable[[], bool]) -> None:
+        """Take single steps until the condition holds, with the gate closed.
+
+        Left alone, the engine could compute a whole answer before this side has run once: machines are busy.
+        """
+        assert self.gate is not None
+        while not condition():
+            steps = self.client.stats().steps
+            self.gate.release()
+            await until(lambda: self.client.stats().steps > steps)  # noqa: B023  awaited at once
 
     def open_gate(self) -> None:
         gate, self.gate = self.gate, None
@@ -135,8 +146,10 @@ async def test_a_cancelled_reader_aborts_its_request(stage):
             await text(stream)
 
     task = asyncio.create_task(read())
-    await asyncio.sleep(0)
+    await until(lambda: stage.client.stats().waiting == 1)
     task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     stage.open_gate()
     await until(lambda: stage.client.stats().aborted == 1)
 
@@ -222,14 +235,14 @@ async def test_drain_refuses_newcomers_and_waits_for_the_rest(stage):
     assert not waiting.done()
     stage.open_gate()
     assert (await text(stream))[1] is FinishReason.LENGTH
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
     stage.client.undrain()
     assert (await text(stage.generate("c")))[1] is FinishReason.LENGTH
 
 
 async def test_a_drain_with_nothing_to_wait_for_is_done(stage):
     stage.client.drain()
-    await asyncio.wait_for(stage.client.wait_drained(), 5)
+    await asyncio.wait_for(stage.client.wait_drained(), 60)
 
 
 @pytest.mark.capability("API-3")
@@ -240,7 +253,7 @@ async def test_when_the_step_loop_dies_everybody_hears_of_it(stage):
         *_, last = [output async for output in stream]
         assert last.finish_reason is FinishReason.ERROR
         assert last.error == "RuntimeError: out of memory"
-    await asyncio.wait_for(stage.client.wait_dead(), 5)
+    await asyncio.wait_for(stage.client.wait_dead(), 60)
     assert not stage.client.alive
     with pytest.raises(EngineDead, match="out of memory"):
         stage.generate("b")
@@ -267,7 +280,7 @@ async def test_a_leaked_block_is_found_when_the_engine_is_idle(stage):
     stage.scheduler.pool.allocate(1)
     stream = stage.generate("a", max_tokens=1)
     assert (await text(stream))[1] is FinishReason.LENGTH
-    await asyncio.wait_for(stage.client.wait_dead(), 5)
+    await asyncio.wait_for(stage.client.wait_dead(), 60)
     assert "every live block belongs to a running sequence" in stage.client.error
 
 
@@ -275,9 +288,11 @@ async def test_a_leaked_block_is_found_when_the_engine_is_idle(stage):
 async def test_who_does_not_read_is_paused_and_goes_on_where_it_was(stage, monkeypatch):
     monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 10)
     monkeypatch.setattr("slipway_runtime.engine.stream.RESUME_UNREAD", 2)
+    stage.close_gate()
     slow = stage.generate("slow", (1, 2, 3), 60)
-    await until(lambda: slow.paused)
+    await stage.step_until(lambda: slow.paused)
     assert stage.client.stats().paused == 1
+    stage.open_gate()
     assert await text(stage.generate("quick", (7,), 30)) == (continuation((7,), 30), FinishReason.LENGTH)
     waited = slow.unread
     computed = stage.client.stats().computed_tokens
@@ -305,8 +320,11 @@ async def test_who_never_comes_back_is_ended_though_no_step_runs(monkeypatch, de
     )
     await client.start()
     try:
+        stage.close_gate()
         slow = stage.generate("slow", (1, 2, 3), 190, deadline=deadline)
+        await stage.step_until(lambda: slow.paused)
         await until(lambda: not slow.open)
+        stage.open_gate()
         await until(lambda: client.stats().aborted == 1)
         [last] = [output async for output in slow]
         assert last.finish_reason is reason
@@ -321,13 +339,17 @@ async def test_who_never_comes_back_is_ended_though_no_step_runs(monkeypatch, de
 @pytest.mark.capability("API-10")
 async def test_a_paused_stream_that_is_closed_or_whose_engine_dies_leaves_no_timer(stage, monkeypatch):
     monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 5)
+    stage.close_gate()
     closed = stage.generate("closed", (1, 2, 3), 190)
-    await until(lambda: closed.paused)
+    await stage.step_until(lambda: closed.paused)
     await closed.aclose()
+    stage.open_gate()
     await until(lambda: stage.client.stats().aborted == 1)
     assert stage.client.stats().paused == 0
+    stage.close_gate()
     left = stage.generate("left", (1, 2, 3), 190)
-    await until(lambda: left.paused)
+    await stage.step_until(lambda: left.paused)
+    stage.open_gate()
     stage.broken = "no luck"
     stage.generate("breaks it")
     await stage.client.wait_dead()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from slipway_runtime.engine.detokenizer import Detokenizer, Released, StopStrings
+from slipway_runtime.engine.detokenizer import MOST_UNDECIDED, Detokenizer, Released, StopStrings
 
 TINY = Path(__file__).parents[3] / "models" / "tiny" / "tokenizer.json"
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sampled_from(
@@ -59,6 +59,33 @@ def test_streamed_text_is_the_one_shot_text(texts: list[str]):
     assert "".join(pieces) == tiny().decode(ids) == "".join(texts)
     if "\ufffd" not in "".join(texts):
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("undecided", ["<0xFF>", "</s>", "<0xE2>"], ids=["invalid byte", "special token", "lead byte"])
+def test_a_token_costs_the_same_however_many_before_it_are_no_text(undecided: str):
+    """Finding 7: it was decoded with all before it that had not become text; 16,000 of them took 18 s."""
+    tokenizer = sentencepiece_like()
+    ids = [tokenizer.token_to_id(undecided)] * 4000 + [tokenizer.token_to_id("▁world")]
+    counting = CountingTokenizer(tokenizer)
+
+    pieces = stream(counting, ids, prompt=[tokenizer.token_to_id("▁Hello")])
+
+    assert counting.decoded < 4000 * 6 * MOST_UNDECIDED
+    whole = tokenizer.decode([tokenizer.token_to_id("▁Hello"), *ids])
+    assert "Hello" + "".join(pieces) == whole
+    assert sum(map(bool, pieces)) > 50 or undecided == "</s>", "it is sent as it comes, not at the end"
 
 
 @pytest.mark.capability("API-5")

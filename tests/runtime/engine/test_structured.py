@@ -121,7 +121,7 @@ def test_nobody_else_waits_while_a_grammar_compiles(engine, monkeypatch: pytest.
     may_compile, woken = threading.Event(), threading.Event()
     compiler = engine._grammars._compiler
     matcher = compiler.matcher
-    monkeypatch.setattr(compiler, "matcher", lambda grammar: may_compile.wait(5) and matcher(grammar))
+    monkeypatch.setattr(compiler, "matcher", lambda grammar: may_compile.wait(300) and matcher(grammar))
     monkeypatch.setattr(engine._grammars, "wake", woken.set)
     ask(engine, "bound", KINDS["digits"])
     ask(engine, "free", None, max_tokens=5, ignore_eos=True)

@@ -5,6 +5,7 @@ could change, so that is watched.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,17 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from slipway_runtime.engine.recording import record_or_say_why_not
-from slipway_runtime.kernels import gpu, lora, norms, paged_attention, reference, reference_lora, sampling, store_kv
+from slipway_runtime.kernels import (
+    attention_plan,
+    gpu,
+    lora,
+    norms,
+    paged_attention,
+    reference,
+    reference_lora,
+    sampling,
+    store_kv,
+)
 from slipway_runtime.kernels.dispatch import Kernels, repeatable
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, StepPlan
@@ -158,9 +169,9 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
 
 @pytest.mark.capability("KN-5")
 def test_rows_behind_the_batch_are_padding():
-    plan = paged_attention.plan_to_repeat(4, 32, BLOCK, torch.empty(0))
-    paged_attention.refill(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
-    paged_attention.refill(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
+    plan = attention_plan.plan_to_repeat(4, 32, BLOCK, torch.empty(0))
+    attention_plan.refill(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
+    attention_plan.refill(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
     assert plan.lengths.tolist() == [5, 8, 0, 0]
     assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [0, 0], [0, 0]]
 
@@ -233,3 +244,33 @@ def test_after_a_first_round_no_kernel_is_compiled_again(tmp_path):
     runner.execute(a_step((3,), (0,), (3,), new_blocks=((18,),), new_rows=(new_row(3, (1, 2, 3)),)))
     runner.execute(a_step((0, 3), (7, 3), (1, 1), new_blocks=((12,), (13,))))
     assert compiled() == before
+
+
+@pytest.mark.capability("KN-5")
+def test_all_recordings_warm_up_on_one_stream(monkeypatch):
+    """Finding 16: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on."""
+    made = []
+
+    class Stream:
+        def __init__(self) -> None:
+            made.append(self)
+
+        def wait_stream(self, other: object) -> None:
+            """Nothing runs here."""
+
+    class Graph:
+        def replay(self) -> None:
+            """Nothing was recorded."""
+
+    current = Stream()
+    made.clear()
+    for name, value in {
+        "Stream": Stream, "CUDAGraph": Graph, "graph_pool_handle": lambda: None, "current_stream": lambda: current,
+        "stream": lambda _: nullcontext(), "graph": lambda *_, **__: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    record, computed = CudaRecord(), []
+    for size in (4, 2, 1):
+        record(lambda size=size: computed.append(size))
+    assert computed == [4, 4, 2, 2, 1, 1], "once to warm up, once to record"
+    assert len(made) == 1

@@ -1,5 +1,6 @@
 """The Triton kernels of attention against their definition."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels import kv_pages, reference
+from slipway_runtime.kernels import attention_plan, kv_pages, reference
 from slipway_runtime.kernels import paged_attention as kernels
+from tests.runtime.kernels import tolerance
 from tests.runtime.paging import paged
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # absolute, for values of N(0, 1)
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCALE = 0.3
+LARGEST = 5.0  # of some million values of N(0, 1); a score is a sum of head_dim products, so √head_dim times as large
 PADDING = (-1, 1)  # a token without a sequence: length 0
-ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE]
+ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TYPES]
 # The interpreter's dot takes the bits of a bfloat16 for an integer: that type needs a GPU.
 every_type = pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16), *ON_GPU], indirect=["device"]
@@ -38,31 +41,44 @@ class Step:
     block_size: int
 
     def reference(self, window: int | None) -> Tensor:
-        """By the definition, in float32; padding counts as zero."""
+        """By the definition, in float64; padding counts as zero."""
         real = self.num_computed + self.num_new > 0
         tokens = torch.from_numpy(np.repeat(real, self.num_new))
+        like = torch.zeros(1, dtype=torch.float64)
         plan = reference.plan_attention(
-            self.num_computed[real], self.num_new[real], self.tables[real], self.block_size, torch.zeros(1)
+            self.num_computed[real], self.num_new[real], self.tables[real], self.block_size, like
         )
-        out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2])
-        cache = self.cache if kv_pages.is_quantized(self.cache.dtype) else self.cache.float()
+        out = torch.zeros(len(tokens), self.q.shape[1] * self.q.shape[2], dtype=torch.float64)
+        cache = self.cache if kv_pages.is_quantized(self.cache.dtype) else self.cache.double()
         out[tokens] = reference.paged_attention(
-            self.q[tokens].float(), self.kv[tokens].float(), cache, plan, SCALE, window
+            self.q[tokens].double(), self.kv[tokens].double(), cache, plan, SCALE, window
         )
         return out
+
+    @property
+    def tolerance(self) -> float:
+        """Most that float32 may lose on the way to the result."""
+        head_dim = self.q.shape[2]
+        return tolerance.of_attention(
+            head_dim=head_dim,
+            keys=int((self.num_computed + self.num_new).max()),
+            scale=SCALE,
+            largest_value=LARGEST,
+            largest_score=SCALE * LARGEST * math.sqrt(head_dim),
+            dtype=self.q.dtype,
+        )
 
     def triton(self, device: torch.device, window: int | None = None) -> Tensor:
         """By the kernels; what a table holds behind the end of its sequence is a trap."""
         used = -(-(self.num_computed + self.num_new) // self.block_size)
         tables = np.where(np.arange(self.tables.shape[1]) < used[:, None], self.tables, OUTSIDE)
         cache = self.cache.to(device)
-        plan = kernels.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
+        plan = attention_plan.plan_attention(self.num_computed, self.num_new, tables, self.block_size, cache)
         return kernels.paged_attention(self.q.to(device), self.kv.to(device), cache, plan, SCALE, window).cpu()
 
     def agrees(self, device: torch.device, window: int | None = None) -> None:
-        tolerance = TOLERANCE[self.q.dtype]
-        ours = self.triton(device, window).float()
-        torch.testing.assert_close(ours, self.reference(window), atol=tolerance, rtol=tolerance)
+        ours = self.triton(device, window).double()
+        torch.testing.assert_close(ours, self.reference(window), atol=self.tolerance, rtol=0)
 
 
 def a_step(
@@ -131,25 +147,25 @@ def test_decode_equals_the_reference_for_every_size_of_head_and_block(head_dim, 
 @pytest.mark.parametrize("groups", [1, 5, 8])
 @every_type
 def test_a_long_context_is_split_and_merged(groups, dtype, device, monkeypatch):
-    monkeypatch.setattr(kernels, "SPLIT", 16)
+    monkeypatch.setattr(attention_plan, "SPLIT", 16)
     step = a_step([*EDGES, PADDING, (64, 1)], groups=groups, dtype=dtype)
-    plan = kernels.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
+    plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
     assert plan.most_splits == 5
     step.agrees(device)
 
 
 @pytest.mark.capability("KN-2")
 def test_the_longest_contexts_have_longer_splits_not_more(device, monkeypatch):
-    monkeypatch.setattr(kernels, "SPLIT", 16)
-    monkeypatch.setattr(kernels, "MAX_SPLITS", 3)
+    monkeypatch.setattr(attention_plan, "SPLIT", 16)
+    monkeypatch.setattr(attention_plan, "MAX_SPLITS", 3)
     step = a_step([(47, 1), (48, 1), (99, 1), (5, 1), PADDING])  # lengths 48, 49, 100: 16, 32 and 48 tokens a split
-    assert kernels.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q).most_splits == 3
+    assert attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q).most_splits == 3
     step.agrees(device)
 
 
 @pytest.mark.capability("BS-1")
 def test_a_row_is_attended_the_same_alone_and_among_longer_ones(device, monkeypatch):
-    monkeypatch.setattr(kernels, "SPLIT", 16)
+    monkeypatch.setattr(attention_plan, "SPLIT", 16)
     together = a_step([(9, 1), (40, 1), (0, 5)])
     alone = Step(
         together.q[:1], together.kv[:1], together.cache, together.num_computed[:1], together.num_new[:1],
@@ -179,7 +195,7 @@ def test_a_mixed_step_equals_the_reference(groups, kv_heads, head_dim, block_siz
 @pytest.mark.capability("KN-2")
 @pytest.mark.parametrize("window", [1, 20])
 def test_a_window_hides_what_came_before_it(window, device, monkeypatch):
-    monkeypatch.setattr(kernels, "SPLIT", 16)  # some splits, and some tiles, are hidden altogether
+    monkeypatch.setattr(attention_plan, "SPLIT", 16)  # some splits, and some tiles, are hidden altogether
     a_step([*EDGES, (90, 1), (0, 7), (100, 33)]).agrees(device, window)
 
 
@@ -203,7 +219,7 @@ def test_in_one_order_a_token_is_attended_the_same_in_a_prompt_in_a_chunk_and_al
 
     def attended(computed: list[int], new: list[int], rows: list[int], tokens: list[int]) -> Tensor:
         cache = prompt.cache.to(device)
-        plan = kernels.plan_in_one_order(np.array(computed), np.array(new), prompt.tables[rows], 16, cache)
+        plan = attention_plan.plan_in_one_order(np.array(computed), np.array(new), prompt.tables[rows], 16, cache)
         q = prompt.q[tokens].to(device)
         return kernels.paged_attention(q, prompt.kv[tokens].to(device), cache, plan, SCALE).cpu()
 
@@ -227,7 +243,7 @@ def test_a_long_prompt_allocates_its_output_and_no_scores(device):
     """A long prompt allocates its output and no scores; what a kernel holds is a tile, its size a constant."""
     length, head_dim = 200, 16
     step = a_step([(0, length)], groups=1, head_dim=head_dim)
-    plan = kernels.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, step.cache)
+    plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, step.block_size, step.cache)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kernels.paged_attention(step.q, step.kv, step.cache, plan, SCALE)
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())

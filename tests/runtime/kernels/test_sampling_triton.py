@@ -74,15 +74,18 @@ def test_draws_what_the_reference_draws_in_one_mixed_batch(vocabulary, device, m
 @pytest.mark.capability("KN-6")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "all of them"])
-def test_keeps_the_tokens_that_the_reference_keeps(name, device):
+@pytest.mark.parametrize("candidates", [64, 1])
+def test_keeps_the_tokens_that_the_reference_keeps(name, candidates, device, monkeypatch):
+    """Finding 6: among few candidates of each tile, or, where they do not suffice, in the whole row."""
     torch.manual_seed(1)
     kind, scores = KINDS[name], torch.randn(200).to(device) * 2
     values = columns([kind], device)
-    thresholds = torch.empty(1, device=device)
-    sampling._threshold[(1,)](
-        scores[None], *(values[column] for column in ("temperature", "top_k", "top_p", "min_p")), thresholds, 200,
-        V=200, BLOCK=64,
-    )  # fmt: skip
+    monkeypatch.setattr(sampling, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "CANDIDATES", candidates)
+    thresholds, found = sampling.find_thresholds(
+        scores[None], *(values[column] for column in ("temperature", "top_k", "top_p", "min_p"))
+    )
+    assert found.item() == (candidates == 64)
     scaled = scores.cpu()[None] / values["temperature"].cpu()[:, None]
     kept, ids, _ = reference_sampling._keep(scaled, *(values[c].cpu() for c in ("top_k", "top_p", "min_p")), 200)
     expected = set(ids[0, ~kept[0].isneginf()].tolist())
@@ -95,9 +98,8 @@ def test_keeps_the_tokens_that_the_reference_keeps(name, device):
 def test_of_equal_scores_at_the_threshold_all_are_kept(device):
     scores = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0, -1.0]], device=device)
     values = columns([{"top_k": 2}], device)
-    thresholds = torch.empty(1, device=device)
-    sampling._threshold[(1,)](
-        scores, *(values[column] for column in ("temperature", "top_k", "top_p", "min_p")), thresholds, 6, V=6, BLOCK=8
+    thresholds, _ = sampling.find_thresholds(
+        scores, *(values[column] for column in ("temperature", "top_k", "top_p", "min_p"))
     )
     assert thresholds.item() == 1.0
 
@@ -112,7 +114,7 @@ def test_masks_bar_what_they_do_not_allow(implementation, words, device):
     allowed = np.unpackbits(packed.numpy().view(np.uint8), axis=1, bitorder="little")
     wide = torch.randn(4, 80).to(device)
     before, scores = wide.cpu().clone(), wide[:, :75]
-    implementation.forbid(scores, torch.tensor([3, 1], device=device), packed.to(device))
+    implementation.apply_bitmask(scores, torch.tensor([3, 1], device=device), packed.to(device))
     expected = before.clone()
     for place, row in ((3, allowed[0]), (1, allowed[1])):
         for token in range(75):

@@ -189,3 +189,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert read_config(tmp_path).vocab_size == 100
+
+
+@pytest.mark.parametrize("key", ["is_llama_config", "unsloth_version", "unsloth_fixed", "comment_of_the_author"])
+def test_a_key_that_computes_nothing_does_not_keep_a_model_from_being_served(key):
+    """Finding 5: SmolLM2 and fine-tunes by common tools have keys of their own."""
+    assert parse_config(LLAMA | {key: "2024.9"}) == parse_config(LLAMA)

@@ -300,3 +300,17 @@ def test_a_preempted_request_counts_its_prompt_and_its_prefix_once():
     assert (stats.prompt_tokens, stats.prefix_queries, stats.generated_tokens) == (6, 6, 16)
     assert stats.started == stats.admitted == stats.finished == 2
     assert sum(o.cached_tokens for o in play.outputs["b"]) == 0, "what it finds of its own after a preemption is no hit"
+
+
+def test_requests_that_end_before_a_far_deadline_are_forgotten():
+    """Finding 8: a deadline in the far future kept every token of every request that had one."""
+    play = Play(max_num_seqs=4)
+    for number in range(60):
+        play.add(f"r{number}", [1, 2, 3], max_tokens=2, deadline=1e9)
+        play.run()
+    play.add("late", [1], max_tokens=50, deadline=play.now + 1)
+
+    assert len(play.scheduler._books._deadlines) <= 20
+    play.now += 5
+    play.run()
+    assert play.end("late").finish_reason is FinishReason.TIMEOUT, "deadlines still hold"

@@ -25,12 +25,13 @@ from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarDoor
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
-from slipway_runtime.settings import SamplingDefaults
+from slipway_runtime.settings import RuntimeSettings, SamplingDefaults
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 FOREVER = {"ignore_eos": True, "max_tokens": 2000}  # a stream that ends only when somebody ends it
@@ -147,7 +148,7 @@ class Running:
 
     async def until(self, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """Wait for the engine's numbers to say so."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not condition(stats := self.client.stats()):  # noqa: ASYNC110  the engine's numbers are asked for
                 await asyncio.sleep(0.01)
         return stats
@@ -159,6 +160,7 @@ async def a_replica(
     limits: QueueLimits | None = None,
     defaults: SamplingDefaults | None = None,
     token_digests: tuple[str, ...] = (),
+    serving_token_digests: tuple[str, ...] = (),
     max_output_tokens: int = 0,
     max_body_bytes: int = 2**20,
     max_open_requests: int = 64,
@@ -182,19 +184,24 @@ async def a_replica(
         drain_timeout=drain_timeout,
         clock=clock,
     )
+    settings = RuntimeSettings(
+        model_uri=replica.identity.uri, served_name="tiny", revision=revision, namespace=replica.identity.namespace
+    )
+    choice = ModelChoice(settings, replica)
     serving = serving_app(
         replica,
         max_body_bytes=max_body_bytes,
         max_open_requests=max_open_requests,
         adapter_endpoints=adapter_endpoints,
+        token_digests=serving_token_digests,
     )
     await client.start()
     try:
         async with (
             listening(serving, "127.0.0.1", 0) as port,
-            listening(admin_app(replica, token_digests=token_digests), "127.0.0.1", 0) as admin_port,
+            listening(admin_app(replica, choice, token_digests=token_digests), "127.0.0.1", 0) as admin_port,
             # Nothing here is encrypted: reading the machine's certificates would cost more than most tests.
-            httpx.AsyncClient(timeout=30, verify=False) as http,
+            httpx.AsyncClient(timeout=120, verify=False) as http,
             AsyncOpenAI(
                 base_url=f"http://127.0.0.1:{port}/v1",
                 api_key="none",
@@ -206,7 +213,7 @@ async def a_replica(
                 adapters = AdapterRegistry(
                     client,
                     replica.identity,
-                    source=AdapterSource(fetch_adapter, release_adapter, roots=adapter_roots),
+                    source=AdapterSource(lambda uri, _: fetch_adapter(uri), release_adapter, roots=adapter_roots),
                     clock=client._clock,
                 )
                 model = LoadedModel(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from slipway_api.runtime_api import StartupTimes
+from slipway_runtime.server.adapter_source import AdapterSource
 from slipway_runtime.server.boot import load_adapters
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.settings import BootAdapter
@@ -189,6 +190,7 @@ async def test_adapters_are_off_unless_asked_for():
     assert refused.status_code == 400
     assert model.json()["servedName"] == "tiny"
     assert other.status_code == 409
+    assert "it differs in uri" in other.text
 
 
 @pytest.mark.capability("ML-2")
@@ -197,7 +199,7 @@ async def test_an_adapter_comes_from_a_web_server_while_others_are_told_that_it_
     brought: list[Path] = []
 
     def slowly(uri: str) -> Path:
-        may_go_on.wait(30)
+        may_go_on.wait(300)
         brought.append(fetch(uri, cache=tmp_path, at_most_bytes=1 << 20))
         return brought[-1]
 
@@ -220,6 +222,22 @@ async def test_an_adapter_comes_from_a_web_server_while_others_are_told_that_it_
     assert listed.json()["adapters"][0]["state"] in {"host", "slot"}, listed.text
     assert text
     assert brought[0].is_relative_to(tmp_path)
+
+
+async def test_the_source_is_told_which_addresses_a_client_named(folders: Path):
+    """Finding 6: what a client names is fetched without secrets, and not from private networks."""
+    told: list[tuple[str, bool]] = []
+
+    def fetch_adapter(uri: str, from_client: bool) -> Path:
+        told.append((uri, from_client))
+        return folders / "one"
+
+    async with a_replica(max_adapters=2, max_cpu_adapters=2, max_rank=8, adapter_endpoints=True) as replica:
+        replica.models[0].adapters._source = AdapterSource(fetch_adapter, lambda _: None)
+        await load(replica, "theirs", "https://host/theirs")
+        await replica.admin("/adapters", "POST", json={"name": "ours", "uri": "https://host/ours"})
+
+    assert told == [("https://host/theirs", True), ("https://host/ours", False)]
 
 
 @pytest.mark.capability("ML-2")

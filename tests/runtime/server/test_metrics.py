@@ -101,7 +101,7 @@ async def test_load_is_visible_while_it_lasts_and_aborts_are_counted(replica: Ru
         await anext(stream.aiter_lines())
         busy = await samples(replica)
     await replica.until(lambda stats: stats.blocks_live == 0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         idle = await samples(replica)
         while not idle["vllm:request_success_total{finished_reason=abort}"]:
             idle = await samples(replica)
@@ -140,8 +140,8 @@ async def test_each_request_leaves_one_log_line_with_its_stages_and_without_its_
         await replica.post("/v1/completions", {"prompt": secret * 500})
         async with replica.streaming(secret, **FOREVER) as stream:
             await anext(stream.aiter_lines())
-        await replica.until(lambda stats: stats.aborted == 1)
-        await asyncio.sleep(0.05)
+        # The server notices the disconnect, and writes its line, after the engine has ended the request.
+        await replica.until(lambda _: sum(line["event"] == "request" for line in logged) == 3)
 
     lines = [line for line in logged if line["event"] == "request"]
     assert [line["finish_reason"] for line in lines][-1] == "cancelled"

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.requests import Request
 
+from slipway_runtime.server.caller import LONGEST_DEADLINE_SECONDS, Caller
 from tests.runtime.server.serving import Running, a_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -259,3 +261,9 @@ async def test_more_requests_than_may_be_open_are_turned_away():
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert [(await task).status_code for task in held] == [200, 200]
+
+
+async def test_a_deadline_is_at_most_a_day():
+    """Finding 8: a request keeps its place until its deadline, and a client may name any number."""
+    headers = [(b"x-slipway-deadline", b"1e9")]
+    assert Caller.of(Request({"type": "http", "headers": headers})).seconds == LONGEST_DEADLINE_SECONDS

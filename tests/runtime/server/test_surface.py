@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from slipway_runtime.server import sampling
 from tests.runtime.server.serving import Running, a_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -144,6 +145,18 @@ async def test_prompt_logprobs_have_an_entry_for_each_token_but_the_first(replic
         assert entry[str(token_id)]["rank"] >= 1
     refused = await replica.post("/v1/chat/completions", GREEDY | {"prompt_logprobs": 1, "stream": True})
     assert refused.status_code == 400
+
+
+async def test_logprobs_of_a_prompt_are_bounded(replica: Running, monkeypatch: pytest.MonkeyPatch):
+    """Finding 10: 20 for each token of a prompt of 100,000 were two million pairs in one body."""
+    monkeypatch.setattr(sampling, "MOST_PROMPT_LOGPROBS", 30)
+    long = {"prompt": "The sea and the wind and the boats and the stars", "max_tokens": 1}
+    for field, ask in (("prompt_logprobs", {"prompt_logprobs": 20}), ("echo", {"echo": True, "logprobs": 5})):
+        refused = await replica.post("/v1/completions", long | ask)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == field
+        assert "at most 30 are computed for one prompt" in refused.text
+    assert (await replica.post("/v1/completions", long | {"prompt_logprobs": 0})).status_code == 200
 
 
 @pytest.mark.capability("API-6")

@@ -3,11 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slipway_runtime.storage import download
+from slipway_runtime import serve
+from slipway_runtime.settings import RuntimeSettings
+from slipway_runtime.storage import download, web
 from slipway_runtime.storage.errors import BrokenFileError, OutOfSpaceError
 from slipway_runtime.storage.fetch import (
     Access,
@@ -40,6 +43,11 @@ def bring(origin: Origin, cache: Path, access: Access | None = None, **more: obj
     return fetch(
         f"{origin.url}/tiny", cache=cache, access=access or Access(), patience=AT_ONCE, **more  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def a_token(token: str, *origins: Origin) -> Access:
+    """Access with a bearer token for these origins."""
+    return Access(bearer_token=token).with_hosts_of(*(origin.url for origin in origins))
 
 
 @pytest.mark.capability("ST-1", "ST-2")
@@ -136,18 +144,70 @@ def test_a_body_that_never_comes_ends_in_a_sentence(origin: Origin, tmp_path: Pa
 def test_the_bearer_token_opens_the_folder_and_goes_to_no_other_host(origin: Origin, tmp_path: Path):
     origin.bearer = "s3cret"
     with pytest.raises(AccessDeniedError, match="with status 401: check the credentials") as refused:
-        bring(origin, tmp_path, Access(bearer_token="wr0ng"))
+        bring(origin, tmp_path, a_token("wr0ng", origin))
     assert "wr0ng" not in str(refused.value)
-    assert bring(origin, tmp_path, Access(bearer_token="s3cret")).is_dir()
+    assert bring(origin, tmp_path, a_token("s3cret", origin)).is_dir()
 
     with an_origin() as other:
         other.redirect_to = origin.url
         origin.bearer = ""
         origin.asked.clear()
-        bring(other, tmp_path / "redirected", Access(bearer_token="s3cret"))
+        bring(other, tmp_path / "redirected", a_token("s3cret", other))
         assert {authorization for _, authorization in other.asked} == {"Bearer s3cret"}
         assert origin.asked
         assert {authorization for _, authorization in origin.asked} == {""}, "another port is another host"
+
+
+@pytest.mark.capability("ST-1")
+def test_an_address_that_a_client_names_gets_no_token(origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Finding 6: the token of the process is for the hosts that its command line names."""
+    monkeypatch.setenv("HTTP_BEARER_TOKEN", "s3cret")
+    with an_origin() as named:
+        settings = RuntimeSettings(model_uri=f"{named.url}/model", cache_directory=tmp_path)
+        for from_client in (False, True):
+            relaxed = replace(settings, private_adapter_addresses=True)
+            serve._fetch_adapter(relaxed, f"{origin.url}/tiny", from_client)
+        assert {authorization for _, authorization in origin.asked} == {""}
+
+        named.files = {name.replace("/tiny", "/adapter"): content for name, content in origin.files.items()}
+        serve._fetch_adapter(settings, f"{named.url}/adapter", False)
+        assert {authorization for _, authorization in named.asked} == {"Bearer s3cret"}
+
+        origin.asked.clear()
+        monkeypatch.setenv("HTTP_BEARER_HOSTS", origin.url.removeprefix("http://"))
+        serve._fetch_adapter(settings, f"{origin.url}/tiny", False)
+        assert {authorization for _, authorization in origin.asked} == {"Bearer s3cret"}
+
+
+def test_an_address_that_a_client_names_leads_into_no_private_network(
+    origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Finding 6: neither at once nor by a redirect."""
+    settings = RuntimeSettings(model_uri="file:///models/tiny", cache_directory=tmp_path)
+    with pytest.raises(AccessDeniedError, match=r"127\.0\.0\.1 is an address of a private network"):
+        serve._fetch_adapter(settings, f"{origin.url}/tiny", True)
+    assert not origin.asked
+
+    monkeypatch.setattr(web, "_is_public", lambda address: address == "127.0.0.1")
+    with an_origin() as public:
+        public.redirect_to = origin.url.replace("127.0.0.1", "127.0.0.2")
+        with pytest.raises(AccessDeniedError, match=r"127\.0\.0\.2 is an address of a private network"):
+            serve._fetch_adapter(settings, f"{public.url}/tiny", True)
+    assert public.asked
+    assert not origin.asked
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [
+        *(("8.8.8.8", True), ("2606:4700::1111", True)),
+        *(("10.1.2.3", False), ("127.0.0.1", False), ("169.254.169.254", False), ("100.64.0.1", False)),
+        *(("192.168.0.1", False), ("172.16.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False)),
+        *(("::1", False), ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False)),
+    ],
+)
+def test_which_addresses_are_public(address: str, is_public: bool):
+    assert web._is_public(address) is is_public
 
 
 def test_a_file_that_changes_on_its_way_is_refused(origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,16 +1,21 @@
-"""From samples to the values that scaling goes by, with the Horizontal Pod Autoscaler's rule for what is missing.
+"""Reads the load of a service from the samples of its replicas, with the autoscaler's rules for what is missing.
 
 Two metrics, both of the requests themselves: the live share of the KV cache (mean over replicas) and the waiting
 requests (sum ÷ replicas). CPU, GPU and memory utilization are not among them: a replica that decodes at its best
 looks busy to all three.
 
-| replica                    | scaling up | scaling down | why                                     |
-|----------------------------|------------|--------------|-----------------------------------------|
-| ready, with a fresh sample | its value  | its value    |                                         |
-| ready, silent              | 0          | the target   | silence never tips the balance          |
-| wanted, not ready yet      | 0          | not counted  | it is coming capacity, not load         |
-| ready just now, not asked  | 0          | not counted  | the same: the first question is on its way |
-| crashing, or overdue       | not counted| not counted  | nobody should wait for it               |
+| replica                       | scaling up  | scaling down | why                                               |
+|-------------------------------|-------------|--------------|---------------------------------------------------|
+| ready, with a fresh sample    | its value   | its value    |                                                   |
+| ready, silent                 | 0           | the target   | a missing value never causes a change             |
+| ready, not asked yet          | 0           | the target   | the same, but nothing is wrong: no warning        |
+| wanted, not ready yet         | 0           | not counted  | it is coming capacity, not load                   |
+| crashing, or past its startup | not counted | not counted  | it may never serve                                |
+
+"Not asked yet" is a replica that became ready a moment ago, or every replica after a change of leader: the new leader
+has no samples until its first questions are answered. A silent replica is one that had the time to answer.
+
+A sample from the future (the clock was set back) is as good as one of the same age in the past.
 """
 
 from collections.abc import Sequence
@@ -20,25 +25,31 @@ from math import ceil
 
 from slipway_api.autoscaling import Metric, MetricType
 from slipway_operator.core.health import Member
-from slipway_operator.core.observed import Sample
+from slipway_operator.core.observed import Replica, Sample
 
-FIRST_QUESTION = timedelta(seconds=10)  # a replica that is ready for less may not have been asked yet
+TIME_TO_ANSWER = timedelta(seconds=10)  # for the first question to a replica: until then it is not silent
 ROUNDING = 1e-9  # 0.8 × 3 / 0.8 is a little more than 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """What is known of the load at one moment."""
+    """The load of a service at one moment."""
 
     metered: tuple[Sample, ...] = ()  # of ready replicas, fresh
     silent: int = 0  # ready replicas without a fresh sample
+    unasked: int = 0  # ready replicas whose first answer may still be on its way
     pending: int = 0  # replicas that are wanted and not ready yet
-    broken: int = 0  # replicas that nobody should wait for
+    broken: int = 0  # replicas that may never serve
 
     @property
     def ready(self) -> int:
         """Replicas that take requests."""
-        return len(self.metered) + self.silent
+        return len(self.metered) + self.unmetered
+
+    @property
+    def unmetered(self) -> int:
+        """Ready replicas whose load is not known."""
+        return self.silent + self.unasked
 
     @property
     def oldest(self) -> datetime | None:
@@ -66,28 +77,40 @@ class Value:
 
 
 def read(
-    members: Sequence[Member], *, wanted: int, slots_in_backoff: int, stale_after: timedelta, now: datetime
+    members: Sequence[Member],
+    *,
+    wanted: int,
+    slots_in_backoff: int,
+    stale_after: timedelta,
+    asking_since: datetime | None,
+    now: datetime,
 ) -> Readings:
-    """Sort the replicas by what may be said of their load. `wanted` is the number that there should be."""
-    ready = [member.replica for member in members if member.is_ready and not _is_new(member, now)]
-    fresh = [one.sample for one in ready if one.sample is not None and now - one.sample.at <= stale_after]
+    """Sorts the replicas by what is known of their load.
+
+    `wanted` is the number that there should be; `asking_since` is when this operator began to ask replicas, None for
+    "long ago".
+    """
+    ready = [member.replica for member in members if member.is_ready]
+    fresh = [one.sample for one in ready if one.sample is not None and abs(now - one.sample.at) <= stale_after]
+    unasked = sum(_is_unasked(replica, asking_since, now) for replica in ready)
     broken = sum(member.stage.is_broken for member in members) + slots_in_backoff
     return Readings(
         metered=tuple(fresh),
-        silent=len(ready) - len(fresh),
+        silent=len(ready) - len(fresh) - unasked,
+        unasked=unasked,
         # Counted from what is wanted, not from pods: one that was decided on a moment ago has no pod yet.
         pending=max(0, wanted - len(ready) - broken),
         broken=broken,
     )
 
 
-def _is_new(member: Member, now: datetime) -> bool:
-    since = member.replica.ready_since
-    return member.replica.sample is None and since is not None and now - since < FIRST_QUESTION
+def _is_unasked(replica: Replica, asking_since: datetime | None, now: datetime) -> bool:
+    moments = [moment for moment in (replica.ready_since, asking_since) if moment is not None]
+    return replica.sample is None and bool(moments) and now - max(moments) < TIME_TO_ANSWER
 
 
 def measure(metric: Metric, readings: Readings) -> Value | None:
-    """The metric's value, or None when nobody said anything."""
+    """The metric's value, or None without any sample."""
     if not readings.metered:
         return None
     total = sum(_of(metric.type, sample) for sample in readings.metered)
@@ -96,7 +119,7 @@ def measure(metric: Metric, readings: Readings) -> Value | None:
 
 
 def replicas_for(value: Value, readings: Readings, *, current: int, tolerance_up: float, tolerance_down: float) -> int:
-    """How many replicas would bring the metric to its target; `current` where nothing should change.
+    """The number of replicas that brings the metric to its target; `current` where nothing should change.
 
     2 replicas at 0.93, target 0.80: ratio 1.16 → ceil(1.16 × 2) = 3. With a third one loading: (0.93 + 0.93 + 0) ÷ 3
     = 0.62, which is below the target: what is coming is enough, so nothing changes.
@@ -108,32 +131,32 @@ def replicas_for(value: Value, readings: Readings, *, current: int, tolerance_up
     if within_tolerance(value.ratio):
         return current
     goes_up = value.ratio > 1
-    total, counted = value.value * value.samples, value.samples + readings.silent
+    total, counted = value.value * value.samples, value.samples + readings.unmetered
     if goes_up:
         counted += readings.pending
     else:
-        total += value.target * readings.silent
+        total += value.target * readings.unmetered
     ratio = total / counted / value.target
     if within_tolerance(ratio) or (ratio > 1) != goes_up:
         return current
     wanted = ceil(ratio * counted - ROUNDING)
     if not goes_up:
         return min(current, wanted)
-    # What is broken serves nobody, so it takes none of the replicas that are needed. No more than one stand-in for
-    # each replica that works: a revision that breaks everywhere shall not fill the cluster.
+    # A broken replica serves no request, so it is not one of those that are needed. At most one stand-in for each
+    # replica that works: a revision that breaks everywhere must not fill the cluster.
     return max(current, wanted + min(readings.broken, readings.ready))
 
 
 def live_demand(values: Sequence[Value], readings: Readings, *, max_num_seqs: int) -> int:
-    """The fewest replicas that carry what is there now: every request runs, and no value above its target.
+    """The fewest replicas that carry the present load: every request runs, and no value is above its target.
 
-    This is what is left when victims are taken away one by one until the next one would be one too many. A silent
-    replica counts as full to its target.
+    This is what is left when replicas are removed one by one until the next removal would be one too many. A replica
+    whose load is not known counts as full to its target.
     """
     requests = sum(sample.requests for sample in readings.metered)
     fits = [ceil(requests / max_num_seqs)]
     fits += [ceil(value.value * value.samples / value.target - ROUNDING) for value in values]
-    return max(fits) + readings.silent
+    return max(fits) + readings.unmetered
 
 
 def _of(type: MetricType, sample: Sample) -> float:

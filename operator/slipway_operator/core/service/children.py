@@ -1,24 +1,31 @@
-"""The children that are not pods: the Kubernetes Service in front of the replicas, and their disruption budget.
+"""The children that are not pods: Kubernetes Service, disruption budget and network policy of the replicas.
 
-They are applied server-side, whole, and only when what was applied last differs. Replicas stand behind the gateway;
-the Service is for those who want to reach them past it, inside the cluster.
+They are applied server-side, whole, and only when what was applied last differs. Clients reach replicas through the
+gateway; the Service is the way past it, inside the cluster.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService
+from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_operator.core.actions import ApplyChild
+from slipway_operator.core.observed import Network
 from slipway_operator.core.service.revision import owner_reference
 
+NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"  # a label that the API server sets on every namespace
 
-def children(service: InferenceService, *, desired: int, applied: Mapping[str, str]) -> tuple[ApplyChild, ...]:
-    """What has to be applied for the children to be as they should be."""
+
+def children(
+    service: InferenceService, *, desired: int, applied: Mapping[str, str], network: Network | None = None
+) -> tuple[ApplyChild, ...]:
+    """The children that differ from what was applied last. `network` None: no network policy is wanted."""
+    manifests = [network_policy(service, network)] if network is not None else []
     # The Service comes last: it is the one whose name may be somebody else's, and a refusal ends the pass.
-    wanted = (_child(disruption_budget(service, desired)), _child(kube_service(service)))
+    manifests += [disruption_budget(service, desired), kube_service(service)]
+    wanted = [_child(manifest) for manifest in manifests]
     return tuple(child for child in wanted if applied.get(child.key) != child.digest)
 
 
@@ -33,6 +40,49 @@ def kube_service(service: InferenceService) -> dict[str, Any]:
             "ports": [{"name": "http", "port": 80, "targetPort": names.SERVING_PORT, "protocol": "TCP"}],
         },
     }
+
+
+def network_policy(service: InferenceService, network: Network) -> dict[str, Any]:
+    """Who may connect to the replicas, where the cluster's network enforces policies.
+
+    | port           | admits                                                                               |
+    |----------------|--------------------------------------------------------------------------------------|
+    | admin          | operator and gateway; namespaces that scrape metrics                                 |
+    | serving        | every pod, where directAccess is Open; else the gateway and the installation's list  |
+    """
+    control = [_release_pods(network)]
+    is_open = service.spec.routing.direct_access is DirectAccess.OPEN
+    serving = {"ports": [_port(names.SERVING_PORT)]}
+    if not is_open:
+        serving["from"] = control + _namespaces(network.client_namespaces)
+    admin = {"ports": [_port(names.ADMIN_PORT)], "from": control + _namespaces(network.metrics_namespaces)}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        # A user's own policy is likely to have the name of the service.
+        "metadata": _metadata(service) | {"name": f"{service.metadata.name}-replicas"},
+        "spec": {
+            "podSelector": {"matchLabels": {names.LABEL_SERVICE: service.metadata.name}},
+            "policyTypes": ["Ingress"],
+            "ingress": [serving, admin],
+        },
+    }
+
+
+def _port(number: int) -> dict[str, Any]:
+    return {"port": number, "protocol": "TCP"}
+
+
+def _release_pods(network: Network) -> dict[str, Any]:
+    components = {"key": "app.kubernetes.io/component", "operator": "In", "values": ["operator", "gateway"]}
+    return {
+        "namespaceSelector": {"matchLabels": {NAMESPACE_NAME: network.release_namespace}},
+        "podSelector": {"matchExpressions": [components]},
+    }
+
+
+def _namespaces(namespaces: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: name}}} for name in namespaces]
 
 
 def disruption_budget(service: InferenceService, desired: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The drain protocol: how a replica goes without cutting a stream.
 
     serving ── DrainPod ──> label state=draining: routers drop it; POST /drain: /ready answers 503
-            ── at least the propagation wait, and until the runtime says running + waiting == 0
+            ── the propagation wait, in which it still takes requests: not every router has heard of it yet
+            ── then it refuses new ones with a 503; it stays until the runtime says running + waiting == 0
             ── or until the timeout ──> DELETE with an explicit grace
 
 The clock of a drain is an annotation on the pod, so the protocol goes on where it stood when the operator restarts.
@@ -54,6 +55,7 @@ def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> S
         uid=replica.uid,
         started=now,
         timeout_seconds=int(rules.timeout.total_seconds()),
+        refuse_after_seconds=int(rules.propagation.total_seconds()),
         reason=reason,
     )
     event = Event(

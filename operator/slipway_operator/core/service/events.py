@@ -1,26 +1,42 @@
-"""What is worth an event: the differences between the status before and the status after.
+"""Finds the events of a pass: the differences between the status before and after, and between the replicas.
 
-Replicas created, drained and replaced are told where that is decided; here is what only the whole shows. Each event
-follows from a change of status, so it is told once, however often the pass repeats.
+Events of replicas that are created, drained and replaced are made where that is decided; here are those that only the
+whole shows. Each follows from a change, so it is posted once, however often the pass repeats. Which replicas were ready
+in the pass before is in the leader's memory: a new leader compares counts, and posts nothing about replicas that failed
+before it led. What it does about them it does post (ReplicaReplaced).
 """
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event
+from slipway_operator.core.health import Member
+from slipway_operator.core.observed import Observed, Replica
+from slipway_operator.core.service.problems import describe_replica
 from slipway_operator.core.service.status import Decided
 
 
-def news(before: InferenceServiceStatus, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:
-    """The events of this pass that are about the service as a whole."""
+def find_events(observed: Observed, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:
+    """Finds the events of this pass."""
+    before = observed.service.status
     return (
-        *_scaled(before, decided),
-        *_rolled(before, after),
-        *_became_ready(before, decided),
-        *warnings(before, after),
+        *_scaling_events(before, decided),
+        *_rollout_events(before, after),
+        *_failure_events(observed, decided),
+        *_ready_events(before, observed.ready_before, decided),
+        *find_warnings(before, after),
     )
 
 
-def _scaled(before: InferenceServiceStatus, decided: Decided) -> list[Event]:
+def ready_names(members: Iterable[Member]) -> frozenset[str]:
+    """The replicas that take requests: what the next pass compares with."""
+    return frozenset(member.replica.name for member in members if member.is_ready)
+
+
+def _scaling_events(before: InferenceServiceStatus, decided: Decided) -> list[Event]:
     was = before.desired_replicas
     if was is None or was == decided.desired:
         return []
@@ -29,7 +45,7 @@ def _scaled(before: InferenceServiceStatus, decided: Decided) -> list[Event]:
     return [Event(reason=reason, action="Scale", message=sentence)]
 
 
-def _rolled(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
+def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
     events = []
     if before.update_revision and before.update_revision != after.update_revision:
         message = f"revision {after.update_revision} replaces {before.current_revision}"
@@ -40,12 +56,44 @@ def _rolled(before: InferenceServiceStatus, after: InferenceServiceStatus) -> li
     return events
 
 
-def _became_ready(before: InferenceServiceStatus, decided: Decided) -> list[Event]:
+def _failure_events(observed: Observed, decided: Decided) -> list[Event]:
+    """Replicas that were ready in the pass before and are not any more, though they were not asked to go.
+
+    A drain and a deletion are such a request, also by `kubectl delete pod` or an eviction; a lost replica that is
+    replaced gets ReplicaReplaced as well.
+    """
+    before = observed.ready_before or frozenset()
+    fallen = [one for one in decided.members if one.replica.name in before and not one.is_ready]
+    failed = [one for one in fallen if not _was_asked_to_go(one.replica)]
+    sentences = {one.replica.name: describe_replica(one, observed, decided.revision) for one in failed}
+    gone = before - {one.replica.name for one in decided.members}
+    sentences |= {name: f"{name} is gone: its pod was deleted" for name in gone}
+    count = len(ready_names(decided.members))
+    return [
+        Event(
+            reason=EventReason.REPLICA_UNHEALTHY,
+            action="Observe",
+            message=f"{sentence}; {count} of {decided.desired} ready",
+            pod=name,
+        )
+        for name, sentence in sorted(sentences.items())
+    ]
+
+
+def _was_asked_to_go(replica: Replica) -> bool:
+    drains = replica.state == STATE_DRAINING or (replica.sample is not None and replica.sample.draining)
+    return drains or replica.deleted_at is not None
+
+
+def _ready_events(
+    before: InferenceServiceStatus, ready_before: AbstractSet[str] | None, decided: Decided
+) -> list[Event]:
     ready = [member.replica for member in decided.members if member.is_ready]
-    fresh = len(ready) - (before.ready_replicas or 0)
-    if fresh <= 0:
-        return []
     ready.sort(key=lambda one: (one.ready_since or one.created_at, one.name))
+    if ready_before is not None:
+        fresh = [one for one in ready if one.name not in ready_before]
+    else:
+        fresh = ready[min(len(ready), before.ready_replicas or 0) :]
     return [
         Event(
             reason=EventReason.REPLICA_READY,
@@ -53,7 +101,7 @@ def _became_ready(before: InferenceServiceStatus, decided: Decided) -> list[Even
             message=f"{one.name} is ready: {len(ready)} of {decided.desired}",
             pod=one.name,
         )
-        for one in ready[-fresh:]
+        for one in fresh
     ]
 
 
@@ -75,12 +123,12 @@ _WARNINGS = {
 }
 
 
-def warnings(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
-    """A condition that takes a reason which deserves a warning."""
+def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
+    """Finds the conditions that take a reason which deserves a warning."""
     events = []
     for (type, reason), warning in _WARNINGS.items():
         condition = find_condition(after.conditions, type)
-        if condition is None or condition.reason != reason or _said(before, condition):
+        if condition is None or condition.reason != reason or _was_told(before, condition):
             continue
         if reason is Reason.METRICS_MISSING and condition.status is ConditionStatus.UNKNOWN:
             continue  # nothing is ready yet: there is nothing to measure, and nothing wrong
@@ -88,6 +136,6 @@ def warnings(before: InferenceServiceStatus, after: InferenceServiceStatus) -> l
     return events
 
 
-def _said(before: InferenceServiceStatus, condition: Condition) -> bool:
+def _was_told(before: InferenceServiceStatus, condition: Condition) -> bool:
     was = find_condition(before.conditions, condition.type)
     return was is not None and was.reason == condition.reason and was.status == condition.status

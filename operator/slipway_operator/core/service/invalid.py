@@ -1,6 +1,6 @@
-"""The status of a service whose stored spec cannot be read: what is wrong, beside what is there.
+"""Builds the status of a service whose stored spec cannot be read.
 
-Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stands, so that
+Its replicas stay as they are and serve on. Counts follow them; everything that an earlier pass decided stays, so that
 a corrected spec continues from there.
 """
 
@@ -13,13 +13,13 @@ from slipway_api.conditions import ConditionStatus, ConditionType, Reason, remov
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.service.route import route
+from slipway_operator.core.service.route import route_condition
 
 ADVICE: Final = "correct it; until then its replicas are left as they are"
 
 
 def invalid_status(observed: Observed, members: Sequence[Member], now: datetime) -> InferenceServiceStatus:
-    """Stalled and not Ready, for the same reason, in the same words."""
+    """The status before, with Stalled and Ready=False for the same reason, and with the present counts."""
     service, before = observed.service, observed.service.status
     ready = sum(member.is_ready for member in members)
     conditions = before.conditions
@@ -36,7 +36,7 @@ def invalid_status(observed: Observed, members: Sequence[Member], now: datetime)
 
     write(ConditionType.READY, False, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
     write(ConditionType.STALLED, True, Reason.INVALID_SPEC, f"{observed.fault}; {ADVICE}")
-    write(ConditionType.ROUTE_READY, *route(observed, ready))
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
     if not ready:
         unserved = "no replica is ready, and none is started until the spec is valid"
         write(ConditionType.WORKLOAD_AVAILABLE, False, Reason.NO_READY_REPLICAS, unserved)

@@ -1,9 +1,9 @@
-"""How a pod gets at its model: the address its runtime is given, the volume behind it, the keys that open it.
+"""The parts of a pod that give it access to its model: address, volume and credentials.
 
-A `pvc://` model is a directory of a mounted claim, so the runtime never hears of claims. Of the credentials' Secret the
-key that the address needs is required, the others are optional: without the Secret, or with the key under another name,
-the kubelet does not start the container and says what is missing, instead of a runtime that asks without a key and is
-told that the model does not exist.
+A `pvc://` model is a directory of a mounted claim: to the runtime it is a `file://` address. Of the credentials' Secret
+the key that the address needs is required, the others are optional: without the Secret, or with the key under another
+name, the kubelet does not start the container and says what is missing; a runtime without the key would only learn that
+the model does not exist.
 """
 
 from typing import Any, Final
@@ -16,7 +16,7 @@ CLAIM_VOLUME: Final = "slipway-pvc"
 
 
 def address(model: Model) -> str:
-    """What the runtime is told: `pvc://models/llama` is `file:///mnt/slipway/pvc/llama` to it."""
+    """The address on the runtime's command line: `pvc://models/llama` is `file:///mnt/slipway/pvc/llama` to it."""
     if (name := claim(model)) is None:
         return model.uri
     return f"file://{names.PVC_DIRECTORY}{model.uri.removeprefix(f'pvc://{name}')}"
@@ -30,7 +30,7 @@ def volumes(model: Model) -> list[dict[str, Any]]:
 
 
 def mounts(model: Model) -> list[dict[str, Any]]:
-    """Where that claim appears."""
+    """The mount of that claim."""
     if claim(model) is None:
         return []
     return [{"name": CLAIM_VOLUME, "mountPath": names.PVC_DIRECTORY, "readOnly": True}]
@@ -49,7 +49,7 @@ def credentials(model: Model) -> list[dict[str, Any]]:
 
 
 def required_keys(model: Model) -> tuple[str, ...]:
-    """What the addresses cannot be opened without."""
+    """The keys without which the addresses cannot be opened."""
     schemes = {urlsplit(uri).scheme for uri in (model.uri, model.tokenizer.uri)}
     return tuple(sorted({key for scheme in schemes for key in names.CREDENTIALS_OF_SCHEME.get(scheme, ())}))
 

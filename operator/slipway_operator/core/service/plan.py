@@ -32,12 +32,13 @@ from slipway_operator.core.observed import Observed, PastRecommendation
 from slipway_operator.core.scaling import autoscaling, signals
 from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.service import rollout
+from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
-from slipway_operator.core.service.events import news, warnings
-from slipway_operator.core.service.explain import no_room
+from slipway_operator.core.service.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.invalid import invalid_status
 from slipway_operator.core.service.pod import build_pod, pod_name
+from slipway_operator.core.service.problems import find_capacity_shortage
 from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
 from slipway_operator.core.service.revision import (
     Revision,
@@ -62,6 +63,7 @@ class Plan:
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None  # seconds until something changes by time alone; None: sleep until woken
     recommendations: tuple[PastRecommendation, ...] = ()  # hand back in the next `Observed`
+    ready: frozenset[str] | None = None  # hand back in the next `Observed`; None: not compared in this pass
 
 
 def plan(observed: Observed, now: datetime) -> Plan:
@@ -110,7 +112,9 @@ def plan(observed: Observed, now: datetime) -> Plan:
         steps += _create(observed, decided)
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
-    steps += Steps(actions=children(service, desired=desired, applied=observed.applied))
+    steps += Steps(
+        actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
+    )
     if may_act:
         populated = {one.replica.revision for one in members}
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
@@ -120,9 +124,10 @@ def plan(observed: Observed, now: datetime) -> Plan:
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(*steps.events, *decided.assignment_events, *news(service.status, status, decided)),
+        events=(*steps.events, *decided.assignment_events, *find_events(observed, status, decided)),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
         recommendations=scaling.recommendations if scaling else (),
+        ready=ready_names(members),
     )
 
 
@@ -218,20 +223,23 @@ def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> 
         wanted=current,
         slots_in_backoff=len(resting),
         stale_after=timedelta(seconds=policy.missing_metrics.stale_after_seconds),
+        asking_since=observed.asking_since,
         now=now,
     )
+    condition = find_condition(service.status.conditions, ConditionType.SCALING_ACTIVE)
     past = autoscaling.Past(
         current=current,
         history=(service.status.autoscaling or AutoscalingStatus()).history,
         recommendations=observed.recommendations,
         silent_since=_silent_since(service),
+        verdict=condition.reason if condition else "",
     )
     return autoscaling.decide(
         policy,
         readings,
         past,
         max_num_seqs=service.spec.runtime.max_num_seqs,
-        no_room=no_room(observed, members),
+        capacity_shortage=find_capacity_shortage(observed, members),
         now=now,
     )
 
@@ -315,7 +323,7 @@ def _create(observed: Observed, decided: Decided) -> Steps:
 
 def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int) -> Steps:
     service = revision.apply_to(observed.service)
-    namespace, steps = service.metadata.namespace, Steps()
+    steps = Steps()
     for creation in assignment.creations:
         name = pod_name(service.metadata.name, revision, creation.slot, creation.attempt)
         manifest = build_pod(
@@ -323,7 +331,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             revision,
             slot=creation.slot,
             attempt=creation.attempt,
-            token_digests=observed.token_digests(namespace, name),
+            access=port_access(observed, service, name),
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         steps += Steps(
@@ -360,7 +368,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
 def _leave_alone(observed: Observed, members: tuple[Member, ...], now: datetime) -> Plan:
     """Touch nothing of a service whose spec cannot be read, and say what is wrong with it."""
     status = invalid_status(observed, members, now)
-    return Plan(status=status, events=tuple(warnings(observed.service.status, status)))
+    return Plan(status=status, events=tuple(find_warnings(observed.service.status, status)))
 
 
 def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) -> datetime | None:

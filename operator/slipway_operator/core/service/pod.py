@@ -4,16 +4,18 @@ The user's overlay is merged here, by name where it has names. It was checked ag
 (CEL), so it is taken as it is; what Slipway itself needs still wins: its labels, its environment, its mounts.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.model_flags import model_flags
 from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
-from slipway_api.runtime_spec import KVDtype, Quantization, Runtime, SpeculationMethod
+from slipway_api.runtime_api import ModelSpec
+from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.service import model_access
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.revision import Revision, owner_reference
 
@@ -29,7 +31,7 @@ def pod_name(service: str, revision: Revision, slot: int, attempt: int) -> str:
 
 
 def build_pod(
-    service: InferenceService, revision: Revision, *, slot: int, attempt: int, token_digests: Iterable[str]
+    service: InferenceService, revision: Revision, *, slot: int, attempt: int, access: PortAccess
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica."""
     spec, overlay = service.spec, service.spec.template
@@ -40,11 +42,13 @@ def build_pod(
             "name": pod_name(service.metadata.name, revision, slot, attempt),
             "namespace": service.metadata.namespace,
             "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
-            "annotations": overlay.metadata.annotations | {names.ANNOTATION_SERVED_NAME: service.served_name},
+            "annotations": overlay.metadata.annotations
+            | {names.ANNOTATION_SERVED_NAME: service.served_name}
+            | access.annotations(),
             "ownerReferences": [owner_reference(service)],
         },
         "spec": {
-            "containers": [_server(service, revision, token_digests)],
+            "containers": [_server(service, revision, access)],
             "volumes": _volumes(service),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
@@ -69,7 +73,7 @@ def _labels(service: InferenceService, revision: Revision, slot: int, attempt: i
     }
 
 
-def _server(service: InferenceService, revision: Revision, token_digests: Iterable[str]) -> dict[str, Any]:
+def _server(service: InferenceService, revision: Revision, access: PortAccess) -> dict[str, Any]:
     overlay = _server_overlay(service.spec.template.spec)
     paths = OWN_MOUNTS | (SHARED_MEMORY if _shares_gpus(service) else {})
     own_mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
@@ -77,8 +81,8 @@ def _server(service: InferenceService, revision: Revision, token_digests: Iterab
         "name": names.SERVER_CONTAINER,
         "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
-        "args": arguments(service, revision),
-        "env": _environment(service, overlay, token_digests),
+        "args": [*arguments(service, revision), *access.arguments()],
+        "env": _environment(service, overlay, access),
         "ports": [
             {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
@@ -98,60 +102,54 @@ def _server(service: InferenceService, revision: Revision, token_digests: Iterab
 
 def arguments(service: InferenceService, revision: Revision) -> list[str]:
     """The command line of `slipway-runtime`; what the spec leaves empty is left out, and the user's come last."""
-    model, runtime, drain = service.spec.model, service.spec.runtime, service.spec.drain
-    flags: dict[str, object] = {
-        "--served-name": service.served_name,
-        "--revision": revision.hash,
+    process = {
         "--port": names.SERVING_PORT,
         "--admin-port": names.ADMIN_PORT,
-        "--dtype": runtime.dtype.value,
-        "--max-model-len": runtime.max_model_len,
-        "--max-num-seqs": runtime.max_num_seqs,
-        "--max-num-batched-tokens": runtime.max_num_batched_tokens,
-        "--block-size": runtime.block_size,
-        "--max-output-tokens": runtime.max_output_tokens,
-        "--kv-cache-bytes": runtime.kv_cache.bytes,
-        "--gpu-memory-utilization": runtime.kv_cache.gpu_memory_utilization,
-        "--model-digest": model.digest,
-        "--tokenizer-uri": model.tokenizer.uri,
-        "--tokenizer-sha256": model.tokenizer.sha256,
-        "--chat-template": model.chat_template,
-        "--sampling-defaults": sampling_defaults(model.sampling_defaults),
-        "--drain-timeout": drain.timeout_seconds,
+        "--drain-timeout": service.spec.drain.timeout_seconds,
     }
-    written = [part for flag, value in flags.items() if value not in (0, "") for part in (flag, _literal(str(value)))]
-    # One flag each: together they could be longer than Linux lets one argument be.
-    warm = [part for one in model.warm_prompts for part in ("--warm-prompts", _literal(warm_prompts(one)))]
-    return ["serve", _literal(model_access.address(model)), *written, *_features(runtime), *warm, *runtime.args]
+    spec = model_spec(service, revision)
+    written = [part for flag, value in process.items() for part in (flag, str(value))]
+    flags = [_literal(part) for part in (spec.uri, *written, *model_flags(spec))]
+    return ["serve", *flags, *service.spec.runtime.args]
 
 
-def _features(runtime: Runtime) -> list[str]:
-    """Flags of what is switched on, and only of that: the image of an older revision may not know the others."""
-    flags: list[str] = []
-    if runtime.quantization is not Quantization.NONE:
-        flags += ["--quantization", runtime.quantization.value]
-    if runtime.kv_cache.dtype is not KVDtype.AUTO:
-        flags += ["--kv-cache-dtype", runtime.kv_cache.dtype.value]
-    if runtime.kv_cache.host_bytes:
-        flags += ["--kv-cache-host-bytes", runtime.kv_cache.host_bytes]
-    if runtime.deterministic:
-        flags += ["--deterministic"]
-    if runtime.tensor_parallel_size != 1:
-        flags += ["--tensor-parallel-size", str(runtime.tensor_parallel_size)]
-    if runtime.speculation.method is not SpeculationMethod.NONE:
-        flags += ["--speculation", runtime.speculation.method.value]
-        flags += ["--speculation-max-tokens", str(runtime.speculation.max_tokens)]
-    if runtime.lora is not None:
-        flags += ["--max-adapters", str(runtime.lora.max_adapters)]
-        flags += ["--max-cpu-adapters", str(runtime.lora.max_cpu_adapters)]
-        flags += ["--max-rank", str(runtime.lora.max_rank)]
-    return flags
+def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
+    """The model and how to run it: what the command line of a pod says, and what POST /model is sent."""
+    model, runtime, lora = service.spec.model, service.spec.runtime, service.spec.runtime.lora
+    drafts = runtime.speculation.method is not SpeculationMethod.NONE
+    return ModelSpec(
+        uri=model_access.address(model),
+        served_name=service.served_name,
+        revision=revision.hash,
+        dtype=runtime.dtype,
+        max_model_len=runtime.max_model_len,
+        max_num_seqs=runtime.max_num_seqs,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        block_size=runtime.block_size,
+        max_output_tokens=runtime.max_output_tokens,
+        kv_cache_bytes=runtime.kv_cache.bytes,
+        gpu_memory_utilization=str(runtime.kv_cache.gpu_memory_utilization),
+        model_digest=model.digest,
+        tokenizer_uri=model.tokenizer.uri,
+        tokenizer_sha256=model.tokenizer.sha256,
+        chat_template=model.chat_template,
+        sampling_defaults=_sampling_defaults(model.sampling_defaults),
+        quantization=runtime.quantization,
+        kv_cache_dtype=runtime.kv_cache.dtype,
+        kv_cache_host_bytes=runtime.kv_cache.host_bytes,
+        deterministic=runtime.deterministic,
+        tensor_parallel_size=runtime.tensor_parallel_size,
+        speculation=runtime.speculation.method,
+        speculation_max_tokens=runtime.speculation.max_tokens if drafts else 0,
+        max_adapters=lora.max_adapters if lora is not None else 0,
+        max_cpu_adapters=lora.max_cpu_adapters if lora is not None else 0,
+        max_rank=lora.max_rank if lora is not None else 0,
+        warm_prompts=tuple(_warm_prompt(one) for one in model.warm_prompts),
+    )
 
 
-def warm_prompts(prompt: WarmPrompt) -> str:
-    """One warm prompt as the runtime takes it: a JSON list with a text, or with a list of messages."""
-    one: object = prompt.prompt or [message.to_json() for message in prompt.messages]
-    return json.dumps([one], ensure_ascii=False, separators=(",", ":"))
+def _warm_prompt(warm: WarmPrompt) -> str | tuple[dict[str, str], ...]:
+    return warm.prompt or tuple({"role": message.role.value, "content": message.content} for message in warm.messages)
 
 
 def _literal(text: str) -> str:
@@ -159,8 +157,8 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def sampling_defaults(defaults: SamplingDefaults) -> str:
-    """JSON with the names of the OpenAI API, which are those of the runtime."""
+def _sampling_defaults(defaults: SamplingDefaults) -> dict[str, float | int]:
+    """By the names of the OpenAI API, which are those of the runtime."""
     values = {
         "temperature": defaults.temperature,
         "top_p": defaults.top_p,
@@ -169,22 +167,24 @@ def sampling_defaults(defaults: SamplingDefaults) -> str:
         "repetition_penalty": defaults.repetition_penalty,
         "max_tokens": defaults.max_tokens,
     }
-    present = {
+    return {
         name: value if isinstance(value, int) else float(value) for name, value in values.items() if value is not None
     }
-    return json.dumps(present, separators=(",", ":"))
 
 
-def _environment(
-    service: InferenceService, overlay: ContainerOverlay, token_digests: Iterable[str]
-) -> list[dict[str, Any]]:
+def _environment(service: InferenceService, overlay: ContainerOverlay, access: PortAccess) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
-    defaults: list[dict[str, Any]] = [{"name": "OMP_NUM_THREADS", "valueFrom": threads}]
+    # The root is read-only: Triton's compiled kernels, and whatever looks for a home, go where the pod may write.
+    defaults: list[dict[str, Any]] = [
+        {"name": "OMP_NUM_THREADS", "valueFrom": threads},
+        {"name": "HOME", "value": names.CACHE_DIRECTORY},
+        {"name": "TRITON_CACHE_DIR", "value": f"{names.CACHE_DIRECTORY}/triton"},
+    ]
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
-        {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(token_digests)},
+        access.environment(),
     ]
     keys = model_access.credentials(service.spec.model)
     return _merged("name", defaults, keys, service.spec.runtime.env, overlay.env, own)

@@ -221,10 +221,12 @@ class _Slots:
                 attempt=used + 1,
                 failures=failures,
                 not_before=(self._now + pause).replace(microsecond=0) if pause else None,
+                last_end=because[:256],
             )
             if because:
                 in_how_long = f" in {int(pause.total_seconds())}s" if pause else ""
-                message = f"slot {slot} gets a new replica{in_how_long}: {because}"
+                counts = f"attempt {used + 1}, failures in a row: {failures}"
+                message = f"slot {slot} gets a new replica{in_how_long} ({counts}): {because}"
                 events.append(Event(reason=EventReason.REPLICA_REPLACED, action="Replace", message=message))
 
         attempt = status.attempt

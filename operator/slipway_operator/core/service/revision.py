@@ -28,7 +28,13 @@ HASH_LENGTH: Final = 10
 SHORT_LENGTH: Final = 5  # in the names of pods
 # Kubernetes' alphabet for generated names: no vowels, so no words; no digit that looks like a letter.
 _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
-_INPUTS: Final = {"model", "runtime", "resources", "template"}
+_INPUTS: Final[dict[str, Any]] = {
+    "model": True,
+    "runtime": True,
+    "resources": True,
+    "template": True,
+    "routing": {"direct_access"},  # pods are told at their start which callers they answer
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Revision:
 def inputs(spec: InferenceServiceSpec) -> str:
     """What is hashed: canonical JSON of what the user wrote about the pods, without defaults."""
     written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=_INPUTS)
+    written = {section: values for section, values in written.items() if values}
     return json.dumps(written, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 

@@ -32,7 +32,7 @@ from slipway_api.conditions import (
     remove_condition,
     set_condition,
 )
-from slipway_api.inference_service import InferenceService
+from slipway_api.inference_service import DirectAccess, InferenceService
 from slipway_api.inference_status import (
     Address,
     AttemptStatus,
@@ -46,12 +46,12 @@ from slipway_api.inference_status import (
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Recommendation
-from slipway_operator.core.service.explain import Trouble, explain
+from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
+from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
-from slipway_operator.core.service.route import route
+from slipway_operator.core.service.route import route_condition
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6
@@ -97,16 +97,13 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     is_complete = not decided.rollout.is_rolling and decided.rollout.serves_instead
     current = decided.revision.hash if is_complete or not before.current_revision else before.current_revision
     updated = [one for one in decided.members if one.is_live and one.replica.revision == decided.revision.hash]
-    name, namespace = service.metadata.name, service.metadata.namespace
+    name = service.metadata.name
     url = f"{observed.defaults.gateway_url.rstrip('/')}/v1"
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         conditions=_conditions(observed, decided, ready, now),
         url=url,
-        addresses=(
-            Address(name="gateway", url=url),
-            Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1"),
-        ),
+        addresses=_addresses(service, url),
         replicas=len(decided.members),
         ready_replicas=ready,
         updated_replicas=len(updated),
@@ -118,9 +115,18 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         update_revision=decided.revision.hash,
         revisions=_revisions(observed, decided, current),
         attempts=decided.attempts,
-        autoscaling=_autoscaling(before, decided, now),
+        autoscaling=_autoscaling(service, decided, now),
         capacity=_capacity(decided) or before.capacity,
     )
+
+
+def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
+    """The gateway, and the Kubernetes Service past it where replicas take requests without a serving token."""
+    through_gateway = Address(name="gateway", url=gateway)
+    if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY:
+        return (through_gateway,)
+    name, namespace = service.metadata.name, service.metadata.namespace
+    return through_gateway, Address(name="service", url=f"http://{name}.{namespace}.svc.cluster.local/v1")
 
 
 def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceServiceStatus:
@@ -192,9 +198,9 @@ def _capacity(decided: Decided) -> CapacityStatus | None:
 # --- autoscaling ------------------------------------------------------------------------------------------------------
 
 
-def _autoscaling(before: InferenceServiceStatus, decided: Decided, now: datetime) -> AutoscalingStatus | None:
-    scaling = decided.scaling
-    if scaling is None:
+def _autoscaling(service: InferenceService, decided: Decided, now: datetime) -> AutoscalingStatus | None:
+    scaling, policy, before = decided.scaling, service.spec.autoscaling, service.status
+    if scaling is None or policy is None:
         return None
     known = before.autoscaling or AutoscalingStatus()
     was = before.desired_replicas
@@ -203,12 +209,12 @@ def _autoscaling(before: InferenceServiceStatus, decided: Decided, now: datetime
         change = ScalingDecision(
             time=now.replace(microsecond=0), from_=was, to=decided.desired, reason=scaling.reason[:1024]
         )
-        history = (change, *history)[:HISTORY_LENGTH]
+        history = with_change(history, change, policy)
     if history is known.history and not _moved(known, scaling, now):
         return known
     return AutoscalingStatus(
         recommended_replicas=scaling.recommended,
-        limited_by=scaling.limited_by,
+        limited_by=scaling.limited_by or "",
         signals=_signals(scaling, now) or known.signals,
         history=history,
     )
@@ -250,8 +256,8 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     conditions = service.status.conditions
     if service.status.update_revision != decided.revision.hash:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: its clock starts now
-    trouble = explain(observed, decided.members, decided.revision, decided.assignment, now=now)
-    stalled = trouble.stalled or _past_deadline(observed, decided, trouble, now)
+    problems = find_problems(observed, decided.members, decided.revision, decided.assignment, now=now)
+    stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:
         nonlocal conditions
@@ -259,16 +265,16 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
             conditions, type, status, reason.value, message[:4096], generation=generation, now=now
         )
 
-    status, reason, message = _readiness(service.status.conditions, decided, ready, trouble, stalled)
+    status, reason, message = _readiness(service.status.conditions, decided, ready, problems, stalled)
     write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
     write(
         ConditionType.WORKLOAD_AVAILABLE,
         enough,
         Reason.AVAILABLE if enough else (Reason.DEGRADED if ready else Reason.NO_READY_REPLICAS),
-        trouble.sentence(ready, decided.desired),
+        problems.summarize(ready, decided.desired),
     )
-    write(ConditionType.ROUTE_READY, *route(observed, ready))
+    write(ConditionType.ROUTE_READY, *route_condition(observed, ready))
 
     if stalled:
         write(ConditionType.STALLED, True, *stalled)
@@ -291,11 +297,11 @@ def _readiness(
     before: tuple[Condition, ...],
     decided: Decided,
     ready: int,
-    trouble: Trouble,
+    problems: Problems,
     stalled: tuple[Reason, str] | None,
 ) -> tuple[ConditionStatus, Reason, str]:
     """The table on top."""
-    sentence = trouble.sentence(ready, decided.desired)
+    sentence = problems.summarize(ready, decided.desired)
     if decided.desired == 0:
         return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, "no replicas are asked for"
     if ready >= decided.desired:
@@ -308,9 +314,9 @@ def _readiness(
     served = was is not None and was.status is ConditionStatus.TRUE and was.reason != Reason.SCALED_TO_ZERO
     if served or (was is not None and was.reason == Reason.NO_READY_REPLICAS):
         return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, sentence
-    if trouble.waits_for_gpu:
+    if problems.waits_for_gpu:
         return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
-    return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if trouble.downloads else Reason.LOADING, sentence
+    return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
 
 
 def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
@@ -340,7 +346,9 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     return max(moments) + deadline if moments else None
 
 
-def _past_deadline(observed: Observed, decided: Decided, trouble: Trouble, now: datetime) -> tuple[Reason, str] | None:
+def _past_deadline(
+    observed: Observed, decided: Decided, problems: Problems, now: datetime
+) -> tuple[Reason, str] | None:
     """No progress for progressDeadlineSeconds; stays so until there is progress or another revision is asked for."""
     if _is_settled(decided):
         return None
@@ -355,7 +363,7 @@ def _past_deadline(observed: Observed, decided: Decided, trouble: Trouble, now: 
         return None
     seconds = observed.service.spec.rollout.progress_deadline_seconds
     new = decided.ready_of(decided.revision.hash)
-    sentence = trouble.sentence(new, decided.desired, f" of revision {decided.revision.hash}")
+    sentence = problems.summarize(new, decided.desired, decided.revision.hash)
     return (
         Reason.PROGRESS_DEADLINE_EXCEEDED,
         f"no progress for {seconds}s: {sentence}; fix the spec, or set it back to the revision before",
@@ -378,6 +386,8 @@ def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionS
         return ConditionStatus.TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale"
     status = ConditionStatus.UNKNOWN if scaling.is_active is None else ConditionStatus(str(scaling.is_active))
     was = find_condition(before.conditions, ConditionType.SCALING_ACTIVE)
+    if was is not None and scaling.keeps_condition:
+        return was.status, Reason(was.reason), was.message
     has_changed = (
         was is None
         or was.reason != scaling.verdict

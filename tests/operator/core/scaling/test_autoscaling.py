@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import pytest
 
-from slipway_api.autoscaling import Autoscaling, MetricType
+from slipway_api.autoscaling import Autoscaling, Limit, MetricType
 from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.observed import PastRecommendation, Sample
-from slipway_operator.core.scaling.autoscaling import Past, Recommendation, decide
+from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Past, Recommendation, decide, with_change
 from slipway_operator.core.scaling.signals import Readings
 from tests.builders import T0, minutes, seconds
 
@@ -28,8 +28,10 @@ def pods(count, *, kv=0.0, waiting=0, running=0, at=T0):
     return tuple(Sample(at=at, kv_usage=kv, running=running, waiting=waiting) for _ in range(count))
 
 
-def ask(rules, readings, *, current, now=T0, no_room="", **past) -> Recommendation:
-    return decide(rules, readings, Past(current=current, **past), max_num_seqs=64, no_room=no_room, now=now)
+def ask(rules, readings, *, current, now=T0, capacity_shortage="", **past) -> Recommendation:
+    return decide(
+        rules, readings, Past(current=current, **past), max_num_seqs=64, capacity_shortage=capacity_shortage, now=now
+    )
 
 
 @dataclass
@@ -70,14 +72,14 @@ class Fleet:
             Readings(metered=(each,) * ready, pending=len(self.loading)),
             Past(current=self.replicas, history=self.history, recommendations=self.window),
             max_num_seqs=64,
-            no_room="",
+            capacity_shortage="",
             now=now,
         )
         self.window = self.last.recommendations
         if self.last.desired != self.replicas:
             self.changes.append((int(self.now.total_seconds()), self.replicas, self.last.desired))
             change = ScalingDecision(time=now, from_=self.replicas, to=self.last.desired, reason=self.last.reason)
-            self.history = (change, *self.history)[:5]
+            self.history = with_change(self.history, change, self.rules)
             for number in range(self.replicas + 1, self.last.desired + 1):
                 self.loading[number] = self.now + seconds(self.load_seconds)
             self.replicas = self.last.desired
@@ -180,7 +182,7 @@ def test_silent_replicas_count_against_the_change(readings, current, expected):
 def test_when_all_are_silent_the_number_is_held_and_said():
     answer = ask(quick(), Readings(silent=3), current=3)
     assert (answer.desired, answer.verdict, answer.is_active) == (3, Reason.METRICS_MISSING, False)
-    assert answer.reason == "none of 3 ready pods says how loaded it is: holding 3"
+    assert answer.reason == "none of 3 ready pods reports its load: holding 3"
 
 
 @pytest.mark.capability("AS-4")
@@ -190,6 +192,23 @@ def test_after_a_long_silence_the_fallback_counts_only_if_it_is_more(fallback, e
     silence = Readings(silent=3)
     assert ask(rules, silence, current=3, silent_since=T0 - seconds(599)).desired == 3
     assert ask(rules, silence, current=3, silent_since=T0 - seconds(600)).desired == expected
+
+
+@pytest.mark.capability("AS-4")
+def test_replicas_that_were_not_asked_yet_are_not_silent():
+    """C5: after a change of leader no sample exists; that holds the number and says nothing."""
+    answer = ask(quick(), Readings(unasked=3), current=3)
+    assert (answer.desired, answer.keeps_condition) == (3, True)
+    assert answer.again_at == T0 + seconds(10)
+
+
+@pytest.mark.capability("AS-4")
+def test_the_first_answer_after_a_change_of_leader_does_not_decide_for_all():
+    """C5: one of three has answered and is idle; the two others may be busy."""
+    answer = ask(quick(), Readings(metered=pods(1), unasked=2), current=3)
+    assert (answer.desired, answer.verdict) == (2, Reason.METRICS_FRESH), "only the one that is known to be idle"
+    hot = ask(quick(), Readings(metered=pods(1, waiting=9), unasked=2), current=3)
+    assert hot.desired == 5
 
 
 def test_while_nothing_is_ready_nothing_is_missing():
@@ -214,9 +233,30 @@ def test_gives_up_a_replica_only_if_the_others_can_carry_its_share():
 
 @pytest.mark.capability("AS-4")
 def test_without_room_for_the_last_ones_no_more_are_asked_for():
-    answer = ask(quick(), Readings(metered=pods(2, kv=0.95), pending=0), current=2, no_room="0/2 nodes are available")
+    answer = ask(
+        quick(), Readings(metered=pods(2, kv=0.95), pending=0), current=2, capacity_shortage="0/2 nodes are available"
+    )
     assert (answer.desired, answer.verdict) == (2, Reason.LIMITED_BY_CAPACITY)
     assert answer.reason.endswith("3 wanted, limited by LimitedByCapacity: 0/2 nodes are available")
+
+
+@pytest.mark.capability("AS-4")
+@pytest.mark.parametrize(
+    ("limit", "rules", "shortage"),
+    [
+        (Reason.LIMITED_BY_MAX, quick(maxReplicas=2), ""),
+        (Reason.LIMITED_BY_CAPACITY, quick(), "0/2 nodes are available"),
+    ],
+)
+def test_load_that_hovers_around_its_target_does_not_repeat_the_warning_of_a_limit(limit, rules, shortage):
+    """Finding 17: LimitedByMax and MetricsFresh alternated with every other sample, each time with a Warning."""
+    verdict = ""
+    for kv in (0.95, 0.85, 0.95, 0.85):
+        readings = Readings(metered=pods(2, kv=kv))
+        verdict = ask(rules, readings, current=2, capacity_shortage=shortage, verdict=verdict).verdict
+        assert verdict is limit
+    calm = ask(rules, Readings(metered=pods(2, kv=0.3)), current=2, capacity_shortage=shortage, verdict=verdict)
+    assert calm.verdict is Reason.METRICS_FRESH
 
 
 @pytest.mark.capability("AS-1")
@@ -232,6 +272,32 @@ def test_tells_the_evidence():
     limited = ask(quick(maxReplicas=4), Readings(metered=pods(2, waiting=9, at=T0)), current=2)
     assert limited.reason == ("2→4: QueueDepth 9.00 > 2.00 (2/2 pods, 0s old); 9 wanted, limited by LimitedByMax")
     assert limited.verdict is Reason.LIMITED_BY_MAX
+
+
+SLOW = {"stabilizationWindowSeconds": 0, "maxPods": 1, "periodSeconds": 60}
+HOT, COLD = Readings(metered=pods(2, waiting=9)), Readings(metered=pods(4))
+
+
+@pytest.mark.capability("AS-1")
+@pytest.mark.parametrize(
+    ("limit", "rules", "readings", "facts"),
+    [
+        (Limit.LIMITED_BY_MAX, quick(maxReplicas=3), HOT, {"current": 2}),
+        (Limit.MIN_REPLICAS, quick(minReplicas=3), COLD, {"current": 4}),
+        (Limit.LIMITED_BY_CAPACITY, quick(), HOT, {"current": 2, "capacity_shortage": "0/2 nodes are available"}),
+        (Limit.SCALE_UP_RATE, policy(behavior={"scaleUp": SLOW}), HOT, {"current": 2}),
+        (Limit.SCALE_DOWN_RATE, policy(behavior={"scaleDown": SLOW}), COLD, {"current": 4}),
+        (Limit.STABILIZATION_WINDOW, policy(), COLD, {"current": 4}),
+        (Limit.LIVE_DEMAND, quick(), Readings(metered=pods(4, running=48)), {"current": 4}),
+    ],
+    ids=[limit.value for limit in Limit],
+)
+def test_each_limit_is_named_where_it_holds_the_number(limit, rules, readings, facts):
+    answer = ask(rules, readings, **facts)
+
+    assert answer.limited_by is limit
+    assert answer.desired != answer.recommended
+    assert answer.reason.count(f"{answer.recommended} wanted, limited by {limit.value}") == 1
 
 
 # --- windows and rates --------------------------------------------------------------------------------------------
@@ -304,10 +370,62 @@ def test_rates_look_at_the_history_in_status_so_a_takeover_does_not_double_them(
     assert later.desired == 6
 
 
-def test_more_changes_than_status_remembers_wait_for_the_period_to_end():
-    history = tuple(ScalingDecision(time=T0 - seconds(n), from_=3, to=4) for n in range(1, 6))
-    rules = policy(behavior={"scaleUp": {"maxPods": 50}})
-    assert ask(rules, Readings(metered=pods(4, waiting=9)), current=4, history=history).desired == 4
+@pytest.mark.capability("AS-2")
+def test_five_changes_in_a_long_period_leave_the_rest_of_its_allowance():
+    """Finding 18: with five changes in the period nothing was allowed any more, even with maxPods 100 in 1800 s."""
+    history = tuple(ScalingDecision(time=T0 - seconds(n), from_=n, to=n + 1) for n in range(1, 6))
+    rules = policy(maxReplicas=500, behavior={"scaleUp": {"maxPods": 100, "periodSeconds": 1800}})
+
+    answer = ask(rules, Readings(metered=pods(6, waiting=900)), current=6, history=history)
+
+    assert (answer.desired, answer.limited_by) == (101, "ScaleUpRate")
+
+
+@pytest.mark.capability("AS-2")
+def test_changes_beyond_the_length_of_the_history_still_count_in_their_period():
+    """Finding 18: the history has five entries; the sixth change of a period must not make room for more."""
+    rules = policy(maxReplicas=500, behavior={"scaleUp": {"maxPods": 20, "periodSeconds": 1800}})
+    history = ()
+    for number in range(1, 18):
+        change = ScalingDecision(time=T0 + seconds(20 * number), from_=number, to=number + 1, reason=f"step {number}")
+        history = with_change(history, change, rules)
+
+    answer = ask(rules, Readings(metered=pods(18, waiting=900)), current=18, history=history, now=T0 + seconds(400))
+
+    assert len(history) == HISTORY_LENGTH
+    assert history[0].reason == "step 17"
+    assert answer.desired == 18 + 20 - 17
+
+
+@pytest.mark.capability("AS-2")
+def test_growth_for_hours_is_limited_by_the_last_period_alone():
+    """Finding 18: changes that are older than the period stop counting, also where entries were joined."""
+    rules = policy(maxReplicas=500, behavior={"scaleUp": {"maxPods": 100, "periodSeconds": 1800}})
+    history = ()
+    for number in range(1, 400):
+        change = ScalingDecision(time=T0 + minutes(number), from_=number, to=number + 1)
+        history = with_change(history, change, rules)
+
+    answer = ask(rules, Readings(metered=pods(400, waiting=900)), current=400, history=history, now=T0 + minutes(400))
+
+    # 30 changes in the period; a joined entry counts for up to a quarter of the period longer.
+    assert 400 + 100 - 30 - 8 <= answer.desired <= 400 + 100 - 29
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(seconds(5), 4), (minutes(60), 6)], ids=["a little", "an hour"])
+def test_a_change_from_the_future_counts_only_if_the_clocks_differ_by_less_than_its_period(ahead, expected):
+    """A leader whose clock was an hour ahead must not stop its successor for an hour."""
+    change = ScalingDecision(time=T0 + ahead, from_=2, to=4)
+
+    assert ask(policy(), Readings(metered=pods(4, waiting=9)), current=4, history=(change,)).desired == expected
+
+
+def test_a_clock_that_is_set_back_holds_a_scale_down_for_one_window_at_most():
+    fleet = Fleet(policy(), replicas=4)
+    fleet.load(kv=3.0).at(minutes(60))
+    fleet.now = minutes(10)
+    fleet.load(kv=0.2).at(minutes(10) + seconds(298)).expect(replicas=4)
+    fleet.at(minutes(16)).expect(replicas=3)
 
 
 def test_window_stays_small_however_long_nothing_happens():

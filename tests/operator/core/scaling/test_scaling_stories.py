@@ -145,6 +145,57 @@ def test_a_new_operator_every_minute_neither_flaps_nor_gives_up_early():
     assert world.desired == 1
 
 
+@pytest.mark.capability("AS-4")
+@pytest.mark.parametrize("first_answer", [1, 5, 9])
+def test_a_change_of_leader_causes_no_warning_and_no_change_of_a_condition(first_answer):
+    """C5: the new leader called replicas silent that it had not asked yet: ScalingHeld, MetricsStale."""
+    world = fleet()
+    world.load = shared(kv=1.2, running=4)
+    world.run(60)
+    told, conditions = len(world.events), world.service.status.conditions
+    for _ in range(3):
+        world.restart_operator()
+        for pod in world.pods.values():
+            pod.answers = False
+        world.reconcile()
+        world.run(first_answer)
+        for pod in world.pods.values():
+            pod.answers = True
+        world.run(30)
+    assert [event.reason for event in world.events[told:]] == []
+    assert world.service.status.conditions == conditions
+
+
+@pytest.mark.capability("AS-4")
+def test_replicas_that_never_answer_the_new_leader_are_called_silent_after_a_while():
+    """C5: the patience ends; a replica that had the time to answer is silent."""
+    world = fleet()
+    world.restart_operator()
+    for pod in world.pods.values():
+        pod.answers = False
+    world.run(30)
+    assert world.condition("ScalingActive").reason == "MetricsMissing"
+    assert world.event_reasons().count("ScalingHeld") == 1
+
+
+@pytest.mark.capability("AS-2")
+def test_after_a_fail_over_one_whole_window_passes_before_a_scale_down():
+    """The number in status counts as recommended now, however long the load has been low."""
+    world = fleet(behavior={"scaleDown": {"stabilizationWindowSeconds": 90, "maxPods": 1, "periodSeconds": 10}})
+    world.load = shared(kv=2.2, waiting=6)
+    world.run(60)
+    world.load = shared()
+    world.run(80)
+    history = world.service.status.autoscaling.history
+    world.restart_operator()
+    taken_over = world.now
+    while world.desired == 3:
+        world.tick()
+    waited = (world.now - taken_over).total_seconds()
+    assert 90 <= waited <= 100
+    assert world.service.status.autoscaling.history[1:] == history, "what was decided before is known to the new one"
+
+
 def test_external_mode_follows_the_number_that_others_write():
     world = SimulatedCluster(a_service(replicas=2, autoscaling={"mode": "External", "maxReplicas": 5}))
     world.reconcile()

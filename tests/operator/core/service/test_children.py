@@ -1,8 +1,9 @@
-"""The Kubernetes Service and the disruption budget."""
+"""Kubernetes Service, disruption budget and network policy of a service's replicas."""
 
 import pytest
 
-from slipway_operator.core.service.children import children, disruption_budget, kube_service
+from slipway_operator.core.observed import Network
+from slipway_operator.core.service.children import children, disruption_budget, kube_service, network_policy
 from tests.builders import UID, a_service
 
 
@@ -30,3 +31,55 @@ def test_what_is_applied_already_is_left_out():
     assert [child.key for child in first] == ["PodDisruptionBudget/chat", "Service/chat"]
     assert children(a_service(), desired=2, applied=applied) == ()
     assert [child.key for child in children(a_service(), desired=3, applied=applied)] == ["PodDisruptionBudget/chat"]
+
+
+NETWORK = Network(release_namespace="slipway-system", client_namespaces=("batch",), metrics_namespaces=("monitoring",))
+CONTROL = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "slipway-system"}},
+    "podSelector": {
+        "matchExpressions": [
+            {"key": "app.kubernetes.io/component", "operator": "In", "values": ["operator", "gateway"]}
+        ]
+    },
+}
+
+
+def namespace(name):
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
+@pytest.mark.capability("SE-2")
+def test_the_admin_port_admits_operator_gateway_and_scrapers_alone():
+    """Security finding: no network policy stood before the replicas."""
+    manifest = network_policy(a_service(), NETWORK)
+
+    assert manifest["metadata"]["name"] == "chat-replicas"
+    assert manifest["metadata"]["ownerReferences"][0]["uid"] == UID
+    assert manifest["spec"]["podSelector"] == {"matchLabels": {"slipway.dev/service": "chat"}}
+    assert manifest["spec"]["policyTypes"] == ["Ingress"]
+    assert manifest["spec"]["ingress"][1] == {
+        "ports": [{"port": 8001, "protocol": "TCP"}],
+        "from": [CONTROL, namespace("monitoring")],
+    }
+
+
+def test_the_serving_port_is_open_or_admits_the_gateway_and_the_installations_clients():
+    open_to_all = network_policy(a_service(), NETWORK)
+    closed = network_policy(a_service(routing={"directAccess": "GatewayOnly"}), NETWORK)
+
+    assert open_to_all["spec"]["ingress"][0] == {"ports": [{"port": 8000, "protocol": "TCP"}]}
+    assert closed["spec"]["ingress"][0]["from"] == [CONTROL, namespace("batch")]
+
+
+def test_an_installation_without_policies_gets_none():
+    with_policy = children(a_service(), desired=1, applied={}, network=NETWORK)
+
+    assert [child.key for child in with_policy] == [
+        "NetworkPolicy/chat-replicas",
+        "PodDisruptionBudget/chat",
+        "Service/chat",
+    ]
+    assert [child.key for child in children(a_service(), desired=1, applied={})] == [
+        "PodDisruptionBudget/chat",
+        "Service/chat",
+    ]

@@ -17,7 +17,13 @@ def test_a_ready_replica_leaves_the_route_first():
     steps = look(a_pod().ready())
     (action,) = steps.actions
     assert action == DrainPod(
-        name=action.name, uid=action.uid, started=T0, timeout_seconds=300, reason="scaling down", marked=False
+        name=action.name,
+        uid=action.uid,
+        started=T0,
+        timeout_seconds=300,
+        refuse_after_seconds=5,
+        reason="scaling down",
+        marked=False,
     )
     assert [event.reason for event in steps.events] == ["ReplicaDraining"]
     assert steps.again_at == T0 + seconds(5)

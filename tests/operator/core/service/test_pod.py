@@ -4,15 +4,17 @@ import json
 
 import pytest
 
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import build_pod
 from slipway_operator.core.service.revision import Revision
 from tests.builders import UID, a_service
 
 REVISION = Revision("bcdfghjklm", "slipway/runtime:1")
+ACCESS = PortAccess(nonce="d00d", admin_digests=("aa", "bb"))
 
 
 def pod_of(service, slot=0, attempt=0):
-    return build_pod(service, REVISION, slot=slot, attempt=attempt, token_digests=("aa", "bb"))
+    return build_pod(service, REVISION, slot=slot, attempt=attempt, access=ACCESS)
 
 
 def server_of(service):
@@ -141,6 +143,18 @@ def test_threads_follow_the_cpu_limit_unless_the_user_says_otherwise():
     assert env_of(named)["OMP_NUM_THREADS"] == {"name": "OMP_NUM_THREADS", "value": "4"}
 
 
+def test_compiled_kernels_and_whatever_wants_a_home_go_where_the_pod_may_write():
+    """Kernels finding 2: with a read-only root, Triton had nowhere to keep what it compiles."""
+    env, server = env_of(a_service()), server_of(a_service())
+
+    assert env["TRITON_CACHE_DIR"]["value"] == "/var/cache/slipway/triton"
+    assert env["HOME"]["value"] == "/var/cache/slipway"
+    assert {"name": "cache", "mountPath": "/var/cache/slipway"} in server["volumeMounts"]
+
+    named = a_service(runtime={"env": [{"name": "TRITON_CACHE_DIR", "value": "/models/triton"}]})
+    assert env_of(named)["TRITON_CACHE_DIR"]["value"] == "/models/triton"
+
+
 @pytest.mark.capability("DD-1")
 def test_a_replica_is_one_pod_with_its_own_gpus_spread_over_nodes():
     service = a_service(
@@ -201,7 +215,11 @@ def test_merges_the_users_overlay_by_name():
     pod = pod_of(service)
     spec = pod["spec"]
     assert pod["metadata"]["labels"]["team"] == "search"
-    assert pod["metadata"]["annotations"] == {"note": "x", "slipway.dev/served-name": "chat"}
+    assert pod["metadata"]["annotations"] == {
+        "note": "x",
+        "slipway.dev/served-name": "chat",
+        "slipway.dev/admin-nonce": "d00d",
+    }
     assert spec["nodeSelector"] == {"zone": "a"}
     assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert [one["topologyKey"] for one in spec["topologySpreadConstraints"]] == ["kubernetes.io/hostname", "zone"]

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import arguments, build_pod
 from slipway_operator.core.service.revision import Revision
 from slipway_runtime.command_line import arguments_of, serve_settings
@@ -15,7 +16,7 @@ REVISION = Revision("bcdfghjklm", "slipway/runtime:1")
 
 
 def pod_of(service):
-    return build_pod(service, REVISION, slot=0, attempt=0, token_digests=("aa",))["spec"]
+    return build_pod(service, REVISION, slot=0, attempt=0, access=PortAccess(nonce="n", admin_digests=("aa",)))["spec"]
 
 
 def server_of(service):
@@ -33,9 +34,9 @@ def test_an_image_of_before_gets_no_flag_that_it_does_not_know():
     service = a_service(uri="hf://org/model@abc", runtime={"image": "slipway/runtime:0.1.0"})
 
     assert shlex.join(arguments(service, REVISION)) == (
-        "serve hf://org/model@abc --served-name chat --revision bcdfghjklm --port 8000 --admin-port 8001 --dtype auto"
-        " --max-num-seqs 64 --max-num-batched-tokens 2048 --block-size 16 --gpu-memory-utilization 0.85"
-        """ --sampling-defaults '{"max_tokens":1024}' --drain-timeout 300"""
+        "serve hf://org/model@abc --port 8000 --admin-port 8001 --drain-timeout 300 --served-name chat"
+        " --revision bcdfghjklm --dtype auto --max-num-seqs 64 --max-num-batched-tokens 2048 --block-size 16"
+        """ --gpu-memory-utilization 0.85 --sampling-defaults '{"max_tokens":1024}'"""
     )
 
 

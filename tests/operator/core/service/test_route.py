@@ -58,6 +58,15 @@ def test_the_older_one_hears_nothing_of_it():
     assert "NameConflict" not in {event.reason for event in made.events}
 
 
+def test_of_two_created_in_one_second_the_namespace_is_compared_before_the_name():
+    """Finding 20: the gateway compared `a-b/chat` with `a/chat` as strings and took the other one."""
+    service = a_service("chat", model={"servedName": "llama"}, created_at=T0)
+    service = service.model_copy(update={"metadata": service.metadata.model_copy(update={"namespace": "a"})})
+    made = plan(seen(service, namesakes=(other(T0, "chat", "a-b"),)), T0 + minutes(1))
+
+    assert find_condition(made.status.conditions, "RouteReady").reason != "NameConflict"
+
+
 @pytest.mark.parametrize(("name", "has_it"), [("abc", True), ("xyz", False)])
 def test_of_two_created_in_one_second_the_first_by_name_has_it(name, has_it):
     made = planned(other(T0), name=name)

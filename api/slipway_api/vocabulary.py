@@ -1,0 +1,133 @@
+"""Every condition, event and limit of an InferenceService with its meaning: the one list for documentation and tests.
+
+A reason that nothing emits is not in here, nor in the enums; the tests hold both against what the operator says.
+"""
+
+from typing import Final, NamedTuple
+
+from slipway_api.autoscaling import Limit
+from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason
+
+_TRUE, _FALSE, _UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
+
+
+class ConditionMeaning(NamedTuple):
+    """What one reason of one condition means."""
+
+    type: ConditionType
+    status: ConditionStatus
+    reason: Reason
+    meaning: str
+
+
+# Stalled=True with one of these makes Ready=False with the same reason and message while no replica serves.
+STALLED_MEANINGS: Final = {
+    Reason.INVALID_SPEC: "The spec breaks a rule, or the API server refuses the pods that it asks for.",
+    Reason.DOES_NOT_FIT: "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
+    Reason.IMAGE_PULL_FAILED: "The kubelet cannot pull the runtime image.",
+    Reason.MODEL_NOT_FOUND: "There is nothing at spec.model.uri, or its claim does not exist.",
+    Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
+    Reason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
+    Reason.QUOTA_EXCEEDED: "A ResourceQuota forbids the pods.",
+    Reason.CRASH_LOOPING: "Replicas end again and again; it holds until one is ready or the spec changes.",
+}
+
+_MEANINGS: Final = {
+    ConditionType.READY: (
+        (_TRUE, Reason.AVAILABLE, "All desired replicas take requests."),
+        (_TRUE, Reason.DEGRADED, "Fewer replicas than desired take requests."),
+        (_TRUE, Reason.SCALED_TO_ZERO, "No replicas are asked for."),
+        (_FALSE, Reason.NO_READY_REPLICAS, "It served before, and no replica does."),
+        *((_FALSE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+        (_UNKNOWN, Reason.LOADING, "Replicas start for the first time."),
+        (_UNKNOWN, Reason.DOWNLOADING_MODEL, "A replica downloads the model to its node."),
+        (_UNKNOWN, Reason.WAITING_FOR_GPU, "No node has a free GPU for a replica."),
+    ),
+    ConditionType.STALLED: tuple((_TRUE, reason, meaning) for reason, meaning in STALLED_MEANINGS.items()),
+    ConditionType.RECONCILING: (
+        (_TRUE, Reason.SCALING_UP, "Replicas that are wanted do not serve yet."),
+        (_TRUE, Reason.ROLLING_OUT, "A revision replaces the one before it."),
+    ),
+    ConditionType.WORKLOAD_AVAILABLE: (
+        (_TRUE, Reason.AVAILABLE, "All desired replicas are ready."),
+        (_FALSE, Reason.DEGRADED, "Some desired replicas are not ready."),
+        (_FALSE, Reason.NO_READY_REPLICAS, "No replica is ready."),
+    ),
+    ConditionType.ROUTE_READY: (
+        (_TRUE, Reason.ROUTED, "The gateway serves it under its served name."),
+        (_FALSE, Reason.NO_READY_REPLICAS, "There is no replica to route to."),
+        (_FALSE, Reason.NAME_CONFLICT, "An older service has the served name."),
+    ),
+    ConditionType.SCALING_ACTIVE: (
+        (_TRUE, Reason.METRICS_FRESH, "All ready replicas report their load."),
+        (_TRUE, Reason.METRICS_STALE, "Some ready replicas do not report their load."),
+        (_TRUE, Reason.LIMITED_BY_MAX, "More than maxReplicas replicas would be wanted."),
+        (_TRUE, Reason.LIMITED_BY_CAPACITY, "More would be wanted, but the last replicas found no node or no quota."),
+        (_TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale."),
+        (_FALSE, Reason.METRICS_MISSING, "No ready replica reports its load: the number is held."),
+        (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
+    ),
+}
+
+CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
+
+EVENTS: Final = {
+    EventReason.REPLICA_CREATED: "A pod was created, and for which slot.",
+    EventReason.REPLICA_READY: "A replica takes requests; how many do.",
+    EventReason.REPLICA_DRAINING: "A replica gets no new requests and finishes those it has; why.",
+    EventReason.REPLICA_DRAINED: "A replica has finished its requests and is deleted.",
+    EventReason.SCALED_UP: "More replicas are wanted; the evidence in numbers.",
+    EventReason.SCALED_DOWN: "Fewer replicas are wanted; the evidence in numbers.",
+    EventReason.ROLLOUT_STARTED: "A revision begins to replace the one before it.",
+    EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
+    EventReason.INVALID_SPEC: "The spec breaks a rule.",
+    EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
+    EventReason.SCALING_HELD: "No ready replica reports its load, so the number stays.",
+    EventReason.SCALING_LIMITED: "A limit or a lack of capacity keeps the number below what is wanted.",
+    EventReason.WAITING_FOR_GPU: "No node has a free GPU for a replica.",
+    EventReason.MODEL_DOWNLOAD_FAILED: "The model is not there, or may not be read.",
+    EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; or none can start; why.",
+    EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",
+    EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
+    EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
+    EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
+}
+
+LIMITS: Final = {
+    Limit.LIMITED_BY_MAX: "maxReplicas.",
+    Limit.MIN_REPLICAS: "minReplicas.",
+    Limit.LIMITED_BY_CAPACITY: "The last replicas found no node or no quota.",
+    Limit.SCALE_UP_RATE: "behavior.scaleUp: maxPods were added within periodSeconds.",
+    Limit.SCALE_DOWN_RATE: "behavior.scaleDown: maxPods were removed within periodSeconds.",
+    Limit.STABILIZATION_WINDOW: "A more cautious recommendation of the stabilization window.",
+    Limit.LIVE_DEMAND: "Fewer replicas could not run the requests that are there.",
+}
+
+
+def vocabulary_section() -> str:
+    """The part of the reference page that lists conditions and events."""
+    lines = [
+        "## Conditions",
+        "",
+        "Reconciling and Stalled are present only while they are True (kstatus). The message names the cause.",
+        "",
+        "| condition | status | reason | meaning |",
+        "|---|---|---|---|",
+        *(f"| {row.type.value} | {row.status.value} | {row.reason.value} | {row.meaning} |" for row in CONDITIONS),
+        "",
+        "## Events",
+        "",
+        "| type | reason | what it tells |",
+        "|---|---|---|",
+        *(f"| {reason.type} | {reason.value} | {meaning} |" for reason, meaning in EVENTS.items()),
+        "",
+        "## Limits of autoscaling",
+        "",
+        "Values of `status.autoscaling.limitedBy`, also in the message of ScalingActive.",
+        "",
+        "| limitedBy | what keeps the number away from recommendedReplicas |",
+        "|---|---|",
+        *(f"| {limit.value} | {meaning} |" for limit, meaning in LIMITS.items()),
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""`python -m bench.gpu_compile`: compiles every Triton kernel for GPUs, on a machine without one, and judges the code.
+
+Compiles what `bench.gpu_launches` records with the assembler that Triton brings along, and reads registers, stack
+(spilled registers lie there), shared memory, tensor-core instructions and the widths of loads from the result.
+Exits with 1 where a launch does not compile, spills, does not fit into shared memory, or multiplies 16-bit matrices
+without tensor cores. `--sample` compiles a few launches (in `make test`), `--ledger FILE` writes docs/gpu-ledger.md.
+Compiled code is cached in build/triton. Nothing is timed: what the numbers promise is to be measured by `bench.gpu`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TARGETS = (80, 90, 100)
+# Shared memory of a block and of a multiprocessor, warps and blocks of a multiprocessor: the CUDA guide's tables.
+SHARED_PER_BLOCK = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_PER_SM = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+WARPS_PER_SM, BLOCKS_PER_SM, REGISTERS_PER_SM = 64, 32, 1 << 16
+# Not in a step's path: a prompt's attention is bound by tensor cores, and some bytes on the stack cost it little.
+SPILLS_ALLOWED = {"_extend": 128}
+
+
+@dataclass
+class Compiled:
+    """What became of one launch."""
+
+    kernel: str
+    target: int
+    case: str
+    cases: int
+    constants: dict[str, str]
+    warps: int
+    stages: int
+    error: str = ""
+    registers: int = 0
+    spilled: int = 0  # bytes of stack a thread
+    shared: int = 0  # bytes a block
+    blocks: int = 0  # resident on a multiprocessor
+    tensor_cores: str = ""  # the instruction, empty: none
+    loads: dict[int, int] = field(default_factory=dict)  # bits -> instructions; copies to shared memory included
+    faults: list[str] = field(default_factory=list)
+
+
+def _compile(key_and_launch: tuple[str, object]) -> tuple[str, dict[str, object]]:
+    from bench.gpu_launches import Launch, compile_launch
+
+    key, launch = key_and_launch
+    assert isinstance(launch, Launch)
+    options = launch.options
+    result = Compiled(
+        launch.kernel, launch.target, launch.case, len(launch.cases), {k: str(v) for k, v in launch.constants.items()},
+        options["num_warps"], options["num_stages"],
+    )  # fmt: skip
+    try:
+        kernel = compile_launch(launch)
+    except BaseException as error:  # noqa: BLE001  whatever stops the compiler is the finding
+        result.error = f"{type(error).__name__}: {error}"[-1500:]
+        result.faults.append("does not compile")
+        return key, asdict(result)
+    result.shared = kernel.metadata.shared
+    result.registers, result.spilled = _resources(kernel.asm["cubin"])
+    result.tensor_cores, result.loads = _instructions(kernel.asm["ptx"])
+    result.blocks = _resident(result)
+    if result.spilled > SPILLS_ALLOWED.get(result.kernel, 0):
+        result.faults.append(f"spills {result.spilled} bytes")
+    if result.shared > SHARED_PER_BLOCK[result.target]:
+        result.faults.append(f"needs {result.shared} bytes of shared memory")
+    if launch.dots and not result.tensor_cores:
+        result.faults.append("multiplies without tensor cores")
+    return key, asdict(result)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack a thread."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found, told
+    return int(found[1]), int(found[2])
+
+
+def _instructions(ptx: str) -> tuple[str, dict[int, int]]:
+    """The tensor-core instruction, and the widths of the loads from global memory in bits."""
+    names = {"tcgen05": r"tcgen05\.mma", "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync"}
+    tensor_cores = next((name for name, pattern in names.items() if re.search(pattern, ptx)), "")
+    loads: dict[int, int] = {}
+    for found in re.finditer(r"\bld\.global([.\w:]*)\s", ptx):
+        vector = re.search(r"\.v(\d)", found[1])
+        element = re.search(r"\.[bfus](\d+)", found[1])
+        assert element, found[0]
+        width = int(vector[1] if vector else 1) * int(element[1])
+        loads[width] = loads.get(width, 0) + 1
+    for found in re.finditer(r"cp\.async\.c[ag]\.shared\.global[^;]*?\],\s*\[[^\]]*\],\s*(0x[0-9a-f]+|\d+)", ptx):
+        width = 8 * int(found[1], 0)
+        loads[width] = loads.get(width, 0) + 1
+    return tensor_cores, dict(sorted(loads.items()))
+
+
+def _resident(result: Compiled) -> int:
+    """Blocks that fit on a multiprocessor at once. Registers are given to a warp in units of 256."""
+    of_a_warp = -(-max(result.registers, 1) * 32 // 256) * 256
+    return min(
+        REGISTERS_PER_SM // (of_a_warp * result.warps),
+        SHARED_PER_SM[result.target] // (result.shared + 1024),  # 1 KiB a block is the driver's
+        WARPS_PER_SM // result.warps,
+        BLOCKS_PER_SM,
+    )
+
+
+def compile_all(
+    sample: bool, targets: Iterable[int], dtypes: tuple[str, ...], only: str, cases: str, jobs: int
+) -> list[Compiled]:
+    """Record the launches, compile them in `jobs` processes. only, cases: patterns for kernels and cases."""
+    from bench.gpu_launches import EDGES, KV_DTYPES, MODELS, RANKS, Recorder, record, record_sampling
+
+    recorder = Recorder()
+    for target in targets:
+        kv_dtypes = [kv for kv in KV_DTYPES if target >= 89 or kv != "fp8"]
+        if sample:
+            for kv in kv_dtypes:
+                record(recorder, target, "Llama-3.1-8B", "bf16", kv, (16,) if kv == "auto" else ())
+            record_sampling(recorder, target, "Qwen3-0.6B")
+            continue
+        for name in (*MODELS, *EDGES):
+            for dtype in [one for one in dtypes if one != "fp32"] if name in MODELS else ["bf16"]:
+                for kv in kv_dtypes:
+                    wanted = RANKS if name == "Llama-3.1-8B" else (16,)
+                    record(recorder, target, name, dtype, kv, wanted if kv == "auto" else ())
+            record_sampling(recorder, target, name)
+        for kv in kv_dtypes if "fp32" in dtypes else ():
+            record(recorder, target, "Llama-3.1-8B", "fp32", kv, (16,) if kv == "auto" else ())
+    wanted_launches = {
+        key: launch
+        for key, launch in recorder.launches.items()
+        if re.search(only, launch.kernel) and any(re.search(cases, case) for case in launch.cases)
+    }
+    print(f"{len(wanted_launches)} different compilations", file=sys.stderr, flush=True)
+    results = []
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_compile, one) for one in wanted_launches.items()]
+        for future in as_completed(futures):
+            results.append(Compiled(**future.result()[1]))  # type: ignore[arg-type]
+            print(f"{len(results)}/{len(futures)} {summary(results[-1])}", file=sys.stderr, flush=True)
+    return sorted(results, key=lambda one: (one.kernel, one.case, one.target, str(one.constants)))
+
+
+def summary(one: Compiled) -> str:
+    """One line."""
+    told = one.error.strip().splitlines()[-1] if one.error else (
+        f"{one.registers} registers, {one.spilled} spilled, {one.shared} shared, {one.blocks} blocks/SM, "
+        f"{one.tensor_cores or '-'}, loads {one.loads}"
+    )  # fmt: skip
+    return f"{one.kernel} sm_{one.target} {one.case}: {told} {'; '.join(one.faults)}"
+
+
+def main() -> int:
+    """Compile, judge, print or write."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_compile", description=__doc__)
+    parser.add_argument("--sample", action="store_true", help="a few launches that stand for the rest")
+    parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="compute capabilities, times ten")
+    parser.add_argument("--dtypes", default="bf16,fp16,fp32", help="of the activations; fp32 for one model")
+    parser.add_argument("--only", default="", help="a pattern for names of kernels")
+    parser.add_argument("--cases", default="", help="a pattern for cases, such as 'Llama.*fp8 graph'")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="write the tables of docs/gpu-ledger.md there")
+    options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / "build" / "triton"))
+    results = compile_all(
+        options.sample,
+        [int(one) for one in options.targets.split(",")],
+        tuple(options.dtypes.split(",")),
+        options.only,
+        options.cases,
+        options.jobs,
+    )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    if options.ledger:
+        from bench.gpu_ledger import ledger
+
+        options.ledger.write_text(ledger(results))
+    faulty = [one for one in results if one.faults]
+    for one in faulty:
+        print(summary(one))
+    print(f"{len(results)} compilations, {len(faulty)} with a fault")
+    return int(bool(faulty))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

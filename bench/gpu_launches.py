@@ -1,0 +1,263 @@
+"""Every Triton launch of the runtime's own wrappers, recorded without a GPU.
+
+A stub driver that knows only a compute capability is made Triton's active driver, `JITFunction.run` is replaced by a
+function that records its arguments, and the wrappers (`gpu.paged_attention`, `gpu.add_lora`, `gpu.draw`, ...) are
+called with CPU tensors in the shapes and strides of published models. So the constants, tiles, warps, stages and the
+specializations on alignment are those of serving, decided by the code that decides them in serving.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+PAGE = 16
+LIKE = torch.empty(0)
+TOKENS = 2048  # of a prefill
+MAX_MODEL_LEN = 32_768
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a published model that decide how kernels are compiled."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    vocabulary: int  # columns of the logits, padding included
+    tokens: int  # columns that are tokens
+    norms: bool = False
+    window: int | None = None
+
+
+MODELS = {
+    "Llama-3.1-8B": Model(32, 8, 128, 4096, 14336, 128256, 128256),
+    "Qwen3-0.6B": Model(16, 8, 128, 1024, 3072, 151936, 151669, norms=True),
+    "SmolLM2-135M": Model(9, 3, 64, 576, 1536, 49152, 49152),
+    "TinyLlama-1.1B": Model(32, 4, 64, 2048, 5632, 32000, 32000),
+    "Qwen2.5-7B": Model(28, 4, 128, 3584, 18944, 152064, 151665),
+}
+# Head sizes, ratios of heads and vocabularies that no model above has, up to the largest that a GPU is given.
+EDGES = {
+    "head 80": Model(32, 32, 80, 2560, 6912, 50304, 50304),
+    "head 96": Model(32, 32, 96, 3072, 8192, 32064, 32064, window=2047),
+    "head 256": Model(8, 4, 256, 2304, 9216, 262144, 262144, window=4096),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KV_DTYPES = ("auto", "fp8", "int8")
+RANKS = (8, 16, 64, 128, 256)
+
+
+@dataclass
+class Launch:
+    """One compilation: a kernel with its signature, constants and options for a target; and where it is launched."""
+
+    module: str
+    kernel: str
+    target: int
+    signature: dict[str, str]
+    constexprs: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    constants: dict[str, Any]  # by name
+    case: str
+    grid: tuple[int, ...]
+    cases: list[str] = field(default_factory=list)
+    dots: bool = False  # tensor cores can do its products: 16-bit operands
+
+    @property
+    def key(self) -> str:
+        """The same for launches that compile to the same code."""
+        parts = (
+            self.kernel, self.target, sorted(self.signature.items()), sorted(map(str, self.constexprs.items())),
+            sorted(map(str, self.attrs.items())), self.options.get("num_warps"), self.options.get("num_stages"),
+        )  # fmt: skip
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+class _StubDriver:
+    """An active driver that knows a target and nothing else."""
+
+    def __init__(self) -> None:
+        self.target = 90
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+    def get_current_device(self) -> int:
+        return self.target  # a JITFunction keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the stub driver has no {name}: something asked for a real GPU")
+
+
+class Recorder:
+    """Calls the wrappers for a target, and collects what they launch. Replaces Triton's driver in this process."""
+
+    def __init__(self) -> None:
+        from slipway_runtime.kernels import tiles
+
+        self._stub = _StubDriver()
+        self.launches: dict[str, Launch] = {}
+        self.case = ""
+        driver.set_active(self._stub)
+        recorder = self
+
+        def run(fn: Any, *args: Any, grid: tuple[int, ...], warmup: bool = False, **kwargs: Any) -> None:
+            recorder._record(fn, args, grid, kwargs)
+
+        def tuned(kernel: str, *, head_dim: int, itemsize: int, device: torch.device) -> dict[str, int]:
+            return tiles.lookup(f"sm{recorder._stub.target}", kernel, head_dim=head_dim, itemsize=itemsize)
+
+        JITFunction.run = run
+        tiles.tuned = tuned
+
+    def for_target(self, target: int) -> None:
+        """What is launched from now on is for this compute capability, times ten."""
+        self._stub.target = target
+
+    def _record(self, fn: Any, args: tuple[Any, ...], grid: tuple[int, ...], kwargs: dict[str, Any]) -> None:
+        kwargs["debug"] = kwargs.get("debug", fn.debug) or knobs.runtime.debug
+        kwargs["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+        kwargs["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
+        _, _, _, backend, binder = fn.device_caches[self._stub.target]
+        bound, specialization, options = binder(*args, **kwargs)
+        options, signature, constexprs, attrs = fn._pack_args(backend, kwargs, bound, specialization, options)
+        names = fn.arg_names
+        launch = Launch(
+            fn.module, fn.fn.__name__, self._stub.target, signature, constexprs, attrs,
+            {name: value for name, value in options.__dict__.items() if name != "extern_libs"},
+            {names[index[0]]: value for index, value in constexprs.items()},
+            self.case, tuple(int(size) for size in grid),
+        )  # fmt: skip
+        launch.dots = launch.kernel in DOTS and "fp32" not in self.case
+        known = self.launches.setdefault(launch.key, launch)
+        if self.case not in known.cases:
+            known.cases.append(self.case)
+
+
+DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand"})  # kernels that multiply matrices
+
+
+def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
+    """All launches of a model in these types. kv: of KV_DTYPES."""
+    recorder.for_target(target)
+    model, dtype = (MODELS | EDGES)[model_name], DTYPES[dtype_name]
+    for part, steps in (
+        (f"{model_name} {dtype_name} KV {kv}", _attention(model, dtype, kv)),
+        (f"{model_name} {dtype_name}", _rows(model, dtype)),
+        *((f"{model_name} {dtype_name} rank {rank}", _lora(model, dtype, rank)) for rank in ranks),
+    ):
+        recorder.case = f"{part} "
+        for step in steps:
+            recorder.case = f"{part} {step}"
+
+
+def record_sampling(recorder: Recorder, target: int, model_name: str) -> None:
+    """The launches that draw tokens from a model's logits."""
+    from slipway_runtime.kernels import gpu
+
+    model = (MODELS | EDGES)[model_name]
+    recorder.for_target(target)
+    for draws in (1, 3, 256):
+        recorder.case = f"{model_name} sampling {draws}"
+        logits = torch.empty(draws, model.vocabulary)[:, : model.tokens]  # as the runner cuts them
+        whole, one = torch.zeros(draws, dtype=torch.int64), torch.ones(draws)
+        gpu.draw(logits, one, whole, one, one, whole, whole)
+        gpu.apply_bitmask(logits, whole, torch.zeros(draws, -(-model.tokens // 32), dtype=torch.int32))
+
+
+def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
+    """Yields the name of each step before it is launched. Steps as `layers.attention` and `layers.rotary` make them."""
+    from slipway_runtime.kernels import gpu, gpu_fixed_order, kv_pages
+
+    heads, kv_heads, d = model.q_heads, model.kv_heads, model.head_dim
+    kv_dtype = dtype if kv == "auto" else kv_pages.KV_DTYPES[kv]
+    shape = (2, 9, 2, kv_heads, *kv_pages.page_shape(PAGE, d, kv_dtype))
+    cache = torch.empty(shape, dtype=kv_dtype).unbind(0)[1]  # a layer in the middle of the arena
+    table = torch.empty(64, 2, d, dtype=dtype)
+
+    def step(computed: list[int], new: list[int], kernels: Any = gpu, plan: Any = None) -> None:
+        total = sum(new)
+        qkv = torch.empty(total, (heads + 2 * kv_heads) * d, dtype=dtype).view(total, heads + 2 * kv_heads, d)
+        rows = table.index_select(0, torch.zeros(total, dtype=torch.int64))
+        norms = (torch.empty(d, dtype=dtype), torch.empty(d, dtype=dtype), 1e-6) if model.norms else None
+        slots = torch.zeros(total, dtype=torch.int64)
+        q = kernels.rope_and_store(qkv, rows[:, :1], rows[:, 1:], cache, slots, heads, norms)
+        before, added = np.array(computed, dtype=np.int64), np.array(new, dtype=np.int64)
+        blocks = np.zeros((len(new), -(-int((before + added).max()) // PAGE)), dtype=np.int64)
+        plan = plan or kernels.plan_attention(before, added, blocks, PAGE, LIKE)
+        kernels.paged_attention(q, qkv[:, heads:].view(total, 2, kv_heads, d), cache, plan, d**-0.5, model.window)
+
+    yield "decode 1x100"
+    step([99], [1])
+    yield "decode 3x8191"
+    step([8190] * 3, [1] * 3)
+    for size in (1, 8, 256):
+        yield f"graph {size}"
+        step([99] * size, [1] * size, plan=gpu.plan_to_repeat(size, MAX_MODEL_LEN, PAGE, LIKE))
+    yield f"prefill {TOKENS}"
+    step([0], [TOKENS])
+    yield "mixed"
+    step([99, 1023, 512, 0], [1, 1, 300, 17])
+    yield "drafts"
+    step([8190] * 2, [5] * 2)
+    yield "deterministic"
+    step([99, 1023, 512, 0], [1, 1, 300, 17], gpu_fixed_order)
+
+
+def _rows(model: Model, dtype: torch.dtype) -> Iterator[str]:
+    from slipway_runtime.kernels import gpu
+
+    for tokens in (1, 3, TOKENS):
+        yield f"rows {tokens}"
+        x, weight = torch.empty(tokens, model.hidden, dtype=dtype), torch.empty(model.hidden, dtype=dtype)
+        gpu.rms_norm(x, weight, 1e-5)
+        gpu.add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
+        gpu.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
+
+
+def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:
+    from slipway_runtime.kernels import gpu
+    from slipway_runtime.kernels.reference_lora import LoraWeights
+
+    heads, kv_heads, d = model.q_heads, model.kv_heads, model.head_dim
+    linears = {
+        "qkv": (model.hidden, (heads * d, kv_heads * d, kv_heads * d)),
+        "down": (model.inner, (model.hidden,)),
+    }
+    for name, (size, outs) in linears.items():
+        weights = LoraWeights(size, outs, num_slots=slots, max_rank=rank, dtype=dtype, device=LIKE.device)
+        weights.slots = 1
+        for tokens in (3, 64):
+            yield f"{name} {tokens}"
+            x, y = torch.empty(tokens, size, dtype=dtype), torch.empty(tokens, sum(outs), dtype=dtype)
+            gpu.add_lora(x, y, weights, gpu.plan_lora(np.zeros(tokens, dtype=np.int64), slots, LIKE))
+            gpu.add_lora(x, y, weights, gpu.plan_lora_to_repeat(tokens, slots, LIKE))
+
+
+def compile_launch(launch: Launch) -> Any:
+    """The kernel that Triton compiles for the target. Raises what the compiler raises."""
+    import importlib
+
+    from triton.compiler import ASTSource
+
+    fn = getattr(importlib.import_module(launch.module), launch.kernel)
+    return triton.compile(
+        ASTSource(fn, launch.signature, launch.constexprs, launch.attrs),
+        target=GPUTarget("cuda", launch.target, 32),
+        options=launch.options,
+    )

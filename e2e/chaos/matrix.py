@@ -1,0 +1,111 @@
+"""Runs faults one after the other under load, and prints what clients and the cluster saw of each."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from e2e import checks
+from e2e.chaos.client import Counts, Load, References
+from e2e.chaos.faults import Fault
+from e2e.chaos.stage import Stage
+
+USERS = 8
+WARM_REQUESTS = 8  # finished before a fault is injected: streams are running
+WARM_SECONDS = 60.0
+
+
+@dataclass
+class Row:
+    """What one fault did."""
+
+    fault: str
+    counts: Counts = field(default_factory=Counts)
+    recovery_seconds: float | None = None  # from the end of the fault until all replicas serve; None: not in time
+    violations: list[str] = field(default_factory=list)  # double slots, orphans
+    error: str = ""  # why the fault could not be injected, or what did not recover
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether the matrix fails because of this row; a request that failed visibly does not make it fail."""
+        return bool(self.counts.wrong or self.counts.cut or self.violations or self.error)
+
+
+def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> Row:
+    """Inject one fault under load, wait for recovery, and mend what the fault has left."""
+    row = Row(fault.name)
+    load = Load(stage.slipway.base_url, references, USERS, seed)
+    try:
+        wait_steady(load.counts)
+        fault.inject(stage)
+        row.recovery_seconds = stage.wait_settled()
+    except Exception as error:  # noqa: BLE001  the other faults still run; the row has the reason
+        row.error = first_line(error)
+    row.counts = load.stop()
+    try:
+        checks.mend(stage.cluster, stage.slipway)
+        row.violations = stage.violations()
+        if row.error:
+            stage.prepare()  # the next fault begins from the same state
+    except Exception as error:  # noqa: BLE001  as above
+        row.error = f"{row.error}; not mended: {first_line(error)}".removeprefix("; ")
+    return row
+
+
+def first_line(error: Exception) -> str:
+    """Class and first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def wait_steady(counts: Counts) -> None:
+    """Wait until the load has finished some requests; raise where it does not."""
+    deadline = time.monotonic() + WARM_SECONDS
+    while counts.finished < WARM_REQUESTS:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"the load does not run: {counts}")
+        time.sleep(0.1)
+
+
+def run_matrix(
+    stage: Stage, faults: Sequence[Fault], references: References, say: Callable[[str], object], *, until: float
+) -> list[Row]:
+    """Run faults until the monotonic time `until`; those that are left out then are rows with an error."""
+    rows: list[Row] = []
+    for number, fault in enumerate(faults):
+        if time.monotonic() > until:
+            rows.append(Row(fault.name, error="not run: the time is up"))
+            continue
+        rows.append(run_fault(stage, fault, references, seed=number))
+        say(sentence(rows[-1]))
+    return rows
+
+
+def sentence(row: Row) -> str:
+    """One line about one fault, as it is printed while the matrix runs."""
+    counts = row.counts
+    recovery = "not recovered" if row.recovery_seconds is None else f"recovered in {row.recovery_seconds:.1f} s"
+    parts = [
+        f"{row.fault}: {counts.sent} sent, {counts.finished} finished, {counts.failed} failed",
+        f"{counts.failed_first} failed first attempts, {counts.wrong} wrong, {counts.cut} cut",
+        f"{recovery}, slowest request {counts.slowest_seconds:.1f} s",
+        *(f"{count} × {reason}" for reason, count in counts.reasons.most_common(5)),
+        *row.violations,
+        row.error,
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """The matrix for a human."""
+    columns = ("fault", "sent", "finished", "failed", "failed first attempts", "wrong texts", "silently cut")
+    result = Table(*columns, "recovery", "slots and owners", title="Faults under load")
+    for row in rows:
+        counts = row.counts
+        numbers = (counts.sent, counts.finished, counts.failed, counts.failed_first, counts.wrong, counts.cut)
+        recovery = "—" if row.recovery_seconds is None else f"{row.recovery_seconds:.1f} s"
+        result.add_row(
+            row.fault, *map(str, numbers), recovery, ", ".join(row.violations) or row.error or "as they should be",
+            style="red" if row.is_bad else "",
+        )  # fmt: skip
+    return result

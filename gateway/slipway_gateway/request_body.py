@@ -1,0 +1,186 @@
+"""The body of a request: read within limits of time and memory, and parsed as far as routing needs.
+
+Whether the other fields make sense, the runtime judges. Prompts stay in the body: nothing here logs or keeps them.
+"""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Hashable
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from slipway_api.names import HEADER_PIN_REVISION, HEADER_REQUEST_ID
+from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
+from slipway_gateway.picker.scorers import RoutingRequest
+from slipway_gateway.shares import SharedCapacity
+
+BYTES_PER_TOKEN: Final = 4
+EXPECTED_OUTPUT_TOKENS: Final = 256  # when the client does not say
+MAX_EXPECTED_OUTPUT_TOKENS: Final = 4096  # a client's generous limit is not a forecast
+# A generated token holds a place in the batch for a whole step; a prompt token shares one with a thousand others.
+OUTPUT_WEIGHT: Final = 4
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class _Fields(msgspec.Struct):
+    """The few fields that routing needs. Untyped: what is wrong with them, the runtime says in its own words."""
+
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    n: Any = None
+
+
+_decode = msgspec.json.Decoder(_Fields).decode
+_decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, as far as the gateway is concerned."""
+
+    routing: RoutingRequest
+    stream: bool
+    max_tokens: int | None
+
+
+class Body:
+    """The bytes of one request, counted against an owner until they are released."""
+
+    def __init__(self, capacity: SharedCapacity, owner: Hashable) -> None:
+        self.content = b""
+        self._capacity = capacity
+        self._owner = owner
+        self._counted = 0
+
+    def count(self, size: int) -> bool:
+        """Count `size` more bytes; False: the owner's share is used up."""
+        if not self._capacity.take(self._owner, size):
+            return False
+        self._counted += size
+        return True
+
+    def assign_to(self, service: str) -> bool:
+        """Count the body against the service that shall answer it; False: that service's share is used up."""
+        counted = self._counted
+        self.uncount()
+        self._owner = service
+        return self.count(counted)
+
+    def uncount(self) -> None:
+        """Nothing is counted any more, though the bytes may still be here."""
+        if self._counted:
+            self._capacity.give_back(self._owner, self._counted)
+            self._counted = 0
+
+    def release(self) -> None:
+        """The bytes are not needed any more: the answer has begun."""
+        self.uncount()
+        self.content = b""
+
+    def with_model(self, model: str, served_name: str) -> bytes:
+        """The body, calling the model what the replica calls it; every other byte stays as the client wrote it."""
+        if model == served_name:
+            return self.content
+        fields = _decode_raw(self.content)
+        fields["model"] = msgspec.Raw(msgspec.json.encode(served_name))
+        return msgspec.json.encode(fields)
+
+
+class BodyReader:
+    """Reads bodies; what they hold together is bounded, and divided between clients and then between services.
+
+    When there is no room, the upload that has stood still for longest is ended first: a client that sends all but the
+    last byte must not keep others out.
+    """
+
+    def __init__(
+        self, capacity: SharedCapacity, *, max_bytes: int, max_seconds: float, stall_seconds: float = 1.0
+    ) -> None:
+        self._capacity = capacity
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self._stall_seconds = stall_seconds
+        self._uploads: dict[Body, tuple[float, asyncio.Timeout]] = {}  # by last progress, the oldest first
+
+    async def read(self, request: web.Request) -> Body:
+        """The whole body; the caller releases it."""
+        if (request.content_length or 0) > self._max_bytes:
+            raise too_large(self._max_bytes)
+        body = Body(self._capacity, ("client", request.remote))
+        try:
+            async with asyncio.timeout(self._max_seconds) as limit:
+                body.content = await self._read(request, body, limit)
+        except TimeoutError:
+            body.uncount()
+            raise body_too_slow() from None
+        except web.RequestPayloadError as error:
+            body.uncount()
+            raise bad_request("The body cannot be read as its Transfer-Encoding or Content-Encoding says.") from error
+        except BaseException:
+            body.uncount()
+            raise
+        finally:
+            self._uploads.pop(body, None)
+        return body
+
+    async def _read(self, request: web.Request, body: Body, limit: asyncio.Timeout) -> bytes:
+        pieces, size = [], 0
+        async for piece in request.content.iter_any():
+            size += len(piece)
+            if size > self._max_bytes:
+                raise too_large(self._max_bytes)
+            while not body.count(len(piece)):
+                if not self._end_stalled_upload():
+                    raise gateway_memory_full()
+            self._uploads.pop(body, None)
+            self._uploads[body] = (asyncio.get_running_loop().time(), limit)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def _end_stalled_upload(self) -> bool:
+        """Whether there was an upload that stood still; its bytes are free again at once."""
+        now = asyncio.get_running_loop().time()
+        for body, (progressed_at, limit) in self._uploads.items():
+            if now - progressed_at < self._stall_seconds:
+                return False  # the others have made progress even later
+            if limit.expired():
+                continue
+            del self._uploads[body]
+            body.uncount()
+            limit.reschedule(now)
+            return True
+        return False
+
+
+def parse(content: bytes, request: web.Request) -> InferenceRequest:
+    """Make sense of a body, or refuse it."""
+    try:
+        fields = _decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request("The body is not a JSON object.") from error
+    if not isinstance(fields.model, str) or not fields.model:
+        raise bad_request("The body needs a `model`: a string that names what shall answer.", param="model")
+    asked_for = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
+    max_tokens = asked_for if isinstance(asked_for, int) and asked_for > 0 else None
+    expected = min(max_tokens or EXPECTED_OUTPUT_TOKENS, MAX_EXPECTED_OUTPUT_TOKENS)
+    answers = fields.n if isinstance(fields.n, int) and 0 < fields.n <= 128 else 1
+    return InferenceRequest(
+        routing=RoutingRequest(
+            model=fields.model,
+            cost=len(content) // BYTES_PER_TOKEN + expected * answers * OUTPUT_WEIGHT,
+            pin=request.headers.get(HEADER_PIN_REVISION, ""),
+        ),
+        stream=fields.stream is True,
+        max_tokens=max_tokens,
+    )
+
+
+def request_id(request: web.Request) -> str:
+    """The client's id for this request where it is sane, so that its logs and ours meet; else a new one."""
+    given = request.headers.get(HEADER_REQUEST_ID, "")
+    return given if _SANE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

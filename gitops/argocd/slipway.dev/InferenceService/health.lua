@@ -1,0 +1,54 @@
+-- Argo CD's health of an InferenceService. The conditions follow kstatus: Reconciling and Stalled are present only
+-- while they are True, and Ready is Unknown, not False, while a model loads.
+--
+--   being deleted                          Progressing
+--   no status, or of an older generation   Progressing
+--   Suspended                              Suspended
+--   Stalled                                Degraded
+--   Reconciling, or Ready=Unknown          Progressing
+--   Ready (ScaledToZero included)          Healthy
+--   Ready=False                            Degraded
+local function progressing(message)
+  return { status = "Progressing", message = message }
+end
+
+if obj.metadata.deletionTimestamp ~= nil then
+  return progressing("being deleted: replicas drain first")
+end
+local status = obj.status
+if status == nil or status.conditions == nil then
+  return progressing("waiting for the operator")
+end
+local generation = obj.metadata.generation
+if generation ~= nil and status.observedGeneration ~= generation then
+  return progressing("waiting for the operator to read the new spec")
+end
+
+local conditions = {}
+for _, condition in ipairs(status.conditions) do
+  conditions[condition.type] = condition
+end
+local function is_true(type)
+  return conditions[type] ~= nil and conditions[type].status == "True"
+end
+local function message_of(type)
+  local condition = conditions[type]
+  return condition and (condition.message or condition.reason) or ""
+end
+
+if is_true("Suspended") then
+  return { status = "Suspended", message = message_of("Suspended") }
+end
+if is_true("Stalled") then
+  return { status = "Degraded", message = message_of("Stalled") }
+end
+if is_true("Reconciling") then
+  return progressing(message_of("Reconciling"))
+end
+if is_true("Ready") then
+  return { status = "Healthy", message = message_of("Ready") }
+end
+if conditions.Ready ~= nil and conditions.Ready.status == "False" then
+  return { status = "Degraded", message = message_of("Ready") }
+end
+return progressing(message_of("Ready"))

@@ -1,0 +1,52 @@
+"""What a new pod is told about the callers of its two ports: the digests of their tokens, never a token.
+
+The admin port is always closed. The serving port is closed where `spec.routing.directAccess` is GatewayOnly: the
+gateway reads from the pod's annotation which token the pod expects, so a rotation of its key breaks no replica.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Any, Final
+
+from slipway_api import names
+from slipway_api.inference_service import DirectAccess, InferenceService
+from slipway_operator.core.observed import Observed
+
+NONCE_LENGTH: Final = 32  # hex digits: 128 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortAccess:
+    """The digests of one pod."""
+
+    nonce: str
+    """Random; the pod's admin tokens are derived from it."""
+    admin_digests: tuple[str, ...]
+    serving_digests: tuple[str, ...] = ()
+    """None: the serving port takes requests without a token."""
+
+    def annotations(self) -> dict[str, str]:
+        """What operator and gateway need to know in order to derive the pod's tokens."""
+        closed = {names.ANNOTATION_SERVING_TOKEN_SHA256: ",".join(self.serving_digests)} if self.serving_digests else {}
+        return {names.ANNOTATION_ADMIN_NONCE: self.nonce} | closed
+
+    def arguments(self) -> list[str]:
+        """The flags of the runtime that close its serving port."""
+        return [part for digest in self.serving_digests for part in ("--serving-token-sha256", digest)]
+
+    def environment(self) -> dict[str, Any]:
+        """The variable of the runtime that opens its admin port to the holder of a token."""
+        return {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(self.admin_digests)}
+
+
+def port_access(observed: Observed, service: InferenceService, pod: str) -> PortAccess:
+    """The digests of a pod that is about to be created under this name; `service` as the pod's revision has it."""
+    namespace, name = service.metadata.namespace, service.metadata.name
+    nonce = hmac.new(observed.nonce_seed, f"{namespace}/{pod}".encode(), hashlib.sha256).hexdigest()[:NONCE_LENGTH]
+    is_closed = service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY
+    return PortAccess(
+        nonce=nonce,
+        admin_digests=observed.token_digests(namespace, pod, nonce),
+        serving_digests=observed.serving_digests(namespace, name) if is_closed else (),
+    )

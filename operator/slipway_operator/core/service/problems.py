@@ -1,0 +1,306 @@
+"""Finds what keeps a service from serving, and says it in sentences that also name what to do.
+
+The reason of Stalled is what only a person can change:
+
+| seen                                                    | reason             |
+|---------------------------------------------------------|--------------------|
+| the API server refuses pods: over quota                 | QuotaExceeded      |
+| the API server refuses pods: not valid                  | InvalidSpec        |
+| the kubelet cannot pull the image                       | ImagePullFailed    |
+| the credentials' Secret, or its key, is not there       | CredentialsInvalid |
+| another Secret or ConfigMap of the environment is not   | InvalidSpec        |
+| the claim of a `pvc://` model is not there              | ModelNotFound      |
+| the runtime's termination message begins with a reason  | that reason        |
+| a replica ended again and again for another cause       | CrashLooping       |
+
+The kubelet's states alternate while it retries: ErrImagePull and ImagePullBackOff, CrashLoopBackOff and a container
+that runs for a while. One cause is one sentence and one reason all the same: sentences are made from what does not
+alternate (the error, how many runs ended, how the last one ended), and CrashLooping holds until a replica is ready.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from slipway_api import names
+from slipway_api.conditions import Condition, ConditionType, Reason, find_condition
+from slipway_api.inference_status import AttemptStatus
+from slipway_api.runtime_api import ReadyReason
+from slipway_operator.core.health import Member, Stage
+from slipway_operator.core.observed import Failure, Observed, Replica
+from slipway_operator.core.service import model_access
+from slipway_operator.core.service.replicas import Assignment
+from slipway_operator.core.service.revision import Revision
+
+CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
+PROBLEMS_SHOWN: Final = 3
+
+# What begins the termination message of a runtime that only a person can help -> reason, and the sentence of the rest.
+_TERMINATION_MESSAGES: Final = {
+    names.WORD_MODEL_NOT_FOUND: (Reason.MODEL_NOT_FOUND, "the model cannot be found: {}; check spec.model.uri"),
+    names.WORD_CREDENTIALS_INVALID: (
+        Reason.CREDENTIALS_INVALID,
+        "the model may not be read: {}; check the Secret of spec.model.credentialsSecretRef",
+    ),
+    names.WORD_DOES_NOT_FIT: (Reason.DOES_NOT_FIT, "the model does not fit: {}"),
+}
+
+# `Back-off pulling image "x": ErrImagePull: not found` -> `not found`
+_PULL_RETRY: Final = re.compile(r'^(Back-off pulling image "[^"]*"(: |$))?(ErrImagePull: )?')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """What keeps replicas from serving."""
+
+    replicas: tuple[str, ...] = ()  # sentences about replicas that do not serve, worst first
+    refusals: tuple[str, ...] = ()  # what the API server refused
+    stalled: tuple[Reason, str] | None = None  # a person has to act
+    waits_for_gpu: bool = False
+    downloads: bool = False  # a replica brings the model to its node, or failed to and starts over
+
+    def summarize(self, ready: int, desired: int, revision: str = "") -> str:
+        """`1 of 3 replicas are ready; chat-x7k2p-2-0 is loading`; of a service with enough replicas only refusals."""
+        problems = (*self.refusals, *self.replicas) if ready < desired else self.refusals
+        noun, verb = ("replica", "is") if desired == 1 else ("replicas", "are")
+        of_revision = f" of revision {revision}" if revision else ""
+        details = "".join(f"; {problem}" for problem in problems[:PROBLEMS_SHOWN])
+        hidden = len(problems) - PROBLEMS_SHOWN
+        more = f"; and {hidden} more" if hidden > 0 else ""
+        return f"{min(ready, desired)} of {desired} {noun}{of_revision} {verb} ready{details}{more}"
+
+
+def find_problems(
+    observed: Observed,
+    members: Sequence[Member],
+    revision: Revision,
+    assignment: Assignment,
+    *,
+    now: datetime,
+) -> Problems:
+    """Finds everything that is wrong, worst first."""
+    not_serving = [one for one in members if (one.is_live and not one.is_ready) or one.stage is Stage.LOST]
+    not_serving.sort(key=lambda one: (one.stage.severity, one.replica.name))
+    waiting = [status for status in assignment.attempts if status.not_before and now < status.not_before]
+    serves = any(one.is_ready and one.replica.revision == revision.hash for one in members)
+    return Problems(
+        replicas=(
+            *(describe_replica(one, observed, revision) for one in not_serving),
+            *(_describe_pause(status) for status in waiting),
+        ),
+        refusals=tuple(_describe_refusal(one) for one in observed.failures),
+        stalled=None if serves else find_stall_cause(observed, members, revision, assignment),
+        waits_for_gpu=bool(observed.service.spec.resources.gpu.count) and any(map(_is_unschedulable, members)),
+        downloads=any(_is_downloading(one) for one in members),
+    )
+
+
+def find_stall_cause(
+    observed: Observed, members: Sequence[Member], revision: Revision, assignment: Assignment
+) -> tuple[Reason, str] | None:
+    """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
+    for failure in observed.failures:
+        if is_quota_refusal(failure):
+            return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
+        if failure.reason == "Invalid" and failure.action.startswith("CreatePod"):
+            return Reason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
+    told = _told_of_revision(observed, revision)
+    was_crash_looping = told is not None and told.reason == Reason.CRASH_LOOPING
+    mine = [one for one in members if one.replica.revision == revision.hash]
+    for member in mine:
+        if (found := _stall_cause_of(member, observed, revision, was_crash_looping)) is not None:
+            return found
+    # The next run, or the next attempt, says nothing before it has looked too.
+    by_runtime = {reason for reason, _ in _TERMINATION_MESSAGES.values()}
+    has_failed = any(one.replica.restarts for one in mine) or assignment.attempts
+    if told is not None and told.reason in by_runtime and has_failed:
+        return Reason(told.reason), told.message
+    until = 1 if was_crash_looping else CRASHES_UNTIL_STALLED
+    failing = max(assignment.attempts, key=lambda status: status.failures, default=None)
+    if failing is not None and failing.failures >= until:
+        return Reason.CRASH_LOOPING, _describe_failed_slot(failing)
+    return None
+
+
+def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str:
+    """Says why further replicas could not be placed; empty when nothing is known against it."""
+    waiting = [one for one in members if _is_unschedulable(one)]
+    if waiting:
+        return _describe_unschedulable(waiting[0].replica)
+    return next((failure.message for failure in observed.failures if is_quota_refusal(failure)), "")
+
+
+def is_quota_refusal(failure: Failure) -> bool:
+    """Whether the API server refused a pod because of a quota."""
+    return failure.action.startswith("CreatePod") and "exceeded quota" in failure.message
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def describe_replica(member: Member, observed: Observed, revision: Revision) -> str:
+    """Says why this replica does not serve."""
+    replica = member.replica
+    match member.stage:
+        case Stage.IMAGE_ERROR:
+            return (
+                f"{replica.name} cannot pull image {revision.image}: {_pull_error(replica)}; "
+                "check spec.runtime.image and imagePullSecrets"
+            )
+        case Stage.CONFIG_ERROR:
+            return f"{replica.name} cannot be started: {replica.waiting_message or replica.waiting_reason}"
+        case Stage.DEAD:
+            how = replica.phase_reason or replica.last_exit or replica.phase
+            return f"{replica.name} has ended: {how}"
+        case Stage.UNREADY | Stage.UNHEALTHY:
+            return _describe_unready(member, observed)
+        case Stage.CRASHING | Stage.LOADING if ended_runs(replica):
+            return _describe_restarts(replica)
+        case Stage.OVERDUE:
+            seconds = observed.service.spec.runtime.startup_timeout_seconds
+            return f"{replica.name} did not become ready within {seconds}s; see kubectl logs {replica.name}"
+        case Stage.UNSCHEDULABLE:
+            return _describe_unschedulable(replica)
+        case Stage.LOST:
+            return f"node {replica.node} of {replica.name} does not answer"
+        case Stage.LOADING:
+            return _describe_start(member, observed)
+    return f"{replica.name} {member.stage.value}"
+
+
+def _describe_unready(member: Member, observed: Observed) -> str:
+    replica, node = member.replica, observed.nodes.get(member.replica.node)
+    if replica.sample is not None and replica.sample.draining:
+        return f"{replica.name} is draining"
+    why = "its readiness probe fails" if node is None or node.ready else f"node {replica.node} does not answer"
+    consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
+    return f"{replica.name} is not ready any more: {why}{consequence}"
+
+
+def _describe_start(member: Member, observed: Observed) -> str:
+    """`chat-x7k2p-0-2 is downloading the model; the attempt before it: chat-x7k2p-0-1 crashed 5 times, …`"""
+    replica = member.replica
+    activity = "is downloading the model" if _is_downloading(member) else "is loading"
+    attempts = observed.service.status.attempts
+    earlier = next((one for one in attempts if _is_attempt_of(one, replica) and one.last_end), None)
+    before = f"; the attempt before it: {earlier.last_end}" if earlier else ""
+    return f"{replica.name} {activity}{before}"
+
+
+def _describe_restarts(replica: Replica) -> str:
+    name, ended = replica.name, _times(ended_runs(replica))
+    last = f", last with {replica.last_exit}" if replica.last_exit else ""
+    return f"{name} ended {ended} and is started again{last}; see kubectl logs {name} --previous"
+
+
+def _describe_unschedulable(replica: Replica) -> str:
+    return f"{replica.name} waits for a node: {replica.unschedulable}"
+
+
+def _describe_pause(status: AttemptStatus) -> str:
+    last = f": {status.last_end}" if status.last_end else ""
+    return f"slot {status.slot} failed {_times(status.failures)} and pauses before attempt {status.attempt}{last}"
+
+
+def _describe_failed_slot(status: AttemptStatus) -> str:
+    last = f"; {status.last_end}" if status.last_end else ""
+    return (
+        f"slot {status.slot} failed {_times(status.failures)} in a row{last}; "
+        "see the events of the service and the logs of its pods"
+    )
+
+
+def _describe_refusal(failure: Failure) -> str:
+    # An object of another owner is left alone by the operator itself; that message is a whole sentence.
+    is_ours = failure.reason == Reason.NAME_CONFLICT
+    return failure.message if is_ours else f"the API server refused {failure.action}: {failure.message}"
+
+
+def _times(count: int) -> str:
+    return "1 time" if count == 1 else f"{count} times"
+
+
+def _pull_error(replica: Replica) -> str:
+    """The error of the pull, without what the kubelet adds between two tries."""
+    return _PULL_RETRY.sub("", replica.waiting_message) or replica.waiting_message or replica.waiting_reason
+
+
+# --- causes -----------------------------------------------------------------------------------------------------------
+
+
+def _stall_cause_of(
+    member: Member, observed: Observed, revision: Revision, was_crash_looping: bool
+) -> tuple[Reason, str] | None:
+    replica, model = member.replica, observed.service.spec.model
+    match member.stage:
+        case Stage.IMAGE_ERROR:
+            return Reason.IMAGE_PULL_FAILED, describe_replica(member, observed, revision)
+        case Stage.CONFIG_ERROR:
+            return _credentials_problem(replica, observed) or (
+                Reason.INVALID_SPEC,
+                f"{describe_replica(member, observed, revision)}; check the env of spec.runtime and spec.template",
+            )
+        case Stage.UNSCHEDULABLE if (claim := model_access.claim(model)) is not None:
+            missing = f'persistentvolumeclaim "{claim}" not found'
+            is_missing = missing in replica.unschedulable
+            return (Reason.MODEL_NOT_FOUND, f"{missing}; check spec.model.uri") if is_missing else None
+        case Stage.CRASHING | Stage.LOADING:
+            # Started over at once, it loads again: its termination message holds until it is ready.
+            for word, (reason, template) in _TERMINATION_MESSAGES.items():
+                if replica.last_word.startswith(word):
+                    return reason, template.format(replica.last_word.removeprefix(word))
+            is_crashing = member.stage is Stage.CRASHING or was_crash_looping
+            if is_crashing and replica.restarts >= CRASHES_UNTIL_STALLED:
+                return Reason.CRASH_LOOPING, describe_replica(member, observed, revision)
+    return None
+
+
+def _credentials_problem(replica: Replica, observed: Observed) -> tuple[Reason, str] | None:
+    """What the kubelet says of the credentials' Secret: `secret "hf" not found`, or that it lacks a key."""
+    service = observed.service
+    if service.spec.model.credentials_secret_ref is None:
+        return None
+    secret, message = service.spec.model.credentials_secret_ref.name, replica.waiting_message
+    if f'secret "{secret}"' not in message and f"Secret {service.metadata.namespace}/{secret}" not in message:
+        return None
+    keys = " and ".join(model_access.required_keys(service.spec.model))
+    return (
+        Reason.CREDENTIALS_INVALID,
+        f"{message}: spec.model.credentialsSecretRef asks for a Secret {secret} with {keys}",
+    )
+
+
+def _told_of_revision(observed: Observed, revision: Revision) -> Condition | None:
+    """What Stalled says of this revision in status."""
+    status = observed.service.status
+    told = find_condition(status.conditions, ConditionType.STALLED)
+    return told if status.update_revision == revision.hash else None
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def ended_runs(replica: Replica) -> int:
+    """How many runs of the server have ended: the same number from one end until the next one.
+
+    The kubelet counts a restart when it happens: 2 restarts and CrashLoopBackOff are three ended runs, and so are 3
+    restarts with the fourth run on its way.
+    """
+    return replica.restarts + (replica.is_terminated or replica.waiting_reason == "CrashLoopBackOff")
+
+
+def _is_unschedulable(member: Member) -> bool:
+    return member.is_live and not member.is_ready and bool(member.replica.unschedulable)
+
+
+def _is_downloading(member: Member) -> bool:
+    """Whether the replica downloads the model, or ended while it did and is started again."""
+    sample = member.replica.sample
+    is_starting = member.stage in (Stage.LOADING, Stage.CRASHING)
+    return is_starting and sample is not None and sample.starting == ReadyReason.DOWNLOADING
+
+
+def _is_attempt_of(status: AttemptStatus, replica: Replica) -> bool:
+    return (status.revision, status.slot, status.attempt) == (replica.revision, replica.slot, replica.attempt)

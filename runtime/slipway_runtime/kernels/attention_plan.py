@@ -1,0 +1,187 @@
+"""What the attention of one step computes, and how its work is divided among the programs of a GPU.
+
+Rows of one new token (decode) come first; the rest are chunks of several new tokens. A decode row is cut into splits by
+its own length alone. A chunk of few new tokens on a long context (drafts, the last words of a cached prompt) is cut
+into splits too, by its own numbers alone; other chunks are computed in whole tiles, the longest first. So a token's
+arithmetic depends on its own sequence only, never on what a step computes beside it.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels.upload import upload
+
+Ints = npt.NDArray[np.int64]
+
+SPLIT = 256  # tokens of a sequence that one decode split reads at least
+MAX_SPLITS = 32  # of a decode row: longer ones have longer splits
+# A chunk of up to so many tokens is cut into splits of at least so many tokens of context.
+CHUNK_TOKENS, CHUNK_SPLIT, MAX_CHUNK_SPLITS = 16, 1024, 8
+# Programs of a decode launch. More than a GPU runs at once, so that short rows make room for long ones; few enough that
+# a recorded launch, which has to provide for the longest context, is not mostly programs that find nothing to do.
+DECODE_PROGRAMS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """The programs of the chunks, for tiles of a number of queries. All int32."""
+
+    whole: Tensor  # (P, 2): chunk, its first token of the tile; those with the most keys first
+    split: Tensor  # (S, 4): chunk, first token, split, the chunk's first slot in the buffer of partial results
+    merges: Tensor  # (M, 3): token, its first slot, how many splits it has
+    num_slots: int  # of the buffer of partial results: one for each token and split
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The attention of one step. R rows: `num_decodes` of one new token, then C chunks."""
+
+    lengths: Tensor  # (R,) past and new tokens
+    tables: Tensor  # (R, blocks of the longest)
+    num_decodes: int
+    most_splits: int  # of any row that decodes
+    split: int  # tokens that a split of a decode row has at least
+    max_splits: int  # that any row may have
+    chunk_starts: Tensor  # (C + 1,) where a chunk's tokens begin, counted from the first chunk's first
+    chunk_new: Ints  # (C,) on the host
+    chunk_lengths: Ints  # (C,) on the host
+    chunk_split: int  # as `split`, for chunks of few tokens
+    max_chunk_splits: int  # 1: no chunk is split
+    block_size: int
+    _work: dict[tuple[int, int], ChunkWork] = field(default_factory=dict)
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """New tokens of all chunks."""
+        return int(self.chunk_new.sum())
+
+    def chunk_work(self, queries: int, split_queries: int) -> ChunkWork:
+        """The programs for tiles of so many queries, made once a step. split_queries: in the tiles of split chunks."""
+        key = queries, split_queries
+        if key not in self._work:
+            self._work[key] = self._divide(queries, split_queries)
+        return self._work[key]
+
+    def _divide(self, queries: int, split_queries: int) -> ChunkWork:
+        new, lengths = self.chunk_new, self.chunk_lengths
+        splits = np.where(new <= CHUNK_TOKENS, num_splits(lengths, self.chunk_split, self.max_chunk_splits), 1)
+        is_split = splits > 1
+        chunk, first = _tiles(np.where(is_split, 0, new), queries)
+        keys = np.minimum(lengths[chunk] - new[chunk] + first + queries, lengths[chunk])
+        longest_first = np.argsort(-keys, kind="stable")
+        slots = np.where(is_split, new * splits, 0)
+        bases = slots.cumsum() - slots
+        split_chunk, split_first = _tiles(np.where(is_split, new, 0), split_queries)
+        of_tile = splits[split_chunk]
+        tile = np.repeat(np.arange(len(split_chunk)), of_tile)
+        split = np.arange(len(tile)) - np.repeat(of_tile.cumsum() - of_tile, of_tile)
+        starts = new.cumsum() - new
+        merge_chunk, merge_token = _tiles(np.where(is_split, new, 0), 1)
+        parts = (
+            np.stack((chunk, first), 1)[longest_first],
+            np.stack((split_chunk[tile], split_first[tile], split, bases[split_chunk[tile]]), 1),
+            np.stack(
+                (
+                    starts[merge_chunk] + merge_token,
+                    bases[merge_chunk] + merge_token * splits[merge_chunk],
+                    splits[merge_chunk],
+                ),
+                1,
+            ),
+        )
+        whole, split_work, merges = upload([part.astype(np.int32) for part in parts], self.lengths.device)
+        return ChunkWork(whole, split_work, merges, int(slots.sum()))
+
+
+def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+    """Prepare once what the attention of every layer needs. Rows of one new token come first. `like`: device."""
+    return _plan(
+        num_computed, num_new, block_tables, block_size, like, int(np.count_nonzero(num_new == 1)), MAX_CHUNK_SPLITS
+    )
+
+
+def plan_in_one_order(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
+    """The same, every row a chunk: keys from the first to the last in whole tiles, whatever a step computes beside.
+
+    A token is then attended bit for bit the same in a prompt, in a chunk of it, as a draft and alone.
+    """
+    return _plan(num_computed, num_new, block_tables, block_size, like, 0, max_chunk_splits=1)
+
+
+def plan_to_repeat(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
+    """For rows of one new token each, in buffers that `refill` writes over: what is launched never changes."""
+    return Plan(
+        lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
+        tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
+        num_decodes=num_rows,
+        most_splits=int(num_splits(np.array(max_model_len), SPLIT, MAX_SPLITS)),
+        split=SPLIT,
+        max_splits=MAX_SPLITS,
+        chunk_starts=torch.zeros(1, dtype=torch.int32, device=like.device),
+        chunk_new=np.zeros(0, dtype=np.int64),
+        chunk_lengths=np.zeros(0, dtype=np.int64),
+        chunk_split=CHUNK_SPLIT,
+        max_chunk_splits=1,
+        block_size=block_size,
+    )
+
+
+def refill(plan: Plan, num_computed: Ints, block_tables: Ints) -> None:
+    """Put the rows of a step into a plan to repeat. The rows behind them are padding: length 0, the null block."""
+    rows, width = block_tables.shape
+    lengths = np.zeros(plan.num_decodes, dtype=np.int32)
+    lengths[:rows] = num_computed + 1
+    tables = np.zeros((plan.num_decodes, width), dtype=np.int32)
+    tables[:rows] = block_tables
+    new_lengths, new_tables = upload((lengths, tables), plan.lengths.device)
+    plan.lengths.copy_(new_lengths)
+    plan.tables[:, :width].copy_(new_tables)
+
+
+def num_splits(lengths: Ints, tokens: int, most: int) -> Ints:
+    """How many splits sequences of these lengths have: as many as `paged_attention._splits_of` computes."""
+    each = np.maximum(_ceil_div(_ceil_div(lengths, most), tokens), 1) * tokens
+    return np.maximum(_ceil_div(lengths, each), 1)
+
+
+def _ceil_div(a: Ints, b: Ints | int) -> Ints:
+    return -(-a // b)
+
+
+def _plan(
+    num_computed: Ints,
+    num_new: Ints,
+    block_tables: Ints,
+    block_size: int,
+    like: Tensor,
+    num_decodes: int,
+    max_chunk_splits: int,
+) -> Plan:
+    lengths = num_computed + num_new
+    chunk_starts = np.concatenate((np.zeros(1, dtype=np.int64), num_new[num_decodes:].cumsum()))
+    on_device = upload([array.astype(np.int32) for array in (lengths, block_tables, chunk_starts)], like.device)
+    return Plan(
+        lengths=on_device[0],
+        tables=on_device[1],
+        num_decodes=num_decodes,
+        most_splits=int(num_splits(lengths[:num_decodes], SPLIT, MAX_SPLITS).max(initial=1)),
+        split=SPLIT,
+        max_splits=MAX_SPLITS,
+        chunk_starts=on_device[2],
+        chunk_new=num_new[num_decodes:],
+        chunk_lengths=lengths[num_decodes:],
+        chunk_split=CHUNK_SPLIT,
+        max_chunk_splits=max_chunk_splits,
+        block_size=block_size,
+    )
+
+
+def _tiles(tokens: Ints, queries: int) -> tuple[Ints, Ints]:
+    """Chunk and first token of every tile of so many queries, for chunks of so many tokens; of 0 there are none."""
+    counts = -(-tokens // queries)
+    chunk = np.repeat(np.arange(len(tokens)), counts)
+    return chunk, (np.arange(len(chunk)) - np.repeat(counts.cumsum() - counts, counts)) * queries

@@ -1,0 +1,91 @@
+"""How often each token stands in a sequence, kept on the device for penalties.
+
+A step sends what it adds, one token a row in decode, instead of a table over the whole vocabulary. Counts follow the
+tokens that a sequence keeps; what a row's further draws see of its drafts is added to a copy.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels.upload import upload
+from slipway_runtime.worker.rows import Ints, Rows
+
+IN_PROMPT = 1 << 30  # of a count: the prompt holds the token. The rest counts the output
+
+
+class TokenCounts:
+    """Counts of all rows that are penalized. Memory: 4 bytes a token of the vocabulary and row, as rows need it."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._counts = torch.zeros(0, 0, dtype=torch.int32)
+        self._starts = np.full(len(rows.starts), -1, dtype=np.int64)  # which sequence of a row is counted
+        self._counted = np.zeros(len(rows.starts), dtype=np.int64)  # tokens of it
+
+    def of(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
+        """Counts before each draw: (D, V) int32. A row's draws are neighbours, in order. like: (…, V) on the device."""
+        rows, vocabulary = self._rows, like.shape[1]
+        self._make_room(int(row_ids.max()) + 1, like)
+        is_first = np.append(True, row_ids[1:] != row_ids[:-1])
+        self._count(row_ids[is_first], positions[is_first], vocabulary)
+        draft_draws: list[int] = []
+        drafts: list[int] = []
+        for draw in np.flatnonzero(~is_first).tolist():
+            counted = self._counted[row_ids[draw]]
+            tokens = rows.tokens[row_ids[draw], counted : positions[draw]].tolist()
+            known = [token for token in tokens if token < vocabulary]
+            draft_draws += [draw] * len(known)
+            drafts += known
+        extra = np.array(draft_draws, dtype=np.int64) * vocabulary + np.array(drafts, dtype=np.int64)
+        wanted, extra_on_device = upload((row_ids, extra), like.device)
+        counts = self._counts.index_select(0, wanted)
+        if len(extra):
+            _add(counts, extra_on_device)
+        return counts
+
+    def _make_room(self, num_rows: int, like: Tensor) -> None:
+        if self._counts.shape[1] == like.shape[1] and num_rows <= len(self._counts):
+            return
+        room = min(1 << (num_rows - 1).bit_length(), len(self._starts))
+        counts = torch.zeros(room, like.shape[1], dtype=torch.int32, device=like.device)
+        if self._counts.shape[1] == like.shape[1]:
+            counts[: len(self._counts)] = self._counts
+        self._counts = counts
+
+    def _count(self, row_ids: Ints, ends: Ints, vocabulary: int) -> None:
+        """Bring rows up to their first `ends` tokens."""
+        rows = self._rows
+        is_new = (self._starts[row_ids] != rows.starts[row_ids]) | (self._counted[row_ids] > ends)
+        new = row_ids[is_new]
+        self._starts[new] = rows.starts[new]
+        self._counted[new] = rows.num_prompt[new]
+        prompts = [
+            _places(row, np.unique(rows.tokens[row, : rows.num_prompt[row]]), vocabulary) for row in new.tolist()
+        ]
+        begins = self._counted[row_ids]
+        if (ends - begins == 1).all():
+            added = _places(row_ids, rows.tokens[row_ids, begins], vocabulary)
+        else:
+            added = np.concatenate([
+                _places(row, rows.tokens[row, begin:end], vocabulary)
+                for row, begin, end in zip(row_ids.tolist(), begins.tolist(), ends.tolist(), strict=True)
+            ])  # fmt: skip
+        self._counted[row_ids] = ends
+        prompt = np.concatenate([np.zeros(0, dtype=np.int64), *prompts])
+        new_on_device, prompt_on_device, added_on_device = upload((new, prompt, added), self._counts.device)
+        if len(new):
+            self._counts.index_fill_(0, new_on_device, 0)
+            self._counts.view(-1).index_fill_(0, prompt_on_device, IN_PROMPT)
+        if len(added):
+            _add(self._counts, added_on_device)
+
+
+def _places(row: Ints | int, tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]", vocabulary: int) -> Ints:
+    """Where the counts of a row's tokens lie; tokens that have no score have none."""
+    places: Ints = np.where(tokens < vocabulary, np.asarray(row) * vocabulary + tokens.astype(np.int64), -1)
+    return places[places >= 0]
+
+
+def _add(counts: Tensor, places: Tensor) -> None:
+    counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))

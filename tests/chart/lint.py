@@ -1,0 +1,81 @@
+"""`make chart-check`: helm lints the chart and renders it with every group of values, without a cluster.
+
+python -m tests.chart.lint
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.cluster import build
+
+CHART = Path(__file__).resolve().parents[2] / "charts" / "slipway"
+NAMESPACE = "slipway-system"
+
+# Each line reaches templates, or branches of templates, that the others do not.
+VALUES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("watchNamespaces={team-a,team-b}", "allowedServiceAccountNames={models}"),
+    ("adminMaster.existingSecret=masters", "gatewayKey.existingSecret=key", "crds.install=false"),
+    ("networkPolicy.enabled=false", "rbac.aggregate=false", "operator.replicaAccess=proxy"),
+    ("networkPolicy.metricsNamespaces={monitoring}", "networkPolicy.clientNamespaces={batch}"),
+    ("name=second", "operator.replicas=1", "gateway.replicas=3", "gateway.service.type=LoadBalancer"),
+    ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
+)
+
+
+class Helm:
+    """The helm of the local cluster's binary, with a home of its own."""
+
+    def __init__(self, tools: Path, home: Path) -> None:
+        self._tools = tools
+        self._environment = {"PATH": os.defpath, "HOME": str(home), "HELM_CACHE_HOME": str(home)}
+
+    def run(self, *arguments: str) -> str:
+        """What helm printed; ends the program with its words when it fails."""
+        argv = [str(self._tools / "helm"), *arguments]
+        done = subprocess.run(argv, capture_output=True, text=True, env=self._environment, check=False)
+        if done.returncode:
+            sys.exit(f"helm {' '.join(arguments)}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def render(self, settings: Sequence[str]) -> list[dict[str, Any]]:
+        """The manifests with these settings."""
+        sets = [part for setting in settings for part in ("--set", setting)]
+        text = self.run("template", "slipway", str(CHART), "--namespace", NAMESPACE, *sets)
+        return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def complaints(manifests: Sequence[dict[str, Any]]) -> list[str]:
+    """What is wrong with rendered manifests although helm took them: the same object twice, or half of one."""
+    found, seen = [], set()
+    for manifest in manifests:
+        metadata = manifest.get("metadata") or {}
+        name = (manifest.get("apiVersion"), manifest.get("kind"), metadata.get("namespace"), metadata.get("name"))
+        if not all((name[0], name[1], name[3])):
+            found.append(f"an object without apiVersion, kind or name: {name}")
+        if name in seen:
+            found.append(f"rendered twice: {name}")
+        seen.add(name)
+    return found
+
+
+def main() -> None:
+    """Lint and render; exit code 1 with what is wrong."""
+    with tempfile.TemporaryDirectory(prefix="slipway-chart-") as home:
+        helm = Helm(build.ensure() / "bin", Path(home))
+        helm.run("lint", str(CHART), "--strict")
+        for settings in VALUES:
+            if wrong := complaints(helm.render(settings)):
+                sys.exit(f"charts/slipway with {', '.join(settings) or 'its defaults'}: {'; '.join(wrong)}")
+    print(f"the chart is sound with {len(VALUES)} groups of values")
+
+
+if __name__ == "__main__":
+    main()

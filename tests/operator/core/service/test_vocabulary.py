@@ -1,0 +1,204 @@
+"""The list of conditions and events in the documentation is what the operator says: nothing less, nothing more.
+
+Each scenario is the shortest way to some of them; together they say every one.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slipway_api.autoscaling import Limit
+from slipway_api.conditions import Condition, EventReason, Reason
+from slipway_api.inference_service import InferenceService
+from slipway_api.types import ServiceKey
+from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
+from slipway_operator.core.observed import Failure, Namesake
+from slipway_operator.core.service.plan import Plan, plan
+from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
+from tests.operator.core.simulated_cluster import SimulatedCluster
+
+Said = tuple[set[tuple[str, str, str]], set[str]]  # (type, status, reason) of conditions, and reasons of events
+
+QUOTA = 'pods "chat" is forbidden: exceeded quota: gpus'
+
+
+def passes(service: InferenceService, *states: tuple[APod, ...], **facts: Any) -> list[Plan]:
+    """One pass a minute for each state of the pods, each with the status of the one before."""
+    plans = []
+    for number, pods in enumerate(states):
+        plans.append(plan(seen(service, *pods, **facts), T0 + minutes(number)))
+        service = service.model_copy(update={"status": plans[-1].status})
+    return plans
+
+
+def said(conditions: Iterable[Condition]) -> set[tuple[str, str, str]]:
+    return {(one.type, one.status.value, one.reason) for one in conditions}
+
+
+def said_in(plans: Iterable[Plan]) -> Said:
+    plans = list(plans)
+    conditions = set[tuple[str, str, str]]().union(*(said(made.status.conditions) for made in plans))
+    return conditions, {event.reason.value for made in plans for event in made.events}
+
+
+def starting(phase: str, service: InferenceService) -> APod:
+    pod = a_pod(service=service).loading().says()
+    return pod.but(sample=replace(pod.replica.sample, starting=phase))
+
+
+def one(**spec: Any) -> InferenceService:
+    service = a_service(**spec)
+    return promised(service, 1 if service.fixed_replicas is None else service.fixed_replicas)
+
+
+def refused(reason: str, message: str) -> tuple[Failure, ...]:
+    return (Failure(action="CreatePod chat", reason=reason, message=message, at=T0),)
+
+
+def serving_and_failing() -> Said:
+    service = one()
+    pod = a_pod(service=service)
+    return said_in(passes(service, (pod.ready(),), (pod.loading(),)))
+
+
+def below_desired() -> Said:
+    service = one(replicas=2)
+    return said_in(passes(service, (a_pod(service=service).ready(),)))
+
+
+def first_start() -> Said:
+    service = one(uri="hf://org/model")
+    states = [(starting("Loading", service),), (starting("Downloading", service),)]
+    return said_in([*passes(service, *states), *passes(service, (a_pod(service=service).unschedulable(),))])
+
+
+def stalled() -> Said:
+    service = one(uri="hf://org/model")
+    gated = one(uri="hf://org/model", model={"credentialsSecretRef": {"name": "hf"}})
+    slow = one(rollout={"progressDeadlineSeconds": 60})
+    pod = a_pod(service=service)
+    crashing = pod.crashing(restarts=3)
+    no_secret = a_pod(service=gated).but(
+        waiting_reason="CreateContainerConfigError", waiting_message='secret "hf" not found'
+    )
+    loading = a_pod(service=slow).loading()
+    return said_in(
+        [
+            *passes(service, (), fault="spec.runtime.dtype is not valid"),
+            *passes(service, (crashing.but(last_word="DoesNotFit: too small"),)),
+            *passes(service, (pod.cannot_pull(),)),
+            *passes(service, (crashing.but(last_word="ModelNotFound: no such repository"),)),
+            *passes(gated, (no_secret,)),
+            *passes(slow, (loading,), (loading,), (loading,)),
+            *passes(service, (), failures=refused("Forbidden", QUOTA)),
+            *passes(service, (crashing,)),
+        ]
+    )
+
+
+def one_name_for_two_services() -> Said:
+    service = promised(a_service(created_at=T0), 1)
+    older = Namesake(key=ServiceKey("demo", "code"), created_at=T0 - minutes(1))
+    return said_in(passes(service, (), namesakes=(older,)))
+
+
+def life_of_a_fixed_fleet() -> Said:
+    world = watched(a_service(replicas=2, drain={"timeoutSeconds": 30, "endpointPropagationSeconds": 1}))
+    world.run(60)
+    world.fail(next(iter(world.pods)))
+    world.run(60)
+    world.service = edited(world.service, runtime={"maxModelLen": 100})
+    world.run(200)
+    for pod in world.pods.values():
+        pod.answers, pod.running = False, 9
+    world.service = edited(world.service, replicas=3)
+    world.run(60)
+    world.service = edited(world.service, replicas=0)
+    world.run(100)
+    return world.told, set(world.event_reasons())
+
+
+def life_of_an_autoscaled_fleet() -> Said:
+    world = watched(a_service(autoscaling={"maxReplicas": 2}))
+    world.run(60)
+    load(world, waiting=9)
+    world.run(60)
+    first, *_ = world.pods.values()
+    first.answers = False
+    load(world, waiting=0)
+    world.run(60)
+    for pod in world.pods.values():
+        pod.answers = False
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
+def autoscaled_without_capacity() -> Said:
+    world = watched(a_service(autoscaling={"maxReplicas": 5}), gpus=1)
+    world.run(60)
+    load(world, waiting=9)
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
+def scaled_by_others() -> Said:
+    world = watched(a_service(replicas=1, autoscaling={"mode": "External", "maxReplicas": 5}))
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
+def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
+    world = SimulatedCluster(service, **cluster)
+    world.reconcile()
+    return world
+
+
+def load(world: SimulatedCluster, *, waiting: int) -> None:
+    def each(world: SimulatedCluster) -> None:
+        for pod in world.ready:
+            pod.waiting = waiting
+
+    world.load = each
+
+
+SCENARIOS: list[Callable[[], Said]] = [
+    serving_and_failing,
+    below_desired,
+    first_start,
+    stalled,
+    one_name_for_two_services,
+    life_of_a_fixed_fleet,
+    life_of_an_autoscaled_fleet,
+    autoscaled_without_capacity,
+    scaled_by_others,
+]
+
+
+@pytest.fixture(scope="module")
+def everything_said() -> Said:
+    results = [scenario() for scenario in SCENARIOS]
+    return set().union(*(conditions for conditions, _ in results)), set().union(*(events for _, events in results))
+
+
+@pytest.mark.capability("OP-6")
+def test_the_conditions_that_the_operator_sets_are_those_that_are_documented(everything_said):
+    documented = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
+
+    assert everything_said[0] - documented == set(), "said, and not documented"
+    assert documented - everything_said[0] == set(), "documented, and never said"
+
+
+@pytest.mark.capability("OP-6")
+def test_the_events_that_the_operator_posts_are_those_that_are_documented(everything_said):
+    documented = {reason.value for reason in EVENTS}
+
+    assert everything_said[1] - documented == set(), "posted, and not documented"
+    assert documented - everything_said[1] == set(), "documented, and never posted"
+
+
+def test_every_reason_has_its_meaning():
+    assert {row.reason for row in CONDITIONS} == set(Reason)
+    assert set(EVENTS) == set(EventReason)
+    assert set(LIMITS) == set(Limit)

@@ -1,0 +1,92 @@
+"""What the kernels compile to for real GPUs, on a machine without one: errors, spills, shared memory, tensor cores."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def compiled(path: Path, *options: str) -> list[dict[str, Any]]:
+    """In a process of its own: this one interprets kernels, and Triton decides that once."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.gpu_compile", "--jobs", "1", "--json", str(path), *options]
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert path.exists(), done.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return compiled(tmp_path_factory.mktemp("compiled") / "sample.json", "--sample")
+
+
+def of(results: list[dict[str, Any]], kernel: str, case: str = "") -> list[dict[str, Any]]:
+    found = [one for one in results if one["kernel"] == kernel and case in one["case"]]
+    assert found, f"no {kernel} of {case} was launched"
+    return found
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.timeout(1800)
+def test_every_kernel_compiles_without_spills_and_with_tensor_cores(sample):
+    """Findings 1, 11, 14: the quantized store did not compile, `_best_of_tiles` spilled, `_expand` had no mma."""
+    assert [(one["kernel"], one["target"], one["case"], one["faults"]) for one in sample if one["faults"]] == []
+    assert {one["target"] for one in sample} == {80, 90, 100}
+    assert {one["kernel"] for one in sample} >= {
+        "_rope_and_store", "_decode", "_merge", "_extend", "_rms_norm", "_swiglu", "_shrink", "_expand",
+        "_best_of_tiles", "_best_of_rows", "_apply_bitmask",
+    }  # fmt: skip
+
+
+@pytest.mark.capability("KV-11")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_the_store_into_a_quantized_cache_compiles(sample, kv):
+    """Finding 1: a variable changed its type inside a branch, which the interpreter lets pass."""
+    assert all(not one["error"] for one in of(sample, "_rope_and_store", f"KV {kv}"))
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.timeout(1800)
+def test_attention_reads_ahead_and_reads_keys_seldom(sample):
+    """Findings 7, 8, 10: decode had one buffer of keys and values, extend tiles of 16 tokens on 4 heads."""
+    for one in of(sample, "_decode", "KV auto"):
+        if one["target"] >= 90:
+            assert one["shared"] > 2 * 2 * 64 * 128 * 2, "two buffers of 64 keys and values of 128 elements"
+            assert one["blocks"] >= 3
+    for one in of(sample, "_extend", "prefill"):
+        assert one["constants"]["QUERIES"] == "32", "tokens of a tile: keys are read again for each"
+        assert one["warps"] == 8
+        assert one["tensor_cores"] == {80: "mma", 90: "wgmma", 100: "tcgen05"}[one["target"]]
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.timeout(1800)
+def test_a_quantized_cache_leaves_room_for_three_decode_programs(sample):
+    """Finding 10: 221 registers let two run on a multiprocessor, and memory waits for them."""
+    for one in of(sample, "_decode", "KV int8") + of(sample, "_decode", "KV fp8"):
+        assert one["target"] != 90 or one["blocks"] >= 3
+        assert one["shared"] > 2 * 2 * 64 * 128, "two buffers of 64 keys and values of 128 codes"
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kernel", ["_decode", "_extend", "_expand", "_shrink"])
+def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
+    """Findings 11, 13: strides without a known alignment forced loads of 16 bits."""
+    for one in of(sample, kernel):
+        assert "16" not in one["loads"]
+        assert one["loads"].get("128", 0) > 0
+
+
+@pytest.mark.kernels
+@pytest.mark.timeout(7200)
+def test_every_launch_of_every_model_compiles_without_a_fault(tmp_path):
+    results = compiled(tmp_path / "all.json")
+    assert [(one["kernel"], one["target"], one["case"], one["faults"]) for one in results if one["faults"]] == []
