@@ -91,8 +91,6 @@ class InferenceServices:
                 for name in sorted(node_names)
                 if (node := caches.nodes.get(("", name))) is not None
             },
-            disrupted=caches.node_counts.disrupted,
-            revisions=caches.revisions.of(ServiceKey(key.namespace, key.name)),
             defaults=self._inputs.defaults,
             disrupted=caches.node_counts.disrupted,
             revisions=caches.revisions.of(ServiceKey(key.namespace, key.name)),
