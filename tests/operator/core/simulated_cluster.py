@@ -354,7 +354,7 @@ class SimulatedCluster:
         """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
         facts = (
             self.service and (self.service.metadata, self.service.spec),
-            tuple(pod.replica for pod in self.pods.values()),
+            tuple(self._cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
