@@ -11,7 +11,8 @@ from slipway_operator.core.service.replicas import SCALING_DOWN
 from tests.builders import UID
 
 if TYPE_CHECKING:
-    from tests.operator.core.simulated_cluster import SimulatedCluster, SimulatedPod
+    from tests.operator.core.simulated_cluster import SimulatedCluster
+    from tests.operator.core.simulated_pod import SimulatedPod
 
 
 def check_slots(world: "SimulatedCluster") -> None:

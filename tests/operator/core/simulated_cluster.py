@@ -5,7 +5,7 @@ back, device plugins refuse, admin ports stay silent or answer late. It checks t
 step, so a story or a random walk only has to move it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,40 +37,11 @@ from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
 from tests.operator.core import laws
+from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
 DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
-
-
-@dataclass
-class SimulatedPod:
-    """A pod, and what its kubelet and its runtime know beyond the API."""
-
-    replica: Replica  # without its sample, which is new at each second
-    loads_for: float
-    sample: Sample | None = None
-    running: int = 0
-    kv: float = 0.0
-    waiting: int = 0
-    drains: bool = False  # the runtime was told
-    answers: bool = True
-    ends_at: Any = None  # when its kubelet is done with it
-    hangs: bool = False  # its kubelet is gone: a deletion never ends
-    late_by: int = 0  # seconds that its admin port takes to answer
-    flaps_until: Any = None  # its readiness probe fails until then
-    is_hung: bool = False  # its engine stands still
-    drain_arrives_at: Any = None
-    said: list[Sample] = field(default_factory=list)  # the answers on their way
-
-    @property
-    def is_live(self) -> bool:
-        return (
-            self.replica.owner_uid == UID
-            and self.replica.deleted_at is None
-            and self.replica.phase not in ("Failed", "Succeeded")
-            and self.replica.state != names.STATE_DRAINING
-        )
 
 
 class SimulatedCluster:
