@@ -106,10 +106,11 @@ def plan(observed: Observed, now: datetime) -> Plan:
     may_act = _is_recorded(service, revision, desired)
 
     steps = _add_finalizer(service)
-    steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and revision.spec is not None:
         steps += _create(observed, decided)
+    # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
+    steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
         actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
     )

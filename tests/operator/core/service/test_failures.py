@@ -133,9 +133,11 @@ def test_a_partition_from_all_nodes_creates_and_deletes_nothing():
     for node in list(world.nodes):
         world.lose_node(node)
     world.run(60)
+    assert world.created == 3
     for node in world.nodes:
         world.recover_node(node)
     world.run(300)
+    assert world.created == 3
     assert {pod.replica.uid for pod in world.pods.values()} == before
     assert len(world.ready) == 3
 
@@ -223,7 +225,7 @@ def test_without_surge_a_hung_engine_makes_room_for_its_replacement():
 
 def test_victims_go_one_by_one_with_caches_that_lag():
     """Finding 11: a sample that reorders the victims drains no second replica."""
-    world = running(4)
+    world = running(5)
     world.cache_lag = 5
     for number, pod in enumerate(world.pods.values()):
         pod.running = number

@@ -1,12 +1,23 @@
 """What makes a new revision, and what must not."""
 
+from dataclasses import replace
+
 import pytest
 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus, RevisionStatus
 from slipway_operator.core.service import revision
-from slipway_operator.core.service.revision import digest, inputs, resolve
-from tests.builders import a_service, edited, promised
+from slipway_operator.core.service.access import PortAccess
+from slipway_operator.core.service.pod import build_pod
+from slipway_operator.core.service.revision import (
+    create_revision,
+    delete_revisions,
+    digest,
+    inputs,
+    load_revisions,
+    resolve,
+)
+from tests.builders import a_service, edited, promised, stored
 
 BASE = a_service(runtime={"maxModelLen": 2048})
 
@@ -118,6 +129,49 @@ def test_revisions_never_share_the_part_of_the_hash_that_names_pods(monkeypatch)
     mine = RevisionStatus(name="y", hash=first.hash, image="i")
     later = BASE.model_copy(update={"status": InferenceServiceStatus(revisions=(mine,))})
     assert resolve(later, "i").hash == first.hash
+
+
+@pytest.mark.capability("OP-13")
+def test_what_is_stored_is_built_again_as_it_was_whatever_the_defaults_and_the_spec_say_today():
+    """Finding 2, and a changed default of the schema: it mixes no arguments within one revision."""
+    kept = stored(BASE)
+    spec = dict(kept.data["spec"]) | {"runtime": dict(kept.data["spec"]["runtime"]) | {"maxNumSeqs": 7}}
+    kept = replace(kept, data={"image": "runtime:then", "spec": spec})
+
+    (loaded,) = load_revisions(BASE, [kept])
+    assert resolve(BASE, "runtime:now", [loaded]).image == "runtime:then"
+
+    edited_since = edited(
+        BASE, model={"uri": "file:///other"}, drain={"timeoutSeconds": 7, "endpointPropagationSeconds": 1}
+    )
+    access = PortAccess(nonce="n", admin_digests=())
+    pod = build_pod(loaded.apply_to(edited_since), loaded, slot=0, attempt=0, access=access)
+    (server,) = pod["spec"]["containers"]
+    assert server["image"] == "runtime:then"
+    assert server["args"][server["args"].index("--max-num-seqs") + 1] == "7"
+    assert BASE.spec.model.uri in server["args"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 37, "drain is not part of a revision"
+
+
+@pytest.mark.capability("OP-13")
+def test_a_stored_revision_comes_back_byte_for_byte():
+    (loaded,) = load_revisions(BASE, [stored(BASE)])
+    assert loaded.apply_to(BASE).spec == BASE.spec
+    assert create_revision(BASE, loaded, [stored(BASE)]) == ()
+
+
+def test_what_cannot_be_read_or_belongs_to_another_service_is_not_taken_for_stored():
+    broken = replace(stored(BASE), data={"image": "i", "spec": {"model": 3}})
+    assert load_revisions(BASE, [broken, replace(stored(BASE), data={}), stored(BASE, owner_uid="another")]) == ()
+
+
+def test_the_store_forgets_what_status_forgets_but_nothing_that_has_pods():
+    service = promised(BASE, 1)
+    old = replace(stored(BASE), hash="old", name="chat-old", uid="uid-of-old")
+    (forgotten,) = delete_revisions(service, [stored(service), old], populated=())
+    assert (forgotten.name, forgotten.uid) == ("chat-old", "uid-of-old")
+    assert delete_revisions(service, [stored(service), old], populated={"old"}) == ()
+    assert delete_revisions(service, [replace(old, owner_uid="another")], populated=()) == ()
 
 
 def test_hash_is_ten_characters_that_fit_a_label_and_make_no_words():
