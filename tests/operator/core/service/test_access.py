@@ -8,8 +8,8 @@ from slipway_operator.core.actions import CreatePod
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.plan import plan
-from slipway_operator.core.service.revision import resolve
-from tests.builders import IMAGE, T0, a_service, seen
+from slipway_operator.core.service.revision import load_revisions, resolve
+from tests.builders import IMAGE, T0, a_service, seen, stored
 
 CLOSED = {"routing": {"directAccess": "GatewayOnly"}}
 
@@ -80,3 +80,12 @@ def test_status_names_the_way_past_the_gateway_only_where_there_is_one():
 
     assert addresses(a_service()) == ["gateway", "service"]
     assert addresses(a_service(**CLOSED)) == ["gateway"]
+
+
+def test_a_replica_of_a_stored_revision_is_built_as_closed_as_that_revision_was():
+    """Opening a service does not open the replacements of replicas that the rollout has not reached yet."""
+    (closed,) = load_revisions(a_service(), [stored(a_service(**CLOSED))])
+    observed = seen(a_service())
+
+    assert port_access(observed, closed.apply_to(observed.service), "p").serving_digests
+    assert port_access(observed, observed.service, "p").serving_digests == ()

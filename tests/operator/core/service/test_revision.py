@@ -144,9 +144,8 @@ def test_what_is_stored_is_built_again_as_it_was_whatever_the_defaults_and_the_s
     edited_since = edited(
         BASE, model={"uri": "file:///other"}, drain={"timeoutSeconds": 7, "endpointPropagationSeconds": 1}
     )
-    pod = build_pod(
-        loaded.apply_to(edited_since), loaded, slot=0, attempt=0, access=PortAccess(nonce="d00d", admin_digests=())
-    )
+    access = PortAccess(nonce="n", admin_digests=())
+    pod = build_pod(loaded.apply_to(edited_since), loaded, slot=0, attempt=0, access=access)
     (server,) = pod["spec"]["containers"]
     assert server["image"] == "runtime:then"
     assert server["args"][server["args"].index("--max-num-seqs") + 1] == "7"
