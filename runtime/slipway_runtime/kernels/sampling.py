@@ -205,7 +205,7 @@ def _threshold_of_candidates(
         if low > LOWEST_KEY:
             threshold = tl.min(tl.where(_key(x) > low, x, float("inf")), 0)
     tl.store(thresholds + index, threshold)
-    tl.store(found + index, resolved.to(tl.int32))
+    tl.store(found + index, tl.where(resolved, 1, 0))
 
 
 @triton.jit
