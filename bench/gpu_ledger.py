@@ -48,7 +48,12 @@ GAINS = (
         "many blocks read it once, one searches 64 candidates a tile in registers",
         "about 30 µs a draw; rows with flat scores take the old way",
     ),
-    ("`_best_of_tiles`", "255 registers, 64 B spilled, 2 blocks/SM", "96 registers, 5 blocks/SM", "2× of a small part"),
+    (
+        "`_best_of_tiles`",
+        "255 registers, 64 B spilled, 2 blocks/SM",
+        "no spills, at least 32 warps/SM",
+        "2× of a small part",
+    ),
     (
         "float32 on a GPU",
         "7 KB (decode) and 36 KB (extend) spilled a thread, no tensor cores",
