@@ -136,6 +136,8 @@ def compile_all(
         if sample:
             for kv in kv_dtypes:
                 record(recorder, target, "Llama-3.1-8B", "bf16", kv, (16,) if kv == "auto" else ())
+            if target == 90:
+                record(recorder, target, "Llama-3.1-8B", "fp32", "auto", ())
             record_sampling(recorder, target, "Qwen3-0.6B")
             continue
         for name in (*MODELS, *EDGES):

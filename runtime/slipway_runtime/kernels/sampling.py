@@ -57,8 +57,9 @@ def draw(
     where = torch.empty(num_rows, tiles, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _best_of_tiles[(num_rows, tiles)](
-        logits, temperature, seeds, positions, thresholds, best, where, logits.stride(0), V=vocabulary, BLOCK=block
-    )
+        logits, temperature, seeds, positions, thresholds, best, where, logits.stride(0),
+        V=vocabulary, BLOCK=block, num_warps=8,
+    )  # fmt: skip
     _best_of_rows[(num_rows,)](best, where, tokens, TILES=tiles, BLOCK=triton.next_power_of_2(tiles))
     return tokens
 
@@ -205,7 +206,7 @@ def _threshold_of_candidates(
         if low > LOWEST_KEY:
             threshold = tl.min(tl.where(_key(x) > low, x, float("inf")), 0)
     tl.store(thresholds + index, threshold)
-    tl.store(found + index, resolved.to(tl.int32))
+    tl.store(found + index, tl.where(resolved, 1, 0))
 
 
 @triton.jit

@@ -101,12 +101,14 @@ class Sampler:
         penalized = np.flatnonzero(rows.penalized[row_ids])
         # All draws of a row together: the counts of its drafts are added to those of its first draw.
         most = max(_PENALIZED_AT_ONCE // logits.shape[1], 1)
-        new_row = np.flatnonzero(np.append(True, row_ids[penalized][1:] != row_ids[penalized][:-1]))
-        starts = [0]
-        for begin, end in zip(new_row, np.append(new_row[1:], len(penalized)), strict=True):
-            if end - starts[-1] > most and begin > starts[-1]:
-                starts.append(int(begin))
-        for begin, end in zip(starts, [*starts[1:], len(penalized)], strict=True):
+        own = row_ids[penalized]
+        ends = np.append(np.flatnonzero(own[1:] != own[:-1]) + 1, len(own)).tolist()  # of each row's draws
+        bounds, last = [0], 0
+        for row_end in ends:
+            if row_end - bounds[-1] > most and last > bounds[-1]:
+                bounds.append(last)
+            last = row_end
+        for begin, end in zip(bounds, [*bounds[1:], len(own)], strict=True):
             places = penalized[begin:end]
             of_rows = row_ids[places]
             counts = self._counts.of(of_rows, positions[places], logits)

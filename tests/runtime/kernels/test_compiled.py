@@ -56,14 +56,24 @@ def test_the_store_into_a_quantized_cache_compiles(sample, kv):
 @pytest.mark.timeout(1800)
 def test_attention_reads_ahead_and_reads_keys_seldom(sample):
     """Findings 7, 8, 10: decode had one buffer of keys and values, extend tiles of 16 tokens on 4 heads."""
-    for one in of(sample, "_decode", "KV auto"):
+    for one in of(sample, "_decode", "bf16 KV auto"):
         if one["target"] >= 90:
             assert one["shared"] > 2 * 2 * 64 * 128 * 2, "two buffers of 64 keys and values of 128 elements"
             assert one["blocks"] >= 3
-    for one in of(sample, "_extend", "prefill"):
+    for one in of(sample, "_extend", "bf16 KV auto prefill"):
         assert one["constants"]["QUERIES"] == "32", "tokens of a tile: keys are read again for each"
         assert one["warps"] == 8
         assert one["tensor_cores"] == {80: "mma", 90: "wgmma", 100: "tcgen05"}[one["target"]]
+
+
+@pytest.mark.capability("KN-1")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kernel", ["_decode", "_extend"])
+def test_float32_is_multiplied_on_tensor_cores_without_spills(sample, kernel):
+    """Finding 4: 7 to 36 KB of spills a thread, and no tensor cores."""
+    for one in of(sample, kernel, "fp32"):
+        assert one["tensor_cores"]
+        assert not one["spilled"]
 
 
 @pytest.mark.capability("KN-1")
@@ -80,7 +90,7 @@ def test_a_quantized_cache_leaves_room_for_three_decode_programs(sample):
 @pytest.mark.parametrize("kernel", ["_decode", "_extend", "_expand", "_shrink"])
 def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
     """Findings 11, 13: strides without a known alignment forced loads of 16 bits."""
-    for one in of(sample, kernel):
+    for one in of(sample, kernel, "bf16"):
         assert "16" not in one["loads"]
         assert one["loads"].get("128", 0) > 0
 

@@ -8,6 +8,7 @@ import torch
 
 from slipway_runtime.kernels import reference
 from slipway_runtime.messages import NewRow, SamplingParams, StepPlan, TokenMasks
+from slipway_runtime.worker import sampler
 from slipway_runtime.worker.rows import Rows
 from slipway_runtime.worker.sampler import Drawn, Sampler
 
@@ -152,3 +153,16 @@ def test_a_plain_greedy_batch_asks_for_nothing_but_the_likeliest():
 
     drawn = draws.sampler(logits, draws.row_ids, draws.positions, never)
     assert (drawn.token_ids.tolist(), drawn.logprobs) == (logits.argmax(-1).tolist(), ())
+
+
+@pytest.mark.capability("API-6")
+@pytest.mark.parametrize("at_once", [1, 2 * V, 100 * V])
+def test_penalties_of_many_rows_in_parts_are_those_of_each_row_alone(at_once, monkeypatch):
+    """Finding 16: what is needed beside the scores is bounded, however many rows are penalized."""
+    monkeypatch.setattr(sampler, "_PENALIZED_AT_ONCE", at_once)
+    how = [{"repetition_penalty": 5.0}, {}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {}]
+    logits = scores(len(how), seed=4).abs() + torch.nn.functional.one_hot(torch.tensor([3, 9, 6, 6, 5]), V) * 1.0
+    together = Draws(*how, output=(6, 6, 9))(logits)
+    for row, one in enumerate(how):
+        alone = Draws(one, output=(6, 6, 9))(logits[row : row + 1])
+        assert alone.token_ids.tolist() == together.token_ids[row : row + 1].tolist()
