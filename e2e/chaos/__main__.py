@@ -10,13 +10,13 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from e2e.chaos.client import learn_references
 from e2e.chaos.faults import FAULTS, Fault
-from e2e.chaos.matrix import run_matrix, table
+from e2e.chaos.matrix import Row, run_matrix, sentence, table
 from e2e.chaos.stage import AUTO, FIXED, Stage
 from e2e.cluster import build, preflight
 from e2e.cluster.launch import GATEWAY, Cluster
@@ -42,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     preflight.require()
     build.ensure()
     until = time.monotonic() + options.minutes * 60
+    rows: list[Row] = []
+    try:
+        for row in run_on_new_cluster(faults, until):
+            rows.append(row)
+            console.print(sentence(row), soft_wrap=True)
+    except KeyboardInterrupt:
+        rows.append(Row("the others", error="interrupted"))
+    console.print(table(rows))
+    return 1 if any(row.is_bad for row in rows) else 0
+
+
+def run_on_new_cluster(faults: Sequence[Fault], until: float) -> Iterator[Row]:
+    """Start a cluster, install Slipway, and run the faults on it."""
     with Cluster(folder=cluster_folder("chaos"), publish=GATEWAY) as cluster:
         cluster.wait_for_nodes()
         slipway = Slipway(cluster)
@@ -49,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage = Stage(cluster, slipway)
         stage.prepare()
         references = asyncio.run(learn_references(slipway.base_url, [FIXED, AUTO]))
-        rows = run_matrix(stage, faults, references, lambda line: console.print(line, soft_wrap=True), until=until)
-    console.print(table(rows))
-    return 1 if any(row.is_bad for row in rows) else 0
+        yield from run_matrix(stage, faults, references, until=until)
 
 
 def choose(words: Sequence[str]) -> list[Fault]:

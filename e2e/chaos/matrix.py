@@ -1,7 +1,7 @@
 """Runs faults one after the other under load, and prints what clients and the cluster saw of each."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.table import Table
@@ -67,18 +67,13 @@ def wait_steady(counts: Counts) -> None:
         time.sleep(0.1)
 
 
-def run_matrix(
-    stage: Stage, faults: Sequence[Fault], references: References, say: Callable[[str], object], *, until: float
-) -> list[Row]:
+def run_matrix(stage: Stage, faults: Sequence[Fault], references: References, *, until: float) -> Iterator[Row]:
     """Run faults until the monotonic time `until`; those that are left out then are rows with an error."""
-    rows: list[Row] = []
     for number, fault in enumerate(faults):
         if time.monotonic() > until:
-            rows.append(Row(fault.name, error="not run: the time is up"))
-            continue
-        rows.append(run_fault(stage, fault, references, seed=number))
-        say(sentence(rows[-1]))
-    return rows
+            yield Row(fault.name, error="not run: the time is up")
+        else:
+            yield run_fault(stage, fault, references, seed=number)
 
 
 def sentence(row: Row) -> str:

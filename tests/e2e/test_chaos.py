@@ -9,9 +9,10 @@ import pytest
 from aiohttp import web
 
 from e2e.chaos import hostile
+from e2e.chaos.__main__ import main
 from e2e.chaos.client import CutSilently, Load, Lost, learn_references, read_text
 from e2e.chaos.faults import FAULTS, SAMPLE, Fault
-from e2e.chaos.matrix import Row, run_fault, sentence, wait_steady
+from e2e.chaos.matrix import Row, run_fault, run_matrix, sentence, wait_steady
 from e2e.chaos.stage import Stage
 from e2e.slipway import NotInTimeError
 
@@ -210,3 +211,25 @@ async def test_a_fault_that_cannot_be_injected_is_a_bad_row_and_ends_no_other(mo
     assert (row.error, row.violations, row.is_bad) == ("RuntimeError: no such pod", ["orphan pod-1"], True)
     assert (mended, stage.prepared) == ([True], True)
     assert row.counts.finished == row.counts.sent >= 8
+
+
+def test_faults_that_do_not_fit_into_the_time_are_bad_rows():
+    rows = list(run_matrix(FlickeringStage([True]), FAULTS[:2], {}, until=0.0))
+
+    assert [(row.fault, row.is_bad) for row in rows] == [(fault.name, True) for fault in FAULTS[:2]]
+
+
+def test_an_interrupted_matrix_prints_what_it_has_and_fails(monkeypatch, capsys):
+    def interrupted(faults, until):
+        yield Row(faults[0].name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("e2e.chaos.__main__.run_on_new_cluster", interrupted)
+    monkeypatch.setattr("e2e.cluster.preflight.require", lambda: None)
+    monkeypatch.setattr("e2e.cluster.build.ensure", lambda: None)
+
+    assert main(["--only", "etcd"]) == 1
+
+    printed = capsys.readouterr().out
+    assert "etcd away 20 s" in printed
+    assert "interrupted" in printed
