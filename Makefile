@@ -49,7 +49,7 @@ test: preflight setup ## all tests: unit, real API server, short user stories on
 test-unit: setup ## tests that need no cluster
 	$(PYTEST) -n 2 --dist worksteal -m 'not apiserver and not cluster and not gpu and not kernels'
 
-test-apiserver: cluster-binary ## tests against the real kube-apiserver
+test-apiserver: chart-check ## the chart, and tests against the real kube-apiserver
 	$(PYTEST) -m apiserver
 
 test-cluster: cluster-binary ## the local cluster's own tests and the short user stories
@@ -78,7 +78,6 @@ check: setup ## lint, types, contracts, generated files
 	$(BIN)/python -m slipway_api.crd --check
 	$(BIN)/python -m tests.capabilities --check
 	$(BIN)/python -m tests.code_map --check
-	@$(MAKE) --no-print-directory chart-check
 
 chart-check: cluster-binary ## lint the chart, and render it with every group of values
 	@$(BIN)/python -m tests.chart.lint
