@@ -205,9 +205,13 @@ class Cluster(Access):
         self._start_node_space(node)
         self.start_kubelet(node)
 
+    def run_in_network(self, script: str) -> None:
+        """Run a shell script in the network namespace that connects the nodes; raise when it fails."""
+        self._spaces["cluster"].run(script)
+
     def cut_node(self, node: str, *, cut: bool = True) -> None:
         """Take the node off the network, or put it back; its pods run on."""
-        self._spaces["cluster"].run(f"ip link set {self._links[node]} {'down' if cut else 'up'}")
+        self.run_in_network(f"ip link set {self._links[node]} {'down' if cut else 'up'}")
 
     def kill_container(
         self, namespace: str, pod: str, container: str | None = None, *, how: int = signal.SIGKILL, only: str = ""
