@@ -1,10 +1,10 @@
-"""Events that users read with `kubectl describe`: fixed reasons, one Event per story, never in anybody's way.
+"""Records Kubernetes Events, which users read with `kubectl describe`: in the background, repetitions as a series.
 
-                                          what happens
-first time                                a new Event
-the same sentence again, soon             its `series.count` grows
-another sentence, same object and reason  a new Event: its numbers are the point
-… and this object's allowance is used up  counted into the last one (the server keeps sentences immutable)
+recorded                                  result
+a note for the first time                 a new Event
+the same note again within six minutes    its `series.count` grows
+another note, same object and reason      a new Event, because the numbers in the note differ
+… and the object's rate limit is reached  counted in the last Event's series (a note cannot be changed)
 
 Sending is in the background and best effort: what cannot be sent is counted, never raised.
 RBAC: create, patch on events.k8s.io/events.
@@ -28,8 +28,8 @@ from slipway_kube.token_bucket import TokenBucket
 from slipway_kube.writer import Writer
 
 LONGEST_NOTE: Final = 1024  # bytes; the server refuses more
-SERIES_SECONDS: Final = 360.0  # the same story after six minutes of silence is a new one, as in client-go
-EVENTS_PER_OBJECT: Final = 25  # at once …
+SERIES_SECONDS: Final = 360.0  # a series ends after six minutes without a repetition, as in client-go
+EVENTS_PER_OBJECT: Final = 25  # new Events for one object at once …
 REFILL_SECONDS: Final = 30.0  # … and one more every half minute
 QUEUE_LENGTH: Final = 1000
 OBJECTS_REMEMBERED: Final = 4096
@@ -55,7 +55,7 @@ class _Happening:
 
 @dataclass(slots=True)
 class _Series:
-    """The Event that a story is being counted into."""
+    """An Event whose repetitions are counted."""
 
     name: str
     note: str
@@ -95,7 +95,7 @@ class Recorder:
         warning: bool = False,
         related: dict[str, str] | None = None,
     ) -> None:
-        """Say that `action` was taken on `regarding` for `reason`. `note` is the decision's sentence (cut at 1 KB).
+        """Record that `action` was taken on `regarding` for `reason`. `note` is the decision's sentence (cut at 1 KB).
 
         `regarding` and `related` are object references (see `reference`).
         """
@@ -116,7 +116,7 @@ class Recorder:
                 self.dropped += 1
                 log.info("an event was not sent", reason=happening.reason, error=str(error))
             except Exception:
-                # A malformed event must not end the telling of all later ones.
+                # A malformed event must not keep later ones from being sent.
                 self.dropped += 1
                 log.exception("an event could not be made", reason=happening.reason)
             finally:
@@ -135,7 +135,7 @@ class Recorder:
                 await self._count(series, happening)
                 return
             except NotFound:
-                pass  # events live for an hour; tell the story anew
+                pass  # the API server deleted the Event (its ttl is an hour): create a new one
         elif series is None and not self._allows(happening):
             self.dropped += 1
             return
@@ -159,7 +159,7 @@ class Recorder:
         }
         if happening.related is not None:
             body["related"] = happening.related
-        with contextlib.suppress(AlreadyExists):  # an earlier try got through, its reply did not
+        with contextlib.suppress(AlreadyExists):  # an earlier try succeeded, and its reply was lost
             await self._writer.create(EVENTS, namespace, body)
         self._stories[happening.story] = _Series(name, happening.note, 1, happening.when)
         self._stories.move_to_end(happening.story)
@@ -188,7 +188,7 @@ def reference(api_version: str, kind: str, namespace: str, name: str, uid: str) 
 
 
 def _name(happening: _Happening) -> str:
-    """Deterministic for one happening, so that a retry after a lost reply finds it there already."""
+    """The Event's name, the same for every try: a retry after a lost reply gets AlreadyExists."""
     parts = (*happening.story, happening.note, happening.at.isoformat())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return f"{happening.regarding['name'][:200]}.{digest}"
