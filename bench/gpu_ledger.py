@@ -1,4 +1,4 @@
-"""The text of docs/gpu-ledger.md, from what `bench.gpu_compile` found."""
+"""Generates docs/gpu-ledger.md from the results of `bench.gpu_compile`."""
 
 from bench.gpu_compile import Compiled
 

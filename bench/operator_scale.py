@@ -1,4 +1,4 @@
-"""The operator at scale: 1,000 services and 10,000 busy pods, on a fake API server in a process of its own.
+"""Benchmark of the operator: 1,000 services and 10,000 busy pods, on a fake API server in a process of its own.
 
 Everything of the operator is real (kopf, informers, queue, plans, scraper, sockets); the API server is the one of the
 tests, and one server answers for the admin ports of all pods, each of which has a loopback address of its own.

@@ -1,4 +1,4 @@
-"""The part of an InferenceService that says how the number of replicas moves. Its words are those of autoscaling/v2."""
+"""The field `spec.autoscaling` of an InferenceService: limits, metrics and behavior, named as in autoscaling/v2."""
 
 from enum import StrEnum
 from typing import Annotated

@@ -1,6 +1,6 @@
 """Condition types, their reasons and the reasons of events; their meanings are in `vocabulary`.
 
-A condition's message is the sentence of the last decision; numbers that move all the time live in metrics.
+A condition's message is the sentence of the last decision; numbers that change all the time are metrics.
 """
 
 from collections.abc import Iterable

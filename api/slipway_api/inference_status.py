@@ -1,4 +1,4 @@
-"""What the operator says about a service: its status. Timestamps, never ages; numbers that always move are metrics."""
+"""The status of an InferenceService. Timestamps, never ages; numbers that change all the time are metrics."""
 
 from typing import Annotated
 

@@ -1,6 +1,6 @@
-"""Which model a service answers with: where it is, what opens it, and what holds for requests that say nothing.
+"""The field `spec.model` of an InferenceService: the model's address, credentials, tokenizer and sampling defaults.
 
-| address                      | what it is                               | keys that open it                        |
+| address                      | what it is                               | keys of the credentials' Secret          |
 |------------------------------|------------------------------------------|------------------------------------------|
 | `hf://organisation/name@rev` | a repository on a hub                    | HF_TOKEN                                 |
 | `s3://bucket/prefix`         | the objects under a prefix               | AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY |

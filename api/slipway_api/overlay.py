@@ -1,4 +1,4 @@
-"""What a user may change about the pods of a service: the template's allow-list.
+"""The field `spec.template` of an InferenceService: the allow-list of changes to its pods.
 
 Without it, the right to create an InferenceService would be the right to create any pod. What is listed is merged into
 the pod, by name where it has names; every other field of a pod is declared here only to be refused with a sentence,

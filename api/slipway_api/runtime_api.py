@@ -1,4 +1,4 @@
-"""Bodies of the admin port: what the operator, the gateway and a runtime pod say to each other.
+"""The request and response bodies of a runtime pod's admin port, which the operator calls.
 
 JSON is camelCase by alias. Dump with `body.wire()`; parse with `Model.model_validate_json(raw)`. Unknown fields are
 ignored and every field that may grow has a default, so that an older side understands a newer one.
@@ -37,7 +37,7 @@ class Body(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
 
     def wire(self) -> bytes:
-        """The JSON bytes that travel."""
+        """The body as JSON bytes."""
         return self.model_dump_json(by_alias=True).encode()
 
 
@@ -91,7 +91,7 @@ class Ready(Body):
 
 
 class Health(Body):
-    """Whether the process can recover by itself: not healthy means that only a restart can help."""
+    """Whether the process can recover by itself; when not healthy, only a restart can help."""
 
     healthy: bool
     message: str = ""
@@ -173,7 +173,7 @@ class AdapterInfo(Body):
 
 
 class State(Body):
-    """Everything that a person, or the operator's status, wants to know of one replica."""
+    """The state of one replica in full, for people and for the operator's status."""
 
     boot_id: str = ""
     model_name: str
@@ -206,7 +206,7 @@ class LoadAdapterRequest(Body):
     name: str
     uri: str
     digest: str = ""  # refuse any other content
-    pinned: bool = False  # never leaves host memory by itself
+    pinned: bool = False  # never evicted from host memory
 
 
 class ModelInfo(Body):

@@ -1,7 +1,7 @@
-"""How a replica runs the model: number formats, limits of a step, the KV cache, speculation, room for adapters.
+"""The field `spec.runtime` of an InferenceService: number formats, limits of a step, KV cache, speculation, adapters.
 
-What is absent or at its default puts no flag on the command line of the runtime: a revision keeps the image it began
-with, and an older image shall not stumble over the flags of a newer operator.
+A field that is absent or at its default gives no flag on the command line of the runtime: a revision keeps the image
+that it began with, and an older image would refuse the flags of a newer operator.
 """
 
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""The init of a space: makes the namespaces, then keeps them alive until its maker is gone.
+"""The init process of a space: creates the namespaces, and keeps them until the process that started it ends.
 
     python -S -m e2e.cluster.space_init SPEC        SPEC: {"fd", "users", "covers", "keeps", "setup"} as JSON
 

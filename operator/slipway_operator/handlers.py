@@ -1,8 +1,8 @@
-"""What kopf runs for us, and all that it runs: the operator's table of contents.
+"""The kopf handlers: startup, login, watch events of the custom resources, and cleanup. kopf runs nothing else.
 
 `memo.manager` is the `Manager`, `memo.connect` says how to reach the API server; `main` brings both. A handler is five
 lines at most and never raises: an event only puts an object into the store and its key into the queue. docs/adr/0001
-says what kopf does here, what it does not, and why.
+explains what kopf is used for.
 """
 
 from collections.abc import Mapping
