@@ -114,7 +114,7 @@ def ledger(results: list[Compiled]) -> str:
 
 
 def merged(rows: dict[tuple[str, str], dict[int, str]]) -> dict[tuple[str, str], dict[int, str]]:
-    """Without the rows that say what one before them says of the same launch."""
+    """The rows without those that equal an earlier row of the same launch."""
     kept: dict[tuple[str, str], dict[int, str]] = {}
     seen: set[tuple[str, str, tuple[tuple[int, str], ...]]] = set()
     for (case, launch), cells in rows.items():

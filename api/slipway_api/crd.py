@@ -31,7 +31,7 @@ def _column(name: str, path: str, description: str, *, type: str = "string", pri
 
 
 INFERENCE_SERVICE_COLUMNS = [
-    _column("Model", ".status.servedName", "What clients send as model"),
+    _column("Model", ".status.servedName", "The model name in requests"),
     _column("Ready", _ready("status"), "Whether the service answers"),
     _column("Status", _ready("reason"), "Why"),
     _column("Replicas", ".status.readyReplicas", "Replicas that take requests", type="integer"),

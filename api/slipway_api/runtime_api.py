@@ -42,13 +42,13 @@ class Body(BaseModel):
 
 
 class Signals(Body):
-    """What one replica says of its load; below 300 bytes on the wire, because it is asked for every two seconds.
+    """The load of one replica; below 300 bytes of JSON, because it is scraped every two seconds.
 
     The counters are a ledger since `boot_id`:
     `admitted == finished + aborted + handed_over + running + waiting` at every moment.
     """
 
-    boot_id: str  # changes with every start of the engine: counters begin again, adapters are gone
+    boot_id: str  # changes with every start of the engine: counters restart, adapters are unloaded
     kv_usage: float = Field(ge=0, le=1)  # blocks that live requests hold ÷ all blocks; cached blocks are free
     running: int = Field(ge=0)
     waiting: int = Field(ge=0)
@@ -144,7 +144,7 @@ class LastStep(Body):
     """The last step that computed something: the shape of its batch, and how long it took."""
 
     rows: int = Field(ge=0)  # sequences
-    tokens: int = Field(ge=0)  # computed for all of them; as many as rows: everybody decodes
+    tokens: int = Field(ge=0)  # computed for all of them; as many as rows: all sequences decode
     seconds: float = Field(ge=0)  # from the plan to the results
     seconds_ago: float = Field(ge=0)
 
@@ -219,7 +219,7 @@ class ModelInfo(Body):
 
 
 class ModelSpec(Body):
-    """A model and how to run it: body of POST /model, and what the command line of a pod says (`model_flags.py`).
+    """A model and how to run it: body of POST /model, and content of a pod's command line (`model_flags.py`).
 
     Every field of spec.model and spec.runtime that the engine needs is here, and nothing that belongs to the process,
     such as ports and tokens. 0, the empty text and a field that is absent leave the choice to the runtime.

@@ -73,7 +73,7 @@ class KVCache(Struct):
     dtype: KVDtype = KVDtype.AUTO
     """Number format of keys and values; fp8 and int8 hold twice the tokens of 16 bits. auto: that of the arithmetic."""
     bytes: ByteQuantity = ""
-    """Fixes the size of the pool, such as 64Mi; for CPUs and demonstrations. Empty: what the GPU has left."""
+    """Fixes the size of the pool, such as 64Mi; for CPUs and demonstrations. Empty: the rest of the GPU's memory."""
     host_bytes: ByteQuantity = ""
     """Host memory for prefixes that the pool has no room for, such as 32Gi; part of limits.memory. Empty: none."""
 
@@ -84,7 +84,7 @@ class KVCache(Struct):
 
 
 class SpeculationMethod(StrEnum):
-    """Where guesses come from."""
+    """The source of speculated tokens."""
 
     NONE = "none"
     PROMPT_LOOKUP = "promptLookup"
@@ -141,7 +141,7 @@ class Runtime(Struct):
     )
 
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
-    """Runtime image; empty: the chart's, frozen for the life of a revision."""
+    """Runtime image; empty: the chart's, fixed when a revision is created."""
     args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], bounded_list(at_most=64)] = ()
     """Further arguments of slipway-runtime serve."""
     env: Annotated[tuple[EnvVar, ...], bounded_list(at_most=64, key="name")] = ()

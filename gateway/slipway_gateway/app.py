@@ -91,7 +91,7 @@ class Admin:
         return app
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """Ready once everything was listed; an API server that goes away later does not take us with it."""
+        """Ready once everything was listed; a later outage of the API server does not make it unready."""
         view = self._fleet.view()
         if self._leaving:
             reason, message = "ShuttingDown", f"{self._requests.open} requests are finishing"

@@ -156,7 +156,7 @@ class Fleet:
 
 
 class Lease:
-    """A request's share of an endpoint's load; shrinks as tokens arrive, gone when released."""
+    """A request's share of an endpoint's load; shrinks as tokens arrive, 0 when released."""
 
     __slots__ = ("_destination", "_left", "_name", "on_endpoint_left")
 

@@ -71,7 +71,7 @@ def after_probe(health: Health, now: float, policy: BreakerPolicy) -> Health:
 
 
 def after_unavailable(health: Health, now: float, seconds: float) -> Health:
-    """It said 503 itself, so it is draining or loading: not a failure, but pointless to try again so soon."""
+    """The replica answered 503, because it drains or loads: no failure, but a retry so soon would be in vain."""
     return replace(health, ejected_until=max(health.ejected_until, now + seconds))
 
 

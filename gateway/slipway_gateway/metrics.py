@@ -85,7 +85,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _remove_stale_series(self) -> None:
-        """Remove the series of revisions and services that are gone, so that labels stay bounded for ever."""
+        """Remove the series of deleted revisions and services, so that the number of series stays bounded."""
         table = self._fleet.table
         for metric in self._labelled:
             names = metric._labelnames  # prometheus_client has no public list of what it counts

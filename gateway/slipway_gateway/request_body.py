@@ -18,7 +18,7 @@ from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.shares import SharedCapacity
 
 BYTES_PER_TOKEN: Final = 4
-EXPECTED_OUTPUT_TOKENS: Final = 256  # when the client does not say
+EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit
 MAX_EXPECTED_OUTPUT_TOKENS: Final = 4096  # a client's generous limit is not a forecast
 # A generated token holds a place in the batch for a whole step; a prompt token shares one with a thousand others.
 OUTPUT_WEIGHT: Final = 4

@@ -54,7 +54,7 @@ from slipway_gateway.upstream import (
 log = structlog.get_logger()
 
 MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
-UNAVAILABLE_SECONDS = 2.0  # to leave a replica alone that said 503: by then the pod's readiness has reached us
+UNAVAILABLE_SECONDS = 2.0  # ejection of a replica that answered 503: by then the watch shows that it is not ready
 ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
 
 _FAILURES: dict[type[UpstreamError], AttemptFailure] = {

@@ -139,7 +139,7 @@ class Reply:
 
 
 class Silence:
-    """Cuts a connection on which nothing was heard for too long while something was waited for.
+    """Closes a connection on which no byte arrived for too long while an answer was awaited.
 
     One timer a connection, which looks again when it fires: moving a timer at every chunk costs a tenth of the whole.
     """

@@ -17,7 +17,7 @@ KubeError
     ├── TooManyRequests     429: try again after `retry_after` seconds
     └── ServerError         5xx
 """
-# ruff: noqa: N818  the names are the API's own words for these answers
+# ruff: noqa: N818  the names are the API's own names of these answers
 
 import msgspec
 

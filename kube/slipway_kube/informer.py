@@ -48,7 +48,7 @@ class Informer(Generic[T]):
         """Set once every namespace has been listed for the first time; never cleared."""
         self._callbacks: list[OnChange[T]] = []
         self._relist_callbacks: list[Callable[[], None]] = []
-        self._cache = Cache[T](self._tell)
+        self._cache = Cache[T](self._notify)
         self._reflectors = [
             Reflector(
                 client,
@@ -118,7 +118,7 @@ class Informer(Generic[T]):
             await asyncio.sleep(CATCH_UP_SECONDS)
         return sum(1 for key, cached in wrong.items() if self._cache.view.get(key) is cached)
 
-    def _tell(self, change: Change, old: T | None, new: T | None) -> None:
+    def _notify(self, change: Change, old: T | None, new: T | None) -> None:
         for callback in self._callbacks:
             try:
                 callback(change, old, new)

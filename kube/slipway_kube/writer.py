@@ -52,7 +52,7 @@ Send = Callable[[], Awaitable[bytes]]
 Transport = Callable[[Write, Send], Awaitable[bytes]]
 """Stands between the writer and the server: may fail before sending, after it, or lose the reply."""
 OnWrite = Callable[[Write, str], None]
-"""Told of each write and its outcome: ok, skipped, or the error's class name (NotLeader when fenced)."""
+"""Called after each write with its outcome: ok, skipped, or the error's class name (NotLeader when fenced)."""
 
 
 async def _send_it(_: Write, send: Send) -> bytes:
@@ -172,7 +172,7 @@ class Writer:
         """Server-side apply. Skipped (None) when `body` equals `last`, the body of this manager's last apply."""
         write = Write("apply", resource, namespace, name, subresource)
         if body == last:
-            self._tell(write, "skipped")
+            self._notify(write, "skipped")
             return None
         identified = body | {
             "apiVersion": resource.api_version,
@@ -273,12 +273,12 @@ class Writer:
             # All writes slow down, not only the refused one; a disruption budget's 429 has no Retry-After.
             if error.retry_after is not None:
                 self._bucket.close_for(min(error.retry_after, LONGEST_BREAK), self._clock())
-            self._tell(write, type(error).__name__)
+            self._notify(write, type(error).__name__)
             raise
         except KubeError as error:
-            self._tell(write, type(error).__name__)
+            self._notify(write, type(error).__name__)
             raise
-        self._tell(write, "ok")
+        self._notify(write, "ok")
         return reply
 
     def _timeout(self) -> float:
@@ -293,6 +293,6 @@ class Writer:
         elif isinstance(error, StatusError):
             self.expectations.retract_create(namespace, name)
 
-    def _tell(self, write: Write, outcome: str) -> None:
+    def _notify(self, write: Write, outcome: str) -> None:
         if self._on_write is not None:
             self._on_write(write, outcome)

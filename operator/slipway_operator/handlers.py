@@ -28,7 +28,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
 
 @kopf.on.cleanup(errors=kopf.ErrorsMode.PERMANENT)  # or kopf would try again in a minute
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Finish the work in hand and give the Lease back; kopf has stopped watching, and cancels nothing of ours yet."""
+    """Finish the running passes and release the Lease; kopf has stopped watching, and our tasks still run."""
     await memo.manager.stop()
 
 

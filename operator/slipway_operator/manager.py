@@ -219,7 +219,7 @@ class Manager:
         self._is_stopping = True
         if self.elector.is_leader():
             self._metrics.lease_transitions.labels("given back").inc()
-            await self._finish_work_in_hand()
+            await self._finish_running_passes()
         await _end(*self._tasks)
         await self._drains.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
@@ -250,7 +250,7 @@ class Manager:
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         await self._scraper.run()
 
-    async def _finish_work_in_hand(self) -> None:
+    async def _finish_running_passes(self) -> None:
         self._queue.close()
         try:
             async with asyncio.timeout(FINISH_SECONDS):

@@ -210,7 +210,7 @@ class Executor:
         )
         body, store = msgspec.json.decode(reply), self._stores[key.kind]
         if body["metadata"].get("deletionTimestamp") and not after:
-            store.remove(body)  # that was the last one: the object is gone
+            store.remove(body)  # that was the last one: the object is deleted
         else:
             store.update(body)
 

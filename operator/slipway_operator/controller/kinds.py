@@ -91,7 +91,7 @@ class Decision:
 
     actions: tuple[Action, ...] = ()
     status: Mapping[str, Any] | None = None
-    """The whole status; None: write none (the object is gone)."""
+    """The whole status; None: write none (the object is deleted)."""
     status_before: Mapping[str, Any] | None = None
     """The present status, encoded in the same way: an equal one is not written again."""
     events: tuple[Event, ...] = ()

@@ -110,13 +110,13 @@ class Reconciler:
             # The caches do not show an earlier write yet, so a plan would be stale. The write's event queues the key.
             return Outcome(PENDING_RECHECK_SECONDS)
         try:
-            return await self._bring_closer(key, stored)
+            return await self._run_pass(key, stored)
         except StaleView:
             # The watch may have missed events, even a deletion: read the object before the next try.
             await self._read(key, instead_of=stored)
             raise
 
-    async def _bring_closer(self, key: Key, stored: StoredObject) -> Outcome:
+    async def _run_pass(self, key: Key, stored: StoredObject) -> Outcome:
         kind, memory = self._kinds[key.kind], self._memories[key]
         names_before, failures_before = memory.taken_names, memory.failures
         observed = kind.observe(key, stored, memory)

@@ -79,7 +79,7 @@ class ObjectStore:
                 behind.add(key)
         for key, known in self._objects.items():
             is_listed = key in listed and listed[key]["metadata"]["uid"] == known.uid
-            # Known, but not in a list that is newer: it was deleted. One created after the list was made is no ghost.
+            # Stored, but not in a newer list: it was deleted. One created after the list was made stays.
             if not is_listed and (is_restored or known.version <= version):
                 behind.add(key)
         return behind

@@ -38,7 +38,7 @@ from slipway_operator.replica_client import Address, address_of
 log = structlog.get_logger()
 
 CATCH_UP_SECONDS = 5.0
-CHECK_DELAY_SECONDS = 2.0  # a relist tells of many objects: one check follows them all
+CHECK_DELAY_SECONDS = 2.0  # a relist reports many objects: one check follows them all
 
 Wake = Callable[[Key, Urgency], None]
 OnPodChange = Callable[[Change, Pod | None, Pod | None, set[ServiceKey]], None]
@@ -128,7 +128,7 @@ class Caches:
         """Tell (uid, target) of each change to a replica that should answer for its signals; None: not any more."""
         self._target_listeners.append(callback)
 
-    # --- what is told to us -------------------------------------------------------------------------------------------
+    # --- watch events -------------------------------------------------------------------------------------------------
 
     def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
         """Take in an object of ours from kopf's watch; `type` is None while it lists."""
@@ -169,7 +169,7 @@ class Caches:
         for callback in self._node_listeners:
             callback(old, new)
 
-    # --- what we ask for ----------------------------------------------------------------------------------------------
+    # --- lists --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run the informers, and check the custom resources when a watch may have missed events; until cancelled."""

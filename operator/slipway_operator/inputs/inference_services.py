@@ -44,7 +44,7 @@ class InferenceServices:
         inputs.caches.on_revision_change(self._saw_revisions)
         inputs.caches.on_node_change(self._saw_node)
 
-    # --- what is told to it -------------------------------------------------------------------------------------------
+    # --- changes of the caches ----------------------------------------------------------------------------------------
 
     def _saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
         for rival in self._claims.saw(key, old, new):
@@ -69,7 +69,7 @@ class InferenceServices:
         for service in self._inputs.caches.pods.on_node(node.name):
             self._inputs.wake(Key(KIND, *service), urgency)
 
-    # --- what the controller asks of it -------------------------------------------------------------------------------
+    # --- the interface `Kind` -----------------------------------------------------------------------------------------
 
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
         """Build the snapshot from which the core decides."""

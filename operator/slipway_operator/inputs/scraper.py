@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 BUSY_SECONDS = 2.0
 IDLE_SECONDS = 15.0
-CALLS_PER_SECOND = 3000.0  # one core's worth: 10,000 busy replicas are asked every 3.3 s, their samples stay below 5 s
+CALLS_PER_SECOND = 3000.0  # as many as one core allows: 10,000 busy replicas every 3.3 s, samples below 5 s
 BATCH_SECONDS = 0.01  # calls that are due within so short a time begin together
 
 CALLS, CALLS_OF_A_SERVICE = 256, 32

@@ -60,7 +60,7 @@ class Recommendation:
     is_active: bool | None = True  # its status; None: unknown, nothing to measure yet
     keeps_condition: bool = False  # no sample can have arrived yet: the condition stays as it is
     values: tuple[Value, ...] = ()
-    recommendations: tuple[PastRecommendation, ...] = ()  # the window, to hand in next time
+    recommendations: tuple[PastRecommendation, ...] = ()  # the window, an argument of the next decision
     again_at: datetime | None = None  # when time alone may change the answer
 
 

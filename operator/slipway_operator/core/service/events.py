@@ -128,7 +128,7 @@ def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus)
     events = []
     for (type, reason), warning in _WARNINGS.items():
         condition = find_condition(after.conditions, type)
-        if condition is None or condition.reason != reason or _was_told(before, condition):
+        if condition is None or condition.reason != reason or _was_reported(before, condition):
             continue
         if reason is Reason.METRICS_MISSING and condition.status is ConditionStatus.UNKNOWN:
             continue  # nothing is ready yet: there is nothing to measure, and nothing wrong
@@ -136,6 +136,6 @@ def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus)
     return events
 
 
-def _was_told(before: InferenceServiceStatus, condition: Condition) -> bool:
+def _was_reported(before: InferenceServiceStatus, condition: Condition) -> bool:
     was = find_condition(before.conditions, condition.type)
     return was is not None and was.reason == condition.reason and was.status == condition.status

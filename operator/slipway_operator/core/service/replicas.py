@@ -32,7 +32,7 @@ LONGEST_BACKOFF: Final = timedelta(seconds=300)
 FORGIVEN_AFTER: Final = timedelta(minutes=10)  # after being ready for this long, earlier failures no longer count
 RESTARTS_UNTIL_REPLACED: Final = 5  # the kubelet's own backoff has reached minutes: another node may do better
 
-SCALING_DOWN: Final = "scaling down"  # how the reason of such a drain begins; it is told apart by it
+SCALING_DOWN: Final = "scaling down"  # prefix of the reason of such a drain, by which it is recognised
 UNHEALTHY_SINCE: Final = "was ready and has not been since"
 
 

@@ -142,7 +142,7 @@ def _old_that_may_go(
     leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
     spare = max(0, len(serving) + new_ready - must_stay)
     leaving += [(member, REPLACED) for member in serving[:spare]]
-    # A replica on a lost node may still serve streams; it goes when it is not needed any more.
+    # A replica on a lost node may still serve streams; it is removed when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
         leaving += [(member, "its node does not answer, and a newer revision serves instead") for member in lost]

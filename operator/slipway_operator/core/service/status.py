@@ -335,7 +335,7 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
         return None  # done, or begun this very moment
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
-    # Only what a retry does not repeat is progress: a first attempt, a replica that became ready, an old one that goes.
+    # Only steps that no retry repeats are progress: a first attempt, a replica that became ready, one that ended.
     moments = [one.created_at for one in new if one.attempt == 0]
     moments += [one.ready_since for one in new if one.ready and one.ready_since]
     moments += [one.drain_started for one in old if one.drain_started]
@@ -357,7 +357,7 @@ def _past_deadline(
     was = find_condition(before.conditions, ConditionType.STALLED)
     if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.revision.hash):
         was = None
-    # Attempts come and go while it is stalled, so the facts behind an old deadline may be gone: it still stands.
+    # Attempts begin and end while it is stalled, so an old deadline may no longer follow from them: it still holds.
     still = was is not None and (deadline is None or deadline <= was.last_transition_time)
     if not still and (deadline is None or now < deadline):
         return None
