@@ -1,1 +1,1 @@
-"""Measurements of Slipway: `python -m bench` runs them all; every ratio is against a peer in the same run."""
+"""Benchmarks of Slipway: `python -m bench` runs them all; every ratio is against a peer in the same run."""

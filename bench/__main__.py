@@ -1,4 +1,4 @@
-"""`python -m bench [gateway] [runtime] [engine] …`: measure, name the machine, print; without names, all of it."""
+"""The command `python -m bench [gateway] [runtime] …`: runs the named benchmarks, or all, and prints figures."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""When requests of an open loop arrive: pauses before each, in seconds. Pure, from a seeded source of randomness."""
+"""Generates the arrival times of an open loop: the pause before each request, in seconds. Pure, seeded."""
 
 import random
 from collections.abc import Iterator

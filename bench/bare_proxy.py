@@ -1,6 +1,6 @@
-"""The peer of the gateway: the least that passes a stream on with the same library, and decides nothing.
+"""A minimal streaming proxy in the gateway's HTTP library: the peer that the gateway's cost is compared with.
 
-No routing, no retries, no accounting, no log, no end of streams: what the gateway costs beyond this is what it does.
+It has no routing, retries, accounting, log or error events: the gateway's cost beyond it is the cost of those.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from aiohttp import web
 
 
 async def serve(upstream: str, host: str, port: int, admin_port: int) -> None:
-    """Until killed."""
+    """Serve until killed."""
     session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
 
     async def pass_on(request: web.Request) -> web.StreamResponse:

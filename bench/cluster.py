@@ -1,4 +1,4 @@
-"""The local cluster: seconds to a control plane, to two Ready nodes, to an installed Slipway, to a Ready service."""
+"""Benchmark of the local cluster: time to a control plane, two Ready nodes, an installed Slipway, a Ready service."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ SERVICE = "chat"
 
 
 def measure() -> Section:
-    """All figures of the cluster; the cluster is started for them and gone afterwards."""
+    """All figures of the cluster, which is started for them and removed afterwards."""
     started = time.monotonic()
     with Cluster(folder=cluster_folder("bench"), publish=GATEWAY) as cluster:
         control_plane = time.monotonic() - started

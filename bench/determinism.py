@@ -1,4 +1,4 @@
-"""Cost of `deterministic`: the same requests through two engines that differ in nothing else."""
+"""Benchmark of `deterministic`: the same requests through two engines that differ in nothing else."""
 
 import time
 from pathlib import Path

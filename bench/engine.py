@@ -1,4 +1,4 @@
-"""Our engine against other engines through their own Python APIs, on random weights in real shapes, and a lower bound.
+"""Benchmark of our engine against others through their Python APIs, random weights in real shapes, and a lower bound.
 
     python -m bench.peers.environments       # once: makes the peers' environments
     python -m bench engine

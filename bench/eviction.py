@@ -1,4 +1,4 @@
-"""One budget for adapters and KV against two LRUs with a fixed split, on a simulated machine: no model, no clock.
+"""Benchmark of eviction: one budget for adapters and KV against two LRUs with a fixed split, on a simulated machine.
 
     python -m bench eviction
 

@@ -1,10 +1,10 @@
-"""Gain of each engine feature, and its cost for requests that do not use it: with and without, in the same run.
+"""Benchmark of engine features: gain of each, and its cost for requests that do not use it, in the same run.
 
     python -m bench features
 
-Everything runs at the engine's own door, greedy, on one thread. "Without" is always the same engine with the feature
-switched off; the two take turns, and what is compared is the time that the processor gave, so that a busy neighbour
-counts for little. On an idle machine, that is wall time.
+Everything runs at the engine's Python API, greedy, on one thread. "Without" is always the same engine with the feature
+switched off; the two alternate, and their CPU times are compared, so that other load on the machine counts for little.
+On an idle machine, CPU time is wall time.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Result of a benchmark: named figures with their unit and the peer they are compared with."""
+"""The result of a benchmark: named figures with their unit and the peer they are compared with."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Section:
     figures: tuple[Figure, ...]
 
     def table(self) -> Table:
-        """For a human."""
+        """The figures as a text table."""
         table = Table(title=self.title, title_justify="left")
         table.add_column("figure")
         table.add_column("value", justify="right")

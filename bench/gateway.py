@@ -1,5 +1,4 @@
-"""What the gateway adds per chunk and per request: delay and CPU, against the upstream called directly; and what a
-change of the fleet costs it.
+"""Benchmark of the gateway: delay and CPU that it adds per chunk and per request, and the cost of a fleet change.
 
 The peer is `bench.bare_proxy`, the least that passes a stream on with the same library. All three alternate in one
 run, so that a busy neighbour hits all of them.
@@ -28,7 +27,7 @@ ROUNDS = 3
 
 @dataclass
 class Samples:
-    """What was measured one way, over all rounds."""
+    """The samples of one path (direct, proxy or gateway), over all rounds."""
 
     first: list[float] = field(default_factory=list)  # seconds to the first event
     delay: list[float] = field(default_factory=list)  # seconds from written to read, per event

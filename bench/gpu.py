@@ -1,4 +1,4 @@
-"""`python -m bench.gpu [--json FILE]`: each kernel against what this GPU was measured to do, and the floor of a step.
+"""Benchmark of the GPU kernels, `python -m bench.gpu`: each against the GPU's measured limits, and the floor of a step.
 
 Prefill and decode are told apart. Bandwidth and peak are those of a copy and of cuBLAS in the same run, not the data
 sheet's. The ledger of a decode step is its floor: bytes of weights and KV over the bandwidth, plus a launch for each

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu_compile`: compiles every Triton kernel for GPUs, on a machine without one, and judges the code.
+"""Compiles every Triton kernel for GPUs on a machine without one, and checks the code: `python -m bench.gpu_compile`.
 
 Compiles what `bench.gpu_launches` records with the assembler that Triton brings along, and reads registers, stack
 (spilled registers lie there), shared memory, tensor-core instructions and the widths of loads from the result.
@@ -32,7 +32,7 @@ SPILLS_ALLOWED = {"_extend": 128}
 
 @dataclass
 class Compiled:
-    """What became of one launch."""
+    """The compiled code of one launch: its resources and its faults."""
 
     kernel: str
     target: int

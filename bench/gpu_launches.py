@@ -1,4 +1,4 @@
-"""Every Triton launch of the runtime's own wrappers, recorded without a GPU.
+"""Records every Triton launch of the runtime's wrappers, without a GPU.
 
 A stub driver that knows only a compute capability is made Triton's active driver, `JITFunction.run` is replaced by a
 function that records its arguments, and the wrappers (`gpu.paged_attention`, `gpu.add_lora`, `gpu.draw`, ...) are

@@ -1,4 +1,4 @@
-"""The text of docs/gpu-ledger.md, from what `bench.gpu_compile` found."""
+"""Generates docs/gpu-ledger.md from the results of `bench.gpu_compile`."""
 
 from bench.gpu_compile import Compiled
 
@@ -114,7 +114,7 @@ def ledger(results: list[Compiled]) -> str:
 
 
 def merged(rows: dict[tuple[str, str], dict[int, str]]) -> dict[tuple[str, str], dict[int, str]]:
-    """Without the rows that say what one before them says of the same launch."""
+    """The rows without those that equal an earlier row of the same launch."""
     kept: dict[tuple[str, str], dict[int, str]] = {}
     seen: set[tuple[str, str, tuple[tuple[int, str], ...]]] = set()
     for (case, launch), cells in rows.items():

@@ -1,4 +1,4 @@
-"""The matrix products of one step alone: each form that weights can have, against MKL's and oneDNN's own."""
+"""Benchmark of the matrix products of one step: each weight format, against MKL's and oneDNN's own products."""
 
 import os
 import time

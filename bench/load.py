@@ -1,8 +1,8 @@
-"""Load on an OpenAI endpoint, and what its users measure: TTFT, ITL, tokens, failures.
+"""A load generator for an OpenAI endpoint, which measures TTFT, ITL, tokens and failures.
 
     python -m bench.load --base-url http://127.0.0.1:8000/v1 --model tiny --concurrency 8 --duration 30
 
-Only addresses of this machine are accepted: this is a measuring tool, not a weapon.
+Only addresses of this machine are accepted, so that it cannot overload another system.
 """
 
 import argparse
@@ -133,7 +133,7 @@ class _Load:
             self.on_progress(self.progress)
 
     async def until_accepted(self, session: aiohttp.ClientSession, conversation: Conversation) -> Timings:
-        """One request; a 429 is obeyed: wait as long as it says, then ask again."""
+        """One request; after a 429, waits for its Retry-After and sends the request again."""
         plan, attempts, waited = self.plan, 0, 0.0
         body = {
             "model": conversation.adapter or plan.model,

@@ -1,4 +1,4 @@
-"""The machine that a figure comes from, and its load: figures of two machines are never compared."""
+"""Describes the machine of a run and its load, because figures of two machines cannot be compared."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """This one, now."""
+    """This machine, with its present load."""
     return Machine(
         processor=_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         cores=len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""The operator at scale: 1,000 services and 10,000 busy pods, on a fake API server in a process of its own.
+"""Benchmark of the operator: 1,000 services and 10,000 busy pods, on a fake API server in a process of its own.
 
 Everything of the operator is real (kopf, informers, queue, plans, scraper, sockets); the API server is the one of the
 tests, and one server answers for the admin ports of all pods, each of which has a loopback address of its own.
@@ -174,13 +174,13 @@ async def serve(services: int, folder: Path) -> None:
 
 
 async def _measure(services: int, folder: Path) -> Section:
-    async with _other_side(services, folder) as (url, port):
+    async with _start_server(services, folder) as (url, port):
         allow_sockets()
         connection = Connection(url, StaticCredentials())
         metrics, connections, stop = OperatorMetrics(), KeptConnections(), asyncio.Event()
         async with Client(connection) as client:
             settings = OperatorSettings(master_directory=folder, gateway_url="http://gateway")
-            # The Lease lives elsewhere and never runs out: a machine that others use must not end the measurement.
+            # The Lease is in another API server and never expires: a slow machine must not end the measurement.
             lease_client, clock = DiscoverableApiServer().client(), Clock(lease=lambda: 0.0)
             manager = Manager(settings, client, lease_client, direct(connections, port=port), metrics, clock=clock)
             started, cpu = time.monotonic(), time.process_time()
@@ -194,7 +194,7 @@ async def _measure(services: int, folder: Path) -> Section:
             )
             await _until(lambda: manager.ready() == (True, "leading") and _passes(metrics) >= services)
             synced, synced_cpu = time.monotonic() - started, time.process_time() - cpu
-            await asyncio.sleep(STEADY_SECONDS / 2)  # every replica has said what it holds, every first status is out
+            await asyncio.sleep(STEADY_SECONDS / 2)  # all capacities read, all first statuses written
             writes, cpu, wall = _writes(metrics), time.process_time(), time.monotonic()
             ages: list[float] = []
             for _ in range(int(STEADY_SECONDS)):
@@ -271,7 +271,7 @@ async def _until(condition: Any) -> None:
 
 
 @asynccontextmanager
-async def _other_side(services: int, folder: Path) -> Any:
+async def _start_server(services: int, folder: Path) -> Any:
     command = (sys.executable, "-m", "bench.operator_scale", "--serve", str(services), "--folder", str(folder))
     process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1)  # pipes
     try:

@@ -1,4 +1,4 @@
-"""The named peer: `transformers.generate` on the same model, the same prompts, one static batch, as JSON on stdout.
+"""The peer of `bench.runtime`: `transformers.generate` on the same model and prompts, one static batch, JSON on stdout.
 
     python -m bench.peer_transformers --concurrency 8 --rounds 2 --max-tokens 64
 

@@ -1,4 +1,4 @@
-"""Plan and report of a load run. Pure: no network, no clock."""
+"""The plan and the report of a load run. Pure: no network, no clock."""
 
 import ipaddress
 import math

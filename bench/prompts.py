@@ -1,4 +1,4 @@
-"""Prompts generated from word lists: a mix of lengths, reproducible from a seed, without any user's text."""
+"""Generates prompts from word lists: a mix of lengths, reproducible from a seed, without any user's text."""
 
 import math
 import random

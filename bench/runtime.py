@@ -1,4 +1,4 @@
-"""The embedded model in our runtime: TTFT, ITL and tokens per second at 1, 8 and 32 at once, against a peer.
+"""Benchmark of our runtime, embedded model: TTFT, ITL and tokens per second at 1, 8 and 32 users, against a peer.
 
 The peer is `transformers.generate` with one static batch of the same size, the same prompts, threads and precision, in
 the same run; both make the same number of tokens for every prompt.

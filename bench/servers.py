@@ -1,4 +1,4 @@
-"""Real processes to measure: a runtime with the embedded model, a gateway in front; started, awaited, stopped."""
+"""Starts and stops the server processes of benchmarks: a runtime with the embedded model, a gateway."""
 
 import os
 import shutil

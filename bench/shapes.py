@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in the shapes of real models: speed depends on shapes, not on weights.
+"""Creates checkpoints with random weights in the shapes of real models: speed depends on shapes, not on weights.
 
 They are made once, into the user's cache; the tokenizer is the embedded model's, since the answers are not read.
 """

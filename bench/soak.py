@@ -1,4 +1,4 @@
-"""Memory over time: the API process and the engine process under a mix of everything, and how much they grow.
+"""Benchmark of memory over time: how much the API process and the engine process grow under mixed load.
 
     SLIPWAY_SOAK_MINUTES=30 python -m bench soak
 

@@ -1,4 +1,4 @@
-"""One streamed chat request with its timings; finished only when the server sends [DONE]."""
+"""Sends one streamed chat request and measures it; the request is finished only when the server sends [DONE]."""
 
 import time
 from collections.abc import Mapping

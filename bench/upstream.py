@@ -1,4 +1,4 @@
-"""A server that streams on schedule and computes nothing: what remains is the cost of the proxy in front of it.
+"""A server that streams on schedule and computes nothing, to measure the cost of the proxy in front of it.
 
     POST /v1/chat/completions {"stream": true, "max_tokens": 100, "interval_ms": 50}
 
@@ -45,7 +45,7 @@ async def _ready(request: web.Request) -> web.Response:
 
 
 async def serve(host: str, port: int, admin_port: int) -> None:
-    """Until killed."""
+    """Serve until killed."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_get("/ready", _ready)

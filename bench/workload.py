@@ -1,4 +1,4 @@
-"""Conversations made from words, with the lengths, turns, prefixes and adapters of real traffic.
+"""Generates conversations from word lists, with the lengths, turns, prefixes and adapters of real traffic.
 
     workload = Workload(mix=MIXED_MIX, turns=3, prefixes=8, adapters=("pirate",))
     conversation = workload.conversation(random.Random(7))

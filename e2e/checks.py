@@ -1,4 +1,4 @@
-"""Checks of the state of the world, for stories and the fault matrix: slots, owners, readiness, first attempts."""
+"""Checks of a cluster's state, for stories and the fault matrix: slots, owners, readiness, first attempts."""
 
 from collections import Counter
 from collections.abc import Sequence

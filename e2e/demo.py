@@ -1,4 +1,4 @@
-"""`make demo`: from nothing to streamed tokens, scaling and draining, on a real Kubernetes, narrated as it happens.
+"""The command `make demo`: starts a cluster, installs Slipway, streams tokens, scales and drains, explaining each step.
 
 python -m e2e.demo [--keep]
 """

@@ -1,4 +1,4 @@
-"""`make e2e KUBECONFIG=…`: the first story on a cluster of yours, where Slipway is installed already.
+"""The command `make e2e KUBECONFIG=…`: runs the first story on a given cluster, where Slipway is installed already.
 
     python -m e2e.foreign --kubeconfig PATH
 

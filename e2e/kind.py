@@ -1,4 +1,4 @@
-"""`make e2e-kind`: the real images on a kind cluster: build, load, install the chart, ask one question, remove all.
+"""The command `make e2e-kind`: builds the images, installs the chart on a kind cluster, sends one request, removes all.
 
     python -m e2e.kind [--keep]
 

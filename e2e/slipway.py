@@ -1,4 +1,4 @@
-"""Slipway on the local cluster, as its users have it: helm, kubectl, the OpenAI client, and load.
+"""Installs and uses Slipway on the local cluster as a user does: helm, kubectl, the OpenAI client, and load.
 
 The demo and the stories are written with it; what they assert is the state of the cluster.
 """

@@ -1,4 +1,4 @@
-"""Tokens of a pod's two ports, derived from keys that never enter a user's namespace.
+"""Derives the tokens of a pod's two ports from keys that never enter a user's namespace.
 
 The pod holds only the SHA-256 of each token, so reading its spec opens neither port.
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 def admin_token(master: bytes, namespace: str, pod: str, nonce: str = "") -> str:
-    """The hex token that opens the admin port of `namespace/pod`.
+    """The hex token that the admin port of `namespace/pod` accepts.
 
     The nonce makes it the token of one pod and not of every pod that will ever have this name. Pods that were made
     before there were nonces have none.
@@ -23,7 +23,7 @@ def admin_token(master: bytes, namespace: str, pod: str, nonce: str = "") -> str
 
 
 def serving_token(gateway_key: bytes, namespace: str, service: str) -> str:
-    """The hex token with which a gateway opens the serving port of the replicas of `namespace/service`."""
+    """The hex token that the serving port of the replicas of `namespace/service` accepts from a gateway."""
     return _derive(gateway_key, f"serving:{namespace}/{service}")
 
 

@@ -1,4 +1,4 @@
-"""The part of an InferenceService that says how the number of replicas moves. Its words are those of autoscaling/v2."""
+"""The field `spec.autoscaling` of an InferenceService: limits, metrics and behavior, named as in autoscaling/v2."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,21 +9,21 @@ from slipway_api.types import DecimalString, Rule, Struct, bounded_list, cel_rul
 
 
 class ScalingMode(StrEnum):
-    """What decides the number of replicas."""
+    """The owner of the number of replicas: Slipway's autoscaler, or an external one."""
 
     ACTIVE = "Active"
     EXTERNAL = "External"
 
 
 class MetricType(StrEnum):
-    """What load is measured by; never CPU, GPU or memory utilization."""
+    """The load metrics; CPU, GPU and memory utilization are not among them."""
 
     KV_CACHE_UTILIZATION = "KVCacheUtilization"
     QUEUE_DEPTH = "QueueDepth"
 
 
 class Limit(StrEnum):
-    """What kept the number of replicas away from what the metrics ask for: status.autoscaling.limitedBy."""
+    """The limit that the decision hit: status.autoscaling.limitedBy."""
 
     LIMITED_BY_MAX = "LimitedByMax"
     MIN_REPLICAS = "MinReplicas"
@@ -35,7 +35,7 @@ class Limit(StrEnum):
 
 
 class Metric(Struct):
-    """A value to hold by changing the number of replicas."""
+    """A metric and its target value."""
 
     model_config = cel_rules(
         decimal_rule("target", "value > 0.0", "target must be above 0"),
@@ -49,11 +49,11 @@ class Metric(Struct):
     type: MetricType
     """KVCacheUtilization: live share of the KV cache, mean over replicas. QueueDepth: waiting requests per replica."""
     target: DecimalString
-    """The value to hold, such as "0.80"."""
+    """The target value, such as "0.80"."""
 
 
 class ScalingRules(Struct):
-    """How fast the number of replicas may move in one direction."""
+    """How fast the number of replicas may change in one direction."""
 
     stabilization_window_seconds: int = Field(ge=0, le=3600)
     """How far back recommendations count: the most cautious one of the window wins."""
@@ -62,11 +62,11 @@ class ScalingRules(Struct):
     period_seconds: int = Field(ge=1, le=1800)
     """The period that maxPods counts in."""
     tolerance: DecimalString = decimal("0.10")
-    """A value this close to its target, as a share of it, changes nothing."""
+    """The number stays while the metric differs from its target by at most this share of the target."""
 
 
 class ScaleUpRules(ScalingRules):
-    """Upwards: at once, two replicas in 30 s."""
+    """Rules for adding replicas; by default without delay, two in 30 s."""
 
     stabilization_window_seconds: int = Field(default=0, ge=0, le=3600)
     """How far back recommendations count: the lowest one of the window wins."""
@@ -77,7 +77,7 @@ class ScaleUpRules(ScalingRules):
 
 
 class ScaleDownRules(ScalingRules):
-    """Downwards: after five quiet minutes, one replica in 60 s."""
+    """Rules for removing replicas; by default after a window of five minutes, one in 60 s."""
 
     stabilization_window_seconds: int = Field(default=300, ge=0, le=3600)
     """How far back recommendations count: the highest one of the window wins."""
@@ -88,22 +88,22 @@ class ScaleDownRules(ScalingRules):
 
 
 class ScalingBehavior(Struct):
-    """How fast the number of replicas may move, with the words of autoscaling/v2."""
+    """How fast the number of replicas may change, with the field names of autoscaling/v2."""
 
     scale_up: ScaleUpRules = ScaleUpRules()
-    """Upwards: at once, two replicas in 30 s."""
+    """Rules for adding replicas; by default without delay, two in 30 s."""
     scale_down: ScaleDownRules = ScaleDownRules()
-    """Downwards: after five quiet minutes, one replica in 60 s."""
+    """Rules for removing replicas; by default after a window of five minutes, one in 60 s."""
 
 
 class MissingMetricsPolicy(StrEnum):
-    """What a ready replica counts as when it does not answer."""
+    """The load that is assumed of a ready replica without a sample."""
 
     CONSERVATIVE = "Conservative"
 
 
 class MissingMetrics(Struct):
-    """What happens when replicas do not say how loaded they are."""
+    """How the autoscaler decides when ready replicas report no load."""
 
     stale_after_seconds: int = Field(default=30, ge=4, le=3600)
     """A sample older than this is missing."""
@@ -116,7 +116,7 @@ class MissingMetrics(Struct):
 
 
 class Autoscaling(Struct):
-    """Between which limits, and by which metrics, the number of replicas moves."""
+    """The autoscaler's limits, metrics and behavior."""
 
     model_config = cel_rules(
         Rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas", ".minReplicas"),
@@ -126,15 +126,15 @@ class Autoscaling(Struct):
     mode: ScalingMode = ScalingMode.ACTIVE
     """Active: Slipway decides. External: spec.replicas decides, written by kubectl scale, an HPA or KEDA."""
     min_replicas: int = Field(default=1, ge=1, le=1000)
-    """Never fewer."""
+    """Lower limit of the number of replicas."""
     max_replicas: int = Field(ge=1, le=1000)
-    """Never more."""
+    """Upper limit of the number of replicas."""
     metrics: Annotated[tuple[Metric, ...], bounded_list(at_most=8, key="type")] = (
         Metric(type=MetricType.KV_CACHE_UTILIZATION, target=decimal("0.80")),
         Metric(type=MetricType.QUEUE_DEPTH, target=decimal("2")),
     )
-    """What to hold; the metric that asks for the most replicas wins."""
+    """Metrics with their targets; the metric that needs the most replicas decides."""
     behavior: ScalingBehavior = ScalingBehavior()
-    """How fast the number of replicas may move, with the words of autoscaling/v2."""
+    """How fast the number of replicas may change, with the field names of autoscaling/v2."""
     missing_metrics: MissingMetrics = MissingMetrics()
-    """What happens when replicas do not say how loaded they are."""
+    """How the autoscaler decides when ready replicas report no load."""

@@ -1,6 +1,6 @@
 """Condition types, their reasons and the reasons of events; their meanings are in `vocabulary`.
 
-A condition's message is the sentence of the last decision; numbers that move all the time live in metrics.
+A condition's message is the sentence of the last decision; numbers that change all the time are metrics.
 """
 
 from collections.abc import Iterable
@@ -93,7 +93,7 @@ class EventReason(StrEnum):
 
     @property
     def type(self) -> str:
-        """`Normal` or `Warning`, as events.k8s.io/v1 wants it."""
+        """`Normal` or `Warning`, the types of events.k8s.io/v1."""
         return "Normal" if self in _NORMAL_EVENTS else "Warning"
 
 
@@ -112,20 +112,20 @@ _NORMAL_EVENTS = frozenset(
 
 
 class Condition(Struct):
-    """One thing that is true, false or unknown about the service, since when and why."""
+    """One condition of the service: its status, since when, and why."""
 
     type: str = Field(max_length=64)
-    """What the condition says, such as Ready."""
+    """Type of the condition, such as Ready."""
     status: ConditionStatus
     """True, False or Unknown."""
     observed_generation: int = Field(default=0, ge=0)
-    """The generation of the spec that this was judged by."""
+    """The generation of the spec that the condition is about."""
     last_transition_time: Time
     """When the status last changed."""
     reason: str = Field(max_length=128)
-    """Why, in one CamelCase word."""
+    """The reason in one CamelCase word."""
     message: str = Field(default="", max_length=4096)
-    """Why, in one sentence: that of the last decision."""
+    """The reason in one sentence, which is that of the last decision."""
 
 
 def find_condition(conditions: Iterable[Condition], type: str) -> Condition | None:

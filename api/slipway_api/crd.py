@@ -1,7 +1,7 @@
-"""The kinds as CustomResourceDefinitions: `python -m slipway_api.crd` writes them, `--check` fails on a difference.
+"""Generates the CustomResourceDefinitions of the kinds: `python -m slipway_api.crd`; `--check` fails on a difference.
 
-Three copies come out of the same kinds, so that none can drift: `crds/` for kubectl, the chart's templates, and the
-reference page in `docs/`.
+Three files are generated from the same kinds, so that none can differ: `crds/` for kubectl, the chart's templates, and
+the reference page in `docs/`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def _column(name: str, path: str, description: str, *, type: str = "string", pri
 
 
 INFERENCE_SERVICE_COLUMNS = [
-    _column("Model", ".status.servedName", "What clients send as model"),
+    _column("Model", ".status.servedName", "The model name in requests"),
     _column("Ready", _ready("status"), "Whether the service answers"),
     _column("Status", _ready("reason"), "Why"),
     _column("Replicas", ".status.readyReplicas", "Replicas that take requests", type="integer"),
@@ -100,7 +100,7 @@ def inference_service_crd() -> dict[str, Any]:
 
 
 class _WithoutAnchors(yaml.SafeDumper):
-    """Writes what occurs twice twice: a reader of a CRD should not have to follow anchors."""
+    """A YAML dumper without anchors: a value that occurs twice is written twice, which is easier to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -131,7 +131,7 @@ def generated_files() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the generated files below the current directory, or check that they are what the kinds say."""
+    """Write the generated files below the current directory, or check that they are up to date."""
     parser = argparse.ArgumentParser(prog="python -m slipway_api.crd", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail with a diff where a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository's root")

@@ -23,26 +23,26 @@ class GPU(Struct):
     """GPUs of one replica."""
 
     count: int = Field(default=1, ge=0, le=16)
-    """How many; 0 runs the model on CPUs."""
+    """Number of GPUs; 0 runs the model on CPUs."""
     resource_name: str = Field(
         default="nvidia.com/gpu",
         pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
         max_length=253,
     )
-    """Resource that the device plugin announces."""
+    """Extended resource of the device plugin."""
     product: str = Field(default="", pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$", max_length=63)
     """Only nodes whose label nvidia.com/gpu.product has this value; empty: any."""
 
 
 class Resources(Struct):
-    """What one replica needs of a node."""
+    """Resources that one replica requests on its node."""
 
     model_config = cel_rules(*resource_rules())
 
     gpu: GPU = GPU()
     """GPUs of one replica."""
     requests: ResourceMap = Field(default_factory=dict)
-    """CPU, memory and ephemeral storage that the scheduler sets aside, such as cpu: 500m."""
+    """CPU, memory and ephemeral storage that the scheduler reserves, such as cpu: 500m."""
     limits: ResourceMap = Field(default_factory=dict)
     """CPU, memory and ephemeral storage that a replica may use at most; limits.cpu is also its number of threads."""
 
@@ -76,7 +76,7 @@ class Rollout(Struct):
     progress_deadline_seconds: int = Field(default=1800, ge=30, le=86_400)
     """A rollout without progress for this long is reported as Stalled."""
     revision_history_limit: int = Field(default=5, ge=0, le=5)
-    """Old revisions that status remembers."""
+    """Number of old revisions that are kept."""
 
 
 class Drain(Struct):
@@ -93,7 +93,7 @@ class Drain(Struct):
     timeout_seconds: int = Field(default=300, ge=1, le=3600)
     """How long requests may take to finish; then they are ended with an error."""
     endpoint_propagation_seconds: int = Field(default=5, ge=0, le=3600)
-    """Shortest wait between leaving the route and stopping, until every router knows."""
+    """Shortest time between the removal of a replica from routing and its stop, so that all routers have noticed it."""
 
 
 class DirectAccess(StrEnum):
@@ -107,12 +107,12 @@ class Routing(Struct):
     """How requests reach the replicas."""
 
     direct_access: DirectAccess = DirectAccess.OPEN
-    """Open: every pod that can reach a replica may call it, past the gateway. GatewayOnly: a replica answers only the
+    """Open: every pod that can reach a replica may call it directly. GatewayOnly: a replica answers only the
     gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
 
 
 class Availability(Struct):
-    """What keeps the service available when replicas fail."""
+    """How failed replicas are replaced."""
 
     replace_after_unhealthy_seconds: int = Field(default=120, ge=10, le=86_400)
     """A replica that was ready and is not ready for this long is replaced, one replica at a time."""
@@ -132,7 +132,7 @@ _HOST_MEMORY_WITHIN_LIMIT = (
 
 
 class InferenceServiceSpec(Struct):
-    """What should be served, and how."""
+    """The desired state of the service: model, runtime, replicas."""
 
     model_config = cel_rules(
         Rule(
@@ -165,17 +165,17 @@ class InferenceServiceSpec(Struct):
     )
 
     model: Model
-    """Which model, and under which name."""
+    """The model, its served name and its credentials."""
     runtime: Runtime = Runtime()
     """How a replica runs the model."""
     resources: Resources = Resources()
-    """What one replica needs of a node."""
+    """Resources that one replica requests on its node."""
     template: Template = Template()
     """An overlay for the pods, within an allow-list."""
     replicas: int | None = Field(default=None, ge=0, le=1000)
     """A fixed number of replicas, or with autoscaling.mode External the one written through /scale. Absent: 1."""
     autoscaling: Autoscaling | None = None
-    """Between which limits, and by which metrics, the number of replicas moves."""
+    """The autoscaler's limits, metrics and behavior."""
     rollout: Rollout = Rollout()
     """How a new revision replaces the old one."""
     drain: Drain = Drain()
@@ -183,7 +183,7 @@ class InferenceServiceSpec(Struct):
     routing: Routing = Routing()
     """How requests reach the replicas."""
     availability: Availability = Availability()
-    """What keeps the service available when replicas fail."""
+    """How failed replicas are replaced."""
 
 
 class InferenceService(Struct):
@@ -209,9 +209,9 @@ class InferenceService(Struct):
     kind: str = "InferenceService"
     metadata: ObjectMeta
     spec: InferenceServiceSpec
-    """What should be served, and how."""
+    """The desired state of the service: model, runtime, replicas."""
     status: InferenceServiceStatus = InferenceServiceStatus()
-    """The state of the service as the operator last saw it."""
+    """The state of the service that the operator last observed."""
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "InferenceService":

@@ -1,4 +1,4 @@
-"""What the operator says about a service: its status. Timestamps, never ages; numbers that always move are metrics."""
+"""The status of an InferenceService. Timestamps, never ages; numbers that change all the time are metrics."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ class Address(Struct):
     """One address at which the service answers."""
 
     name: str = Field(max_length=64)
-    """gateway; or service, for the Kubernetes Service that leads past it."""
+    """gateway; or service, for the Kubernetes Service, which bypasses the gateway."""
     url: str = Field(max_length=1024)
     """Base URL of the OpenAI API there."""
 
@@ -25,7 +25,7 @@ class RevisionStatus(Struct):
     hash: str = Field(max_length=64)
     """Hash of the inputs; its first five characters are in the names of the pods."""
     image: str = Field(default="", max_length=512)
-    """The runtime image, resolved once for the life of the revision."""
+    """The runtime image, resolved once when the revision is created."""
     weight: int = Field(default=0, ge=0, le=100)
     """Share of the traffic in percent; the gateway reads it."""
     ready: int = Field(default=0, ge=0)
@@ -55,11 +55,11 @@ class SignalStatus(Struct):
     """One metric at the last decision."""
 
     type: str = Field(max_length=64)
-    """Which metric."""
+    """Type of the metric."""
     value: DecimalString | None = None
     """Its value over the replicas; absent when nothing could be measured."""
     target: DecimalString
-    """The value to hold."""
+    """The target value."""
     samples: int = Field(default=0, ge=0)
     """Replicas that answered."""
     sampled_time: Time | None = None
@@ -70,7 +70,7 @@ class ScalingDecision(Struct):
     """One change of the number of replicas."""
 
     time: Time
-    """When."""
+    """Time of the change."""
     from_: int = Field(alias="from", ge=0)
     """Replicas before."""
     to: int = Field(ge=0)
@@ -83,9 +83,9 @@ class AutoscalingStatus(Struct):
     """The last decision of the autoscaler, and why."""
 
     recommended_replicas: int | None = Field(default=None, ge=0)
-    """What the metrics ask for, before limits."""
+    """The number of replicas that the metrics ask for, before limits."""
     limited_by: str = Field(default="", max_length=128)
-    """What kept the decision away from the recommendation, if anything."""
+    """The limit because of which the decision differs from the recommendation; absent: none."""
     signals: Annotated[tuple[SignalStatus, ...], bounded_list(at_most=8, key="type")] = ()
     """The metrics behind the last decision."""
     history: Annotated[tuple[ScalingDecision, ...], bounded_list(at_most=5)] = ()
@@ -93,25 +93,25 @@ class AutoscalingStatus(Struct):
 
 
 class CapacityStatus(Struct):
-    """What one replica can hold."""
+    """The capacity of one replica."""
 
     max_sequences: int | None = Field(default=None, ge=0)
-    """Requests of full length that run at once: what the KV cache holds, at most maxNumSeqs."""
+    """Requests of full length that run at once: as many as fit the KV cache, at most maxNumSeqs."""
     kv_blocks: int | None = Field(default=None, ge=0)
     """Blocks of the KV cache."""
     bytes_per_token: int | None = Field(default=None, ge=0)
-    """Bytes of KV cache behind one token."""
+    """Bytes of KV cache per token."""
 
 
 class InferenceServiceStatus(Struct):
-    """The state of the service as the operator last saw it."""
+    """The state of the service that the operator last observed."""
 
     observed_generation: int | None = Field(default=None, ge=0)
-    """The generation of the spec that this status answers to."""
+    """The generation of the spec that this status was made from."""
     conditions: Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type")] = ()
-    """What is true of the service; Ready sums it up, Reconciling and Stalled are present only when True."""
+    """Conditions of the service; Ready is the summary, Reconciling and Stalled are present only when True."""
     url: str = Field(default="", max_length=1024)
-    """Base URL of the OpenAI API that answers for this service."""
+    """Base URL of the OpenAI API of this service."""
     addresses: Annotated[tuple[Address, ...], bounded_list(at_most=8, key="name")] = ()
     """Every address at which the service answers."""
     replicas: int | None = Field(default=None, ge=0)
@@ -121,13 +121,13 @@ class InferenceServiceStatus(Struct):
     updated_replicas: int | None = Field(default=None, ge=0)
     """Replicas of the newest revision."""
     draining_replicas: int | None = Field(default=None, ge=0)
-    """Replicas that finish their requests and then go."""
+    """Replicas that finish their requests and are then deleted."""
     desired_replicas: int | None = Field(default=None, ge=0)
-    """How many replicas there should be; also the autoscaler's memory across restarts of the operator."""
+    """The desired number of replicas; it keeps the autoscaler's last decision across restarts of the operator."""
     selector: str = Field(default="", max_length=512)
     """Label selector of the pods, for kubectl scale, HPA and KEDA."""
     served_name: str = Field(default="", max_length=253)
-    """What clients send as model."""
+    """The model name in requests."""
     current_revision: str = Field(default="", max_length=128)
     """The revision that last served completely."""
     update_revision: str = Field(default="", max_length=128)
@@ -139,4 +139,4 @@ class InferenceServiceStatus(Struct):
     autoscaling: AutoscalingStatus | None = None
     """The last decision of the autoscaler, and why."""
     capacity: CapacityStatus | None = None
-    """What one replica can hold."""
+    """The capacity of one replica."""

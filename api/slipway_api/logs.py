@@ -1,4 +1,4 @@
-"""One JSON line per log entry, the same in every part; `log.info("scaled", service=key, was=3, now=4)`.
+"""Configures structured logging: one JSON line per entry, as in `log.info("scaled", service=key, was=3, now=4)`.
 
 Never log the text of a prompt or of an answer, and never a key or a token.
 """

@@ -1,8 +1,8 @@
-"""Plans the memory of a device: whether a model fits, and how many sequences beside it. Pure arithmetic.
+"""Plans the memory of a device: whether a model fits, and for how many sequences the KV cache has room. Pure.
 
 Weights + adapters + reserve + KV cache must fit.
 
-The operator asks before it creates a pod, with what the manifest says; the runtime asks again with what it measured.
+The operator plans before it creates a pod, from the manifest; the runtime plans again with measured sizes.
 Sizes are bytes of one device. A worked example, Llama-3 70B with grouped-query attention in 16 bits:
 
     KV of a token = 2 (K and V) × 80 layers × 8 key-value heads × 128 × 2 bytes = 327,680 bytes

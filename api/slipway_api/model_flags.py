@@ -1,4 +1,4 @@
-"""A `ModelSpec` as flags of `slipway-runtime serve`: what the operator writes, and the runtime reads back.
+"""Converts a `ModelSpec` to the flags of `slipway-runtime serve`: the operator writes them, the runtime parses them.
 
 A flag is the name of its field. The fields of the first release are written wherever they have a value. Those that came
 later are written only where they differ from their default, because a revision keeps its image, and an older one does
@@ -55,6 +55,6 @@ def model_flags(spec: ModelSpec) -> list[str]:
 
 
 def _flag(spec: ModelSpec, name: str) -> list[str]:
-    """`max_rank` as `--max-rank 16`; a value that looks like a flag itself is tied to its own with `=`."""
+    """`max_rank` as `--max-rank 16`; a value that looks like a flag is joined with `=`."""
     flag, value = "--" + name.replace("_", "-"), str(getattr(spec, name))
     return [f"{flag}={value}"] if value.startswith("-") else [flag, value]

@@ -1,6 +1,6 @@
-"""Which model a service answers with: where it is, what opens it, and what holds for requests that say nothing.
+"""The field `spec.model` of an InferenceService: the model's address, credentials, tokenizer and sampling defaults.
 
-| address                      | what it is                               | keys that open it                        |
+| address                      | what it is                               | keys of the credentials' Secret          |
 |------------------------------|------------------------------------------|------------------------------------------|
 | `hf://organisation/name@rev` | a repository on a hub                    | HF_TOKEN                                 |
 | `s3://bucket/prefix`         | the objects under a prefix               | AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY |
@@ -49,13 +49,13 @@ class TokenizerSource(Struct):
     )
 
     uri: str = Field(default="", max_length=512)
-    """Where it lives; empty: with the model."""
+    """Address of the tokenizer; empty: the model's directory."""
     sha256: str = Field(default="", max_length=64)
     """SHA-256 of tokenizer.json; a replica with another one refuses to start. Empty: not checked."""
 
 
 class SamplingDefaults(Struct):
-    """What holds for requests that do not say otherwise; part of the revision."""
+    """Default sampling parameters of requests; part of the revision."""
 
     model_config = cel_rules(
         decimal_rule("temperature", "value <= 2.0", "temperature must be 0 to 2"),
@@ -92,7 +92,7 @@ class WarmMessage(Struct):
     role: Role
     """Role of its author: system, user or assistant."""
     content: str = Field(min_length=1, max_length=WARM_PROMPT_CHARACTERS)
-    """What is said."""
+    """Text of the message."""
 
 
 class WarmPrompt(Struct):
@@ -117,7 +117,7 @@ class WarmPrompt(Struct):
 
 
 class Model(Struct):
-    """Which model, and under which name."""
+    """The model, its served name and its credentials."""
 
     model_config = cel_rules(
         Rule(
@@ -138,14 +138,14 @@ class Model(Struct):
     )
 
     uri: str = Field(min_length=1, max_length=512)
-    """Where the checkpoint lives: hf://organisation/model@revision, s3://bucket/prefix, https://host/path,
+    """Address of the checkpoint: hf://organisation/model@revision, s3://bucket/prefix, https://host/path,
     pvc://claim/path of a PersistentVolumeClaim, or file:///path of the image or of a mounted volume."""
     credentials_secret_ref: LocalReference | None = None
-    """A Secret of the same namespace that opens the address. Its keys: HF_TOKEN for hf://; AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY, and if needed AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL, for s3://;
-    HTTP_BEARER_TOKEN for https://."""
+    """A Secret of the same namespace with the credentials for the address. Its keys: HF_TOKEN for hf://;
+    AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and if needed AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL,
+    for s3://; HTTP_BEARER_TOKEN for https://."""
     served_name: str = Field(default="", max_length=128)
-    """What clients send as model; empty: metadata.name."""
+    """The model name in requests; empty: metadata.name."""
     digest: str = Field(default="", max_length=71)
     """Digest of the checkpoint, sha256:...; a replica that finds another one refuses to start. Empty: not checked."""
     tokenizer: TokenizerSource = TokenizerSource()
@@ -153,6 +153,6 @@ class Model(Struct):
     chat_template: str = Field(default="", max_length=32768)
     """A Jinja chat template that replaces the model's own."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    """What holds for requests that do not say otherwise; part of the revision."""
+    """Default sampling parameters of requests; part of the revision."""
     warm_prompts: Annotated[tuple[WarmPrompt, ...], bounded_list(at_most=16)] = ()
     """Prefixes that many requests share, such as a system message: computed before a replica is ready."""

@@ -1,4 +1,4 @@
-"""A secret key that is mounted as files: `current`, and during a rotation `previous`.
+"""Reads a secret key that is mounted as files: `current`, and during a rotation `previous`.
 
 The kubelet swaps the files in place, so they are read again when they change. The keys that were read last stay valid
 while the files cannot be read.

@@ -6,7 +6,7 @@ GROUP: Final = "slipway.dev"
 VERSION: Final = "v1alpha1"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 
-# Labels on pods. They belong to the operator; `state` is what the gateway obeys.
+# Labels on pods. The operator sets them; the gateway sends requests by `state`.
 LABEL_SERVICE: Final = f"{GROUP}/service"
 LABEL_REVISION: Final = f"{GROUP}/revision"
 LABEL_SLOT: Final = f"{GROUP}/slot"
@@ -29,7 +29,7 @@ FIELD_MANAGER_META: Final = "slipway-operator-meta"
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
 ANNOTATION_DRAIN_REASON: Final = f"{GROUP}/drain-reason"
 ANNOTATION_DRAIN_STARTED: Final = f"{GROUP}/drain-started"  # RFC 3339; the drain clock survives the operator
-ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # what the pod's runtime answers to
+ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the pod's runtime
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
 ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
@@ -59,7 +59,7 @@ INTERNAL_HEADERS: Final = frozenset(
     {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN}
 )
 
-# The admin token travels here: `pods/proxy` strips Authorization.
+# The admin token's header: `pods/proxy` strips Authorization.
 HEADER_ADMIN_TOKEN: Final = "x-slipway-admin-token"  # noqa: S105  the name of a header
 # Comma-separated hex digests; several during rotation.
 ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the name of a variable
@@ -83,7 +83,7 @@ DRAIN_SOCKET: Final = f"{RUN_DIRECTORY}/drain.sock"
 CACHE_DIRECTORY: Final = "/var/cache/slipway"
 PVC_DIRECTORY: Final = "/mnt/slipway/pvc"  # where the claim of a pvc:// model is mounted, read-only
 EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
-# What begins the termination message of a runtime that cannot serve its model, where a person has to act.
+# Prefixes of the termination message of a runtime that cannot serve its model until a person acts.
 WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "
 WORD_CREDENTIALS_INVALID: Final = "CredentialsInvalid: "
 WORD_DOES_NOT_FIT: Final = "DoesNotFit: "

@@ -1,4 +1,4 @@
-"""What a user may change about the pods of a service: the template's allow-list.
+"""The field `spec.template` of an InferenceService: the allow-list of changes to its pods.
 
 Without it, the right to create an InferenceService would be the right to create any pod. What is listed is merged into
 the pod, by name where it has names; every other field of a pod is declared here only to be refused with a sentence,
@@ -241,9 +241,9 @@ class ContainerResources(Struct):
     model_config = cel_rules(*resource_rules())
 
     requests: ResourceMap = Field(default_factory=dict)
-    """What the scheduler sets aside, such as cpu: 500m."""
+    """CPU and memory that the scheduler reserves, such as cpu: 500m."""
     limits: ResourceMap = Field(default_factory=dict)
-    """What the container may use at most."""
+    """CPU and memory that the container may use at most."""
 
 
 _CONTAINER_REFUSED: dict[str, JsonDict] = {
@@ -297,7 +297,7 @@ _SECCOMP = {
 
 
 class PodSecurityOverlay(Struct):
-    """The pod's security context, only towards stricter than PodSecurity `restricted`."""
+    """The pod's security context, at least as strict as PodSecurity `restricted`."""
 
     model_config = _overlay(
         "runAsUser, runAsGroup, runAsNonRoot, fsGroup, fsGroupChangePolicy, supplementalGroups and seccompProfile",
@@ -368,7 +368,7 @@ ALLOWED_SERVICE_ACCOUNTS = "self.serviceAccountName in []"
 
 
 class PodOverlay(Struct):
-    """What is merged into the pods. Everything else of a pod belongs to Slipway and is refused."""
+    """Fields that are merged into the pods; all other fields of a pod are set by Slipway and refused here."""
 
     model_config = _overlay(
         _POD_ALLOWED,
@@ -399,7 +399,7 @@ class PodOverlay(Struct):
     service_account_name: str | None = Field(default=None, max_length=253)
     """A ServiceAccount from the chart's list allowedServiceAccountNames; its token is not mounted."""
     security_context: PodSecurityOverlay | None = None
-    """Only towards stricter than PodSecurity restricted."""
+    """At least as strict as PodSecurity restricted."""
     containers: Annotated[tuple[ContainerOverlay, ...], bounded_list(at_most=4, key="name")] = ()
     """Only the container server."""
     volumes: Annotated[tuple[Volume, ...], bounded_list(at_most=32, key="name")] = ()
@@ -412,4 +412,4 @@ class Template(Struct):
     metadata: TemplateMetadata = TemplateMetadata()
     """Labels and annotations added to the pods."""
     spec: PodOverlay = PodOverlay()
-    """What is merged into the pods. Everything else of a pod belongs to Slipway and is refused."""
+    """Fields that are merged into the pods; all other fields of a pod are set by Slipway and refused here."""

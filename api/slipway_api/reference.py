@@ -1,4 +1,4 @@
-"""The reference page of a kind, from its CustomResourceDefinition: every field, its type, default and meaning."""
+"""Generates the reference page of a kind from its CustomResourceDefinition: fields, types, defaults and meanings."""
 
 from collections.abc import Iterator
 from typing import Any

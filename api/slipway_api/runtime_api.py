@@ -1,4 +1,4 @@
-"""Bodies of the admin port: what the operator, the gateway and a runtime pod say to each other.
+"""The request and response bodies of a runtime pod's admin port, which the operator calls.
 
 JSON is camelCase by alias. Dump with `body.wire()`; parse with `Model.model_validate_json(raw)`. Unknown fields are
 ignored and every field that may grow has a default, so that an older side understands a newer one.
@@ -37,18 +37,18 @@ class Body(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
 
     def wire(self) -> bytes:
-        """The JSON bytes that travel."""
+        """The body as JSON bytes."""
         return self.model_dump_json(by_alias=True).encode()
 
 
 class Signals(Body):
-    """What one replica says of its load; below 300 bytes on the wire, because it is asked for every two seconds.
+    """The load of one replica; below 300 bytes of JSON, because it is scraped every two seconds.
 
     The counters are a ledger since `boot_id`:
     `admitted == finished + aborted + handed_over + running + waiting` at every moment.
     """
 
-    boot_id: str  # changes with every start of the engine: counters begin again, adapters are gone
+    boot_id: str  # changes with every start of the engine: counters restart, adapters are unloaded
     kv_usage: float = Field(ge=0, le=1)  # blocks that live requests hold ÷ all blocks; cached blocks are free
     running: int = Field(ge=0)
     waiting: int = Field(ge=0)
@@ -91,7 +91,7 @@ class Ready(Body):
 
 
 class Health(Body):
-    """Whether the process can recover by itself: not healthy means that only a restart can help."""
+    """Whether the process can recover by itself; when not healthy, only a restart can help."""
 
     healthy: bool
     message: str = ""
@@ -144,7 +144,7 @@ class LastStep(Body):
     """The last step that computed something: the shape of its batch, and how long it took."""
 
     rows: int = Field(ge=0)  # sequences
-    tokens: int = Field(ge=0)  # computed for all of them; as many as rows: everybody decodes
+    tokens: int = Field(ge=0)  # computed for all of them; as many as rows: all sequences decode
     seconds: float = Field(ge=0)  # from the plan to the results
     seconds_ago: float = Field(ge=0)
 
@@ -173,7 +173,7 @@ class AdapterInfo(Body):
 
 
 class State(Body):
-    """Everything that a person, or the operator's status, wants to know of one replica."""
+    """The state of one replica in full, for people and for the operator's status."""
 
     boot_id: str = ""
     model_name: str
@@ -206,7 +206,7 @@ class LoadAdapterRequest(Body):
     name: str
     uri: str
     digest: str = ""  # refuse any other content
-    pinned: bool = False  # never leaves host memory by itself
+    pinned: bool = False  # never evicted from host memory
 
 
 class ModelInfo(Body):
@@ -219,7 +219,7 @@ class ModelInfo(Body):
 
 
 class ModelSpec(Body):
-    """A model and how to run it: body of POST /model, and what the command line of a pod says (`model_flags.py`).
+    """A model and how to run it: body of POST /model, and content of a pod's command line (`model_flags.py`).
 
     Every field of spec.model and spec.runtime that the engine needs is here, and nothing that belongs to the process,
     such as ports and tokens. 0, the empty text and a field that is absent leave the choice to the runtime.

@@ -1,7 +1,7 @@
-"""How a replica runs the model: number formats, limits of a step, the KV cache, speculation, room for adapters.
+"""The field `spec.runtime` of an InferenceService: number formats, limits of a step, KV cache, speculation, adapters.
 
-What is absent or at its default puts no flag on the command line of the runtime: a revision keeps the image it began
-with, and an older image shall not stumble over the flags of a newer operator.
+A field that is absent or at its default gives no flag on the command line of the runtime: a revision keeps the image
+that it began with, and an older image would refuse the flags of a newer operator.
 """
 
 from enum import StrEnum
@@ -73,7 +73,7 @@ class KVCache(Struct):
     dtype: KVDtype = KVDtype.AUTO
     """Number format of keys and values; fp8 and int8 hold twice the tokens of 16 bits. auto: that of the arithmetic."""
     bytes: ByteQuantity = ""
-    """Fixes the size of the pool, such as 64Mi; for CPUs and demonstrations. Empty: what the GPU has left."""
+    """Fixes the size of the pool, such as 64Mi; for CPUs and demonstrations. Empty: the rest of the GPU's memory."""
     host_bytes: ByteQuantity = ""
     """Host memory for prefixes that the pool has no room for, such as 32Gi; part of limits.memory. Empty: none."""
 
@@ -84,7 +84,7 @@ class KVCache(Struct):
 
 
 class SpeculationMethod(StrEnum):
-    """Where guesses come from."""
+    """The source of speculated tokens."""
 
     NONE = "none"
     PROMPT_LOOKUP = "promptLookup"
@@ -141,7 +141,7 @@ class Runtime(Struct):
     )
 
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
-    """Runtime image; empty: the chart's, frozen for the life of a revision."""
+    """Runtime image; empty: the chart's, fixed when a revision is created."""
     args: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], bounded_list(at_most=64)] = ()
     """Further arguments of slipway-runtime serve."""
     env: Annotated[tuple[EnvVar, ...], bounded_list(at_most=64, key="name")] = ()

@@ -1,4 +1,4 @@
-"""The order of seniority between two objects that claim one name: the older one has it.
+"""Orders objects that claim the same name: the oldest gets it.
 
 The operator reports the conflict and the gateway routes by it, so both must sort with this one function.
 """

@@ -1,4 +1,4 @@
-"""pydantic's JSON schema rewritten as the *structural* schema that Kubernetes wants.
+"""Converts pydantic's JSON schema to the structural schema that a CustomResourceDefinition needs.
 
 References are inlined, `X | None` becomes an optional X, titles go, `const` becomes `enum`, integers say int64. A
 struct that may be left out defaults to the defaults inside it, because the API server fills in a nested default only
@@ -72,7 +72,7 @@ def _property(schema: Schema, definitions: Schema, *, required: bool) -> Schema:
 
 
 def _inlined(schema: Schema, definitions: Schema) -> Schema:
-    """The schema with its reference replaced; what stands beside the reference wins."""
+    """The schema with its reference replaced; keys beside the reference override it."""
     if "$ref" not in schema:
         return schema
     target: Schema = definitions[schema["$ref"].removeprefix("#/$defs/")]

@@ -1,6 +1,6 @@
-"""Every condition, event and limit of an InferenceService with its meaning: the one list for documentation and tests.
+"""Lists every condition, event and limit of an InferenceService with its meaning, for documentation and tests.
 
-A reason that nothing emits is not in here, nor in the enums; the tests hold both against what the operator says.
+It lists only reasons that are used: tests compare it and the enums with the reasons that the operator emits.
 """
 
 from typing import Final, NamedTuple

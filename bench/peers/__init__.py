@@ -1,1 +1,1 @@
-"""Other engines on the same checkpoint, prompts and threads: each in its own environment, driven by one contract."""
+"""Drivers of other engines for `bench.engine`: same checkpoint, prompts and threads, each in its own environment."""

@@ -1,4 +1,4 @@
-"""An environment for each peer, made once in the user's cache: their dependencies are at odds with ours.
+"""Creates a virtual environment for each peer, once, in the user's cache: their dependencies conflict with ours.
 
 python -m bench.peers.environments            # make all; llama.cpp is compiled, which takes minutes
 """

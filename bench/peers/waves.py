@@ -1,4 +1,4 @@
-"""Interface of every engine driver, ours and the peers': waves of equal requests, timed at the engine's Python API.
+"""The interface of every engine driver, ours and the peers': waves of equal requests, timed at the engine's Python API.
 
 stdin (JSON):  checkpoint, shape, weights (none|int8), threads, rounds, concurrency, prompt_tokens, max_tokens
 stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second

@@ -1,4 +1,4 @@
-"""llama.cpp through its Python binding, batches of several sequences by its own `llama_decode`.
+"""The driver of llama.cpp: its Python binding, with batches of several sequences through `llama_decode`.
 
 Runs inside its own environment. The checkpoint becomes GGUF once: F32, BF16 or Q8_0. Random weights need no care about
 how heads are permuted; speed is the same.

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, int8 or fp16 weights. Runs inside its own environment.
+"""The driver of OpenVINO GenAI: continuous batching, int8 or fp16 weights. Runs inside its own environment.
 
 The checkpoint is exported once by `optimum-intel`.
 """

@@ -1,4 +1,4 @@
-"""Our own engine under the contract of `waves`: `python -m bench.peers.with_slipway`."""
+"""The driver of our own engine, through the interface of `waves`: `python -m bench.peers.with_slipway`."""
 
 import time
 from collections.abc import Callable, Sequence

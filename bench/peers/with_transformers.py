@@ -1,4 +1,4 @@
-"""`transformers` continuous batching, in our own environment: `python -m bench.peers.with_transformers`."""
+"""The driver of `transformers`' continuous batching, in our environment: `python -m bench.peers.with_transformers`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""vLLM's CPU build, stepped as its offline engine is. Runs inside its own environment."""
+"""The driver of vLLM's CPU build, through its offline engine's `step`. Runs inside its own environment."""
 
 import os
 import sys

@@ -1,1 +1,1 @@
-"""The fault matrix: faults injected under load, with a client that compares every text (`make chaos`)."""
+"""The fault matrix: faults injected under load, while a client compares every text (`make chaos`)."""

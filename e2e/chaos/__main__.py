@@ -1,4 +1,4 @@
-"""`make chaos`: every fault under load on the local cluster, as a table.
+"""The command `make chaos`: injects every fault under load on the local cluster, and prints a table.
 
     python -m e2e.chaos [--list] [--only WORDS …] [--minutes 60]
 

@@ -1,8 +1,8 @@
-"""Load of greedy streams whose texts are compared with undisturbed ones.
+"""A load of greedy streams whose texts are compared with those of an undisturbed run.
 
 The client shares no code with Slipway, and none with `bench`: it reads the bytes of the stream itself. It retries as
-the stock client does (connection errors, 408, 409, 429 and 5xx, before the first byte of a stream), so that it tells
-what a user would have lost, and counts first attempts that failed, so that it tells what retries have hidden.
+the stock client does (connection errors, 408, 409, 429 and 5xx, before the first byte of a stream), so that its count
+of failures is a user's, and also counts failed first attempts, which retries hide.
 """
 
 import asyncio

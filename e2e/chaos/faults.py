@@ -1,4 +1,4 @@
-"""The faults. Each is a name and a function that injects it; it returns when the fault itself is over.
+"""The faults of the matrix: each is a name and a function that injects it and returns when the fault is over.
 
 A new one is a function of the stage and a line in FAULTS.
 """

@@ -1,4 +1,4 @@
-"""Runs faults one after the other under load, and prints what clients and the cluster saw of each."""
+"""Runs faults one after the other under load, and prints their effects on clients and on the cluster."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ WARM_SECONDS = 60.0
 
 @dataclass
 class Row:
-    """What one fault did."""
+    """The effects of one fault."""
 
     fault: str
     counts: Counts = field(default_factory=Counts)
@@ -33,7 +33,7 @@ class Row:
 
 
 def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> Row:
-    """Inject one fault under load, wait for recovery, and mend what the fault has left."""
+    """Inject one fault under load, wait for recovery, and repair what the fault left broken."""
     row = Row(fault.name)
     load = Load(stage.slipway.base_url, references, USERS, seed)
     try:
@@ -92,7 +92,7 @@ def sentence(row: Row) -> str:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """The matrix for a human."""
+    """The matrix as a text table."""
     columns = ("fault", "sent", "finished", "failed", "failed first attempts", "wrong texts", "silently cut")
     result = Table(*columns, "recovery", "slots and owners", title="Faults under load")
     for row in rows:

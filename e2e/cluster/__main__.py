@@ -1,4 +1,4 @@
-"""The local cluster from a shell.
+"""The command `python -m e2e.cluster`: starts, stops and uses the local cluster.
 
 python -m e2e.cluster up [--detach]   run a cluster until Ctrl-C, or in the background until `stop`
 python -m e2e.cluster stop            end it, or what is left of it
@@ -81,7 +81,7 @@ def up_until_stopped(folder: Path, options: argparse.Namespace) -> None:
 
 
 def all_folders() -> list[Path]:
-    """The folders of all clusters that this checkout ever had."""
+    """The folders of all clusters that this checkout has created."""
     pattern = cluster_folder("*")
     return [pid.with_suffix("") for pid in pattern.parent.glob(f"{pattern.name}.pid")]
 

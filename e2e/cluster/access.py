@@ -1,4 +1,4 @@
-"""How to talk to a running cluster from the host: its API, kubectl, helm, and its published ports.
+"""Gives access to a running cluster from the host: its API, kubectl, helm, and its published ports.
 
 An `Access` needs only the cluster's folder, so any process may hold one: the launcher
 itself (`launch.Cluster` is one), a demo that runs beside it, a test.
@@ -23,7 +23,7 @@ STATE = "state.json"  # written when the API server is ready, removed with the f
 
 
 class CommandError(RuntimeError):
-    """kubectl or helm ended with an error; the message is what it said."""
+    """kubectl or helm ended with an error; the message is its stderr."""
 
     def __init__(self, argv: list[str], code: int, stdout: str, stderr: str) -> None:
         super().__init__(f"{' '.join(argv)}: exit {code}: {stderr.strip() or stdout.strip()}")

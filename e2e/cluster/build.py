@@ -1,4 +1,4 @@
-"""The cluster's one binary: built once for each state of its sources, and kept in the cache.
+"""Builds the cluster's one binary, once for each state of its sources, into the cache.
 
 `<cache>/build/<hash of the sources>/` holds `controlplane`, `kubectl` and `helm` in
 `bin/` as names of it, and the two `.proto` files the kubelet's protocols are written in.

@@ -1,4 +1,4 @@
-"""The images that exist, and the command of each: `images.yaml`, resolved for one checkout and its environment."""
+"""The catalogue of images and their commands: `images.yaml`, resolved for one checkout and its environment."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""A cluster in the background: its launcher runs on after the command that started it, until it is stopped."""
+"""Starts a cluster in the background: its launcher runs on after the command that started it, until it is stopped."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A DNS server for Services: A questions are answered, AAAA gets no data, everything else does not exist."""
+"""A DNS server for Services: answers A queries; AAAA gets no data, every other name NXDOMAIN."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Start, stop, break and mend a real Kubernetes cluster of local processes.
+"""Starts and stops a real Kubernetes cluster of local processes, and injects and repairs faults in it.
 
     with Cluster(publish=GATEWAY) as cluster:
         cluster.wait_for_nodes()

@@ -1,4 +1,4 @@
-"""Lock of a cluster's folder: one launcher at a time; processes that a dead launcher left are ended.
+"""The lock of a cluster's folder: one launcher at a time; processes that a dead launcher left are ended.
 
 Beside the folder lies `<folder>.pid`. The launcher locks it while it lives, and writes its own process and the process
 that holds the cluster's namespaces into it. A process is identified by its pid and its start time, so that a reused pid

@@ -1,4 +1,4 @@
-"""What runs on a node beside the kubelet: the container runtime and the GPUs' device plugin.
+"""The process of a node beside the kubelet: the container runtime and the GPUs' device plugin.
 
     python -m e2e.cluster.node --index N --gpus N --binary FILE --checkout FOLDER
 

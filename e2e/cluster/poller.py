@@ -1,4 +1,4 @@
-"""One epoll thread for all containers of a node: reads their output for the log files, and sees when they end."""
+"""One epoll thread for all containers of a node: reads their output for the log files, and notices when they end."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What this machine lacks for a local cluster, each thing in one sentence.
+"""Checks whether this machine can run a local cluster: one sentence for each missing prerequisite.
 
 Runs before anything is installed, so it needs nothing but Python's own library:
 

@@ -40,7 +40,7 @@ class Sandbox:
 
 
 def resolv_conf(dns: api.DNSConfig) -> str:
-    """The file's text, as the kubelet wants names to be resolved."""
+    """The text of /etc/resolv.conf, from the kubelet's DNS settings."""
     lines = [f"nameserver {server}" for server in dns.servers]
     lines += [f"search {' '.join(dns.searches)}"] if dns.searches else []
     lines += [f"options {' '.join(dns.options)}"] if dns.options else []

@@ -1,4 +1,4 @@
-"""What a proxy and a DNS server must know, derived from Services and EndpointSlices. Pure."""
+"""Derives the tables of the proxies and the DNS server from Services and EndpointSlices. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

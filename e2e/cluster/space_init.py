@@ -1,4 +1,4 @@
-"""The init of a space: makes the namespaces, then keeps them alive until its maker is gone.
+"""The init process of a space: creates the namespaces, and keeps them until the process that started it ends.
 
     python -S -m e2e.cluster.space_init SPEC        SPEC: {"fd", "users", "covers", "keeps", "setup"} as JSON
 
@@ -43,7 +43,7 @@ def main(fd: int, users: bool, covers: dict[str, int], keeps: list[str], setup: 
     subprocess.run(["sh", "-ec", setup], check=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are reaped by the kernel
     lifeline.send(b"i")
-    lifeline.recv(1)  # nothing ever comes: this returns when the maker is gone
+    lifeline.recv(1)  # no byte is ever sent: this returns when the parent process has ended
 
 
 def _cover(path: str, mode: int, keeps: list[str], owner: int) -> None:

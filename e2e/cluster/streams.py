@@ -1,4 +1,4 @@
-"""The streams of `kubectl exec` and port-forward: `controlplane stream` (stream.go) carries them, once wanted."""
+"""The streams of `kubectl exec` and port-forward: started on first use, through `controlplane stream` (stream.go)."""
 
 import subprocess
 import threading

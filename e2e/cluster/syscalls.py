@@ -1,4 +1,4 @@
-"""The few system calls about namespaces and mounts that Python 3.11 does not offer itself."""
+"""The system calls for namespaces and mounts that Python 3.11 does not have."""
 
 import ctypes
 import os

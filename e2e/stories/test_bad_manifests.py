@@ -1,4 +1,4 @@
-"""Bad input gets one clear sentence and changes nothing."""
+"""Invalid manifests are refused with one clear sentence, and change nothing."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A sample of the fault matrix (`make chaos` is all of it): no wrong text, no silent cut, no double, no orphan."""
+"""A sample of the fault matrix (`make chaos` runs all): no wrong text, no silent cut, no double slot, no orphan."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Clients that are slow, or that never finish what they began, cost the others nothing and are ended."""
+"""Clients that are slow, or that never finish a request, are disconnected and do not affect others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One service uses everything its engine has: eight-bit weights, guesses, adapters, warm prompts, bound answers."""
+"""One service uses all engine features: int8 weights, speculation, adapters, warm prompts, structured output."""
 
 import json
 from typing import Any

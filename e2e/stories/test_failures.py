@@ -1,4 +1,4 @@
-"""Pods and operators die at the worst moment; the fleet comes back to its size, and requests go on."""
+"""Pods and operators are killed; the service gets its replicas back, and requests are answered."""
 
 import pytest
 from kubernetes import client

@@ -1,4 +1,4 @@
-"""Nodes lose power or the network, and come back; the fleet keeps its size and deletes nothing that lives."""
+"""Nodes lose power or the network, and return; the service keeps its replicas, and no running one is deleted."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The control plane is away: what runs serves on, what restarts says that it is not ready, and changes follow later."""
+"""The control plane fails: running replicas serve on, restarted parts report not ready, and changes follow later."""
 
 import http.client
 import json

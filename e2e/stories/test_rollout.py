@@ -1,4 +1,4 @@
-"""A new revision takes over without a gap, and a broken one takes nothing from the old one."""
+"""A rollout replaces a revision without failed requests; a broken revision leaves the old one serving."""
 
 import signal
 import time

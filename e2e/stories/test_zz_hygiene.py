@@ -1,4 +1,4 @@
-"""After all stories: what the operator did with its rights, and what is in the logs. Runs last by its name."""
+"""Checks after all stories: the operator's use of its RBAC rights, and the logs. Runs last by its name."""
 
 from datetime import datetime
 

@@ -1,1 +1,1 @@
-"""One OpenAI endpoint in front of all services."""
+"""The gateway: one OpenAI-compatible endpoint for all services, which routes requests to replicas."""

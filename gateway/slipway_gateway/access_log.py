@@ -28,7 +28,7 @@ class RequestRecord:
     request_id: str
     path: str
     started: float = field(default_factory=time.monotonic)
-    model: str = UNKNOWN_MODEL  # as served: set once it is known, so that a client's word is never logged
+    model: str = UNKNOWN_MODEL  # as served: set once it is known, so that a client's text is never logged
     service: str = ""
     revision: str = ""
     endpoint: str = ""
@@ -45,7 +45,7 @@ class RequestRecord:
     arrived: float = 0.0  # the whole request is here
     sent: float = 0.0  # the last attempt left us
     first_byte: float = 0.0  # the answer's first byte reached us
-    forwarded: float = 0.0  # and was handed on
+    forwarded: float = 0.0  # and was forwarded
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=4))  # the answer's last pieces: finish and usage
 
     @property
@@ -54,7 +54,7 @@ class RequestRecord:
         return self.model, self.service, self.revision
 
     def add_forwarded(self, piece: bytes) -> None:
-        """`piece` of the answer was handed on."""
+        """Count a `piece` of the answer that was forwarded."""
         if not self.forwarded:
             self.forwarded = time.monotonic()
         self.response_bytes += len(piece)
@@ -76,7 +76,7 @@ class AccessLog:
         self._metrics = metrics
 
     def write(self, record: RequestRecord) -> None:
-        """Write the line and count the numbers."""
+        """Write the log line and update the metrics."""
         now = time.monotonic()
         end = b"".join(record.tail)
         metrics, labels = self._metrics, record.labels

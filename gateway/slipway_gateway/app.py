@@ -45,7 +45,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
         return unknown_path(request.path).response()
 
     async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "slipway"  # says nothing of the library and its version
+        response.headers["Server"] = "slipway"  # does not reveal the library and its version
 
     app = web.Application()
     app.on_response_prepare.append(hide_server)
@@ -58,7 +58,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
 
 
 class Admin:
-    """The admin port. `/debug/routes` names every service, so it wants one of the pod's tokens."""
+    """The admin port. `/debug/routes` names every service, so it needs one of the pod's tokens."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Admin:
         self._leaving = False
 
     def leave(self) -> None:
-        """From now on `/ready` is 503, so that no new client is sent here."""
+        """From now on `/ready` is 503, so that load balancers send no new client here."""
         self._leaving = True
 
     def app(self) -> web.Application:
@@ -91,7 +91,7 @@ class Admin:
         return app
 
     async def _ready(self, request: web.Request) -> web.Response:
-        """Ready once everything was listed; an API server that goes away later does not take us with it."""
+        """Ready once everything was listed; a later outage of the API server does not make it unready."""
         view = self._fleet.view()
         if self._leaving:
             reason, message = "ShuttingDown", f"{self._requests.open} requests are finishing"

@@ -1,4 +1,4 @@
-"""Refusals of the gateway itself: status, sentence and time to come back, in OpenAI's error shape and vLLM's words.
+"""The error answers of the gateway itself: status, message and Retry-After, in OpenAI's format with vLLM's messages.
 
 Refusal
 ├── bad_request            400 the body is not what the API asks for
@@ -24,7 +24,7 @@ ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
 
 
 class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
-    """An error answer: a status, a sentence, and when to come back."""
+    """An error answer: status, message and Retry-After."""
 
     def __init__(
         self, status: int, kind: str, message: str, *, param: str | None = None, retry_after: int | None = None
@@ -37,7 +37,7 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         self.retry_after = retry_after
 
     def response(self) -> web.Response:
-        """The answer on the wire."""
+        """The HTTP response."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
         response = web.json_response({"error": error}, status=self.status)
         if self.retry_after is not None:
@@ -52,7 +52,7 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
 
 
 def unknown_model(model: str) -> Refusal:
-    """No service has this name; naming those that exist would tell one team about another's."""
+    """No service has this name. Those that exist are not listed, because they may be another team's."""
     return Refusal(404, "NotFoundError", f"The model `{model[:ECHO_CHARACTERS]}` does not exist.", param="model")
 
 
@@ -72,7 +72,7 @@ def wrong_method(method: str, path: str) -> Refusal:
 
 
 def too_large(limit_bytes: int) -> Refusal:
-    """The body exceeds what one request may bring."""
+    """The body exceeds the limit of one request."""
     return Refusal(413, "RequestTooLargeError", f"A request may have {limit_bytes >> 20} MiB, this one has more.")
 
 
@@ -119,5 +119,5 @@ def deadline_exceeded(seconds: float) -> Refusal:
 
 
 def internal() -> Refusal:
-    """Our own mistake; the log has it, the client gets no details."""
+    """A bug in the gateway: the log has the details, the client gets none."""
     return Refusal(500, "InternalServerError", "The gateway failed to handle this request.")

@@ -1,4 +1,4 @@
-"""What the gateway knows of the fleet now: the routing table, and per service the load, health and retries.
+"""The gateway's in-memory state: the routing table, and per service the load, health and retry budget.
 
 Facts come from `watch` (or from the command line); every fact takes effect before the next request is picked.
 """
@@ -30,14 +30,14 @@ STATIC_NAMESPACE: Final = "static"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How current the picture is."""
+    """How current the routing table is."""
 
     synced: bool  # everything has been listed once
-    age_seconds: float  # since the API server last gave a sign of life
+    age_seconds: float  # since the last event, bookmark or list of the API server
 
 
 class Destination:
-    """One service's replicas as this gateway experiences them; nothing in it is shared with another service."""
+    """The gateway's load, health and retry state for one service; nothing in it is shared with another service."""
 
     __slots__ = ("health", "leases", "loads", "retry_budget")
 
@@ -66,13 +66,13 @@ class Fleet:
         self._destinations: dict[str, Destination] = {}
 
     def set_service(self, key: str, service: Service | None) -> None:
-        """A service is like this now, or is gone."""
+        """Add, replace or remove a service."""
         self.table.set_service(key, service)
         if service is None:
             self._destinations.pop(key, None)
 
     def set_endpoint(self, name: str, endpoint: Endpoint | None, *, finishes_requests: bool = False) -> None:
-        """A replica may be sent requests at this endpoint from now on, or at none any more.
+        """Set the endpoint at which a replica gets requests, or None to remove the replica.
 
         Requests at a replica that leaves and has not answered yet are moved to another one, unless the replica
         `finishes_requests`: one that drains answers what it has accepted.
@@ -83,7 +83,7 @@ class Fleet:
         destination = self._destinations.get(old.service)
         if destination is None:
             return
-        destination.health.pop(name, None)  # a pod that comes back starts with a clean slate
+        destination.health.pop(name, None)  # a pod that becomes ready again starts without failures
         if endpoint is None and not finishes_requests and self._has_endpoints(old.service):
             for lease in tuple(destination.leases.get(name, ())):
                 lease.on_endpoint_left()
@@ -110,27 +110,27 @@ class Fleet:
         return Lease(self.destination(endpoint.service), endpoint.name, tokens, on_endpoint_left)
 
     def record_success(self, endpoint: Endpoint) -> None:
-        """It answered: trusted at once, since a wrong ejection is retried cheaply before the first byte."""
+        """Record an answer: the replica is trusted at once, since a wrong choice is retried before the first byte."""
         self.destination(endpoint.service).health.pop(endpoint.name, None)
 
     def record_failure(self, endpoint: Endpoint) -> None:
-        """It broke off, fell silent or answered with a failure of its own."""
+        """Record that the replica broke the connection, sent nothing or answered with an error of its own."""
         self._set_health(endpoint, after_failure(self._health(endpoint), self._clock(), self._policy))
 
     def record_unreachable(self, endpoint: Endpoint) -> None:
-        """No connection to it could be made."""
+        """Record that no connection to the replica could be made."""
         self._set_health(endpoint, after_unreachable(self._health(endpoint), self._clock(), self._policy))
 
     def record_unavailable(self, endpoint: Endpoint, seconds: float) -> None:
-        """It asked not to be sent anything for a while."""
+        """Record that the replica refused requests for a while."""
         self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
 
     def destination(self, service: str) -> Destination:
-        """What this gateway remembers of one service's replicas."""
+        """The state of one service's replicas."""
         destination = self._destinations.get(service)
         if destination is None:
             destination = Destination()
-            if service in self.table.services:  # a request may outlive its service; memory of it may not
+            if service in self.table.services:  # a request may outlive its service; the service's state must not
                 self._destinations[service] = destination
         return destination
 
@@ -156,7 +156,7 @@ class Fleet:
 
 
 class Lease:
-    """A request's share of an endpoint's load; shrinks as tokens arrive, gone when released."""
+    """A request's share of an endpoint's load; shrinks as tokens arrive, 0 when released."""
 
     __slots__ = ("_destination", "_left", "_name", "on_endpoint_left")
 

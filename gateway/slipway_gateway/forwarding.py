@@ -1,4 +1,4 @@
-"""Forwards an answer to the client: every piece at once, at the client's pace, and never ending without a reason.
+"""Forwards an answer to the client: every chunk at once, with back-pressure, and an error event when it breaks.
 
 Once the first byte is out nothing can be taken back: a stream that breaks ends with an error event, any other answer
 with an aborted connection. Never is a second answer written into one that has begun.
@@ -120,14 +120,14 @@ class Forwarder:
 
 
 def uncancel() -> None:
-    """The current task was cancelled to end its answer in order: let it go on until it has."""
+    """Withdraw the cancellation of the current task, so that it can end its answer properly."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
 
 
 def _abort(request: web.Request, record: RequestRecord, reason: str) -> None:
-    """Break the client's connection: half an answer must not look whole."""
+    """Abort the client's connection: half an answer must not look complete."""
     record.set_broken(reason)
     if request.transport is not None:
         request.transport.abort()

@@ -1,4 +1,4 @@
-"""One running gateway: its parts wired together, its two ports opened, and its shutdown."""
+"""Builds the parts of a gateway, opens its two ports, and shuts it down without cutting streams."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ class Gateway:
         self.fleet = fleet or (static_fleet(settings.static) if settings.static else Fleet())
         self._watches = fleet is None and not settings.static
         limits = settings.connection_limits.within_descriptors()
-        # Keys come with tenants; until they are configured, this gateway is open and says so wherever it can.
+        # There are no API keys yet: this gateway is open, and says so in its log, metric and answers.
         self.metrics = Metrics(self.fleet, open_to_anyone=True)
         self._keys = GatewayKeys(settings.key_directory)
         self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
@@ -93,7 +93,7 @@ class Gateway:
         await self._stack.aclose()
 
     async def leave(self, hurry: asyncio.Event | None = None) -> None:
-        """Go without cutting a stream, if the streams end in time; setting `hurry` ends the waiting."""
+        """Shut down without cutting a stream, if the streams end in time; setting `hurry` ends the wait."""
         hurry = hurry or asyncio.Event()
         started = time.monotonic()
         self.admin.leave()

@@ -1,4 +1,4 @@
-"""When a replica is left out, and how often a request may be retried: circuit breaker, ejection and retry budget.
+"""The health of replicas and the limits of retries: circuit breaker, ejection and retry budget.
 
 Pure state machines: the caller brings the time. All state belongs to one destination service, so that an overloaded or
 broken service spends nothing of another's.
@@ -71,7 +71,7 @@ def after_probe(health: Health, now: float, policy: BreakerPolicy) -> Health:
 
 
 def after_unavailable(health: Health, now: float, seconds: float) -> Health:
-    """It said 503 itself, so it is draining or loading: not a failure, but pointless to try again so soon."""
+    """The replica answered 503, because it drains or loads: no failure, but a retry so soon would be in vain."""
     return replace(health, ejected_until=max(health.ejected_until, now + seconds))
 
 
@@ -80,7 +80,7 @@ def _ejection_seconds(earlier_ejections: int, policy: BreakerPolicy) -> float:
 
 
 class AttemptFailure(Enum):
-    """Why an attempt gave nothing that the client should see yet."""
+    """Why an attempt failed before anything of it was forwarded."""
 
     UNREACHABLE = "unreachable"  # no connection: the request never arrived
     LOST = "lost"  # the connection broke after the request was sent
@@ -108,7 +108,7 @@ class RetryPolicy:
     tries: int = 3
     # Tries that never arrived cost a connect timeout each, and eject their replica for all requests.
     unreachable_tries: int = 8
-    # A request may itself be what killed the replica: it gets one more replica, not the whole fleet.
+    # The request itself may have crashed the replica: it is retried on one more replica, not on the whole fleet.
     retries_of_suspects: int = 1
 
     def allows(self, failures: Sequence[AttemptFailure]) -> bool:
@@ -139,7 +139,7 @@ class RetryBudget:
         self._saved = min(self._burst, self._saved + self._ratio)
 
     def spend(self) -> bool:
-        """Take one retry out of the budget, if there is one."""
+        """Take one retry from the budget, if there is one."""
         if self._saved < 1.0:
             return False
         self._saved -= 1.0

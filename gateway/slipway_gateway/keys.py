@@ -1,4 +1,4 @@
-"""The gateway's own key, and the tokens that are derived from it. It opens no admin port of a replica."""
+"""Derives tokens from the gateway's own key, which gives no access to the admin ports of replicas."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ class GatewayKeys:
         self._key = MountedKey(directory, mounted_from="slipway-gateway-key")
 
     def admin_tokens(self, namespace: str, pod: str) -> list[str]:
-        """The tokens that open the admin port of this gateway's pod: one for each valid key."""
+        """The tokens that the admin port of this gateway's pod accepts: one for each valid key."""
         return [admin_token(key, namespace, pod) for key in self._read()]
 
     def serving_headers(self, endpoint: Endpoint) -> dict[str, str]:
-        """The header that a replica wants from a gateway; empty where it takes requests from everybody.
+        """The header that a replica requires from a gateway; empty where it accepts requests without a token.
 
         A replica knows the digests of the keys that were valid when it was made: the token of one of these is sent.
         """

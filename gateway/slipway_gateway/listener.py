@@ -1,4 +1,4 @@
-"""One listening port with limits on its connections: how many, in all and per client, and how slow each may be.
+"""A listening port with limits on its connections: on their number, in all and per client, and on slow clients.
 
 aiohttp has no limit on how long a client may take to send its headers, so a protocol of ours stands between the
 transport and aiohttp's and watches the phases of a connection:
@@ -42,7 +42,7 @@ OTHER_DESCRIPTORS: Final = 128  # files and sockets that are no connections of c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one listening port grants."""
+    """The limits of one listening port."""
 
     connections: int = 10_000
     connections_per_client: int = 2_500  # a load balancer is one client, so this is generous
@@ -101,7 +101,7 @@ class Connections:
 
     @web.middleware
     async def track_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Tell the connection when its request begins and ends."""
+        """Middleware that notes in the connection when its request begins and ends."""
         connection = self._open.get(request.transport) if request.transport is not None else None
         if connection is None:
             return await handler(request)

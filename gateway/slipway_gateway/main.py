@@ -1,4 +1,4 @@
-"""`slipway-gateway`: open the two ports and the watch, serve until SIGTERM, then leave without cutting a stream.
+"""The `slipway-gateway` command: serves until SIGTERM, then shuts down without cutting a stream.
 
 On SIGTERM: `/ready` is 503; the ports stay open while load balancers learn of it; then nothing new is accepted, running
 answers finish within a limit, and the process exits with 0. A second signal skips the waiting.

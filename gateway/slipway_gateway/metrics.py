@@ -1,4 +1,4 @@
-"""The gateway's own metrics. Labels are bounded by what exists: services, their revisions, and no client's words."""
+"""The gateway's Prometheus metrics. Label values are existing services and revisions, never text of a client."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -10,9 +10,9 @@ from prometheus_client.registry import Collector
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.listener import Connections
 
-UNKNOWN_MODEL: Final = ""  # a client's own word never becomes a label
+UNKNOWN_MODEL: Final = ""  # a client's text never becomes a label
 
-# What canary analysis compares; a revision that its service no longer has leaves no series behind.
+# The metrics that canary analysis compares; series of a revision that its service no longer has are removed.
 _REVISION: Final = ("model", "service", "revision")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _OVERHEAD = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
@@ -85,7 +85,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _remove_stale_series(self) -> None:
-        """Remove the series of revisions and services that are gone, so that labels stay bounded for ever."""
+        """Remove the series of deleted revisions and services, so that the number of series stays bounded."""
         table = self._fleet.table
         for metric in self._labelled:
             names = metric._labelnames  # prometheus_client has no public list of what it counts

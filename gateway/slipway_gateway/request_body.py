@@ -1,6 +1,6 @@
-"""The body of a request: read within limits of time and memory, and parsed as far as routing needs.
+"""Reads the body of a request within limits of time and memory, and parses the fields that routing needs.
 
-Whether the other fields make sense, the runtime judges. Prompts stay in the body: nothing here logs or keeps them.
+The runtime validates the other fields. Prompts stay in the body: nothing here logs or keeps them.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.shares import SharedCapacity
 
 BYTES_PER_TOKEN: Final = 4
-EXPECTED_OUTPUT_TOKENS: Final = 256  # when the client does not say
+EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit
 MAX_EXPECTED_OUTPUT_TOKENS: Final = 4096  # a client's generous limit is not a forecast
 # A generated token holds a place in the batch for a whole step; a prompt token shares one with a thousand others.
 OUTPUT_WEIGHT: Final = 4
@@ -27,7 +27,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class _Fields(msgspec.Struct):
-    """The few fields that routing needs. Untyped: what is wrong with them, the runtime says in its own words."""
+    """The few fields that routing needs. Untyped, because the runtime validates them and words the errors."""
 
     model: Any = None
     stream: Any = None
@@ -41,7 +41,7 @@ _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as far as the gateway is concerned."""
+    """The properties of one request that routing uses."""
 
     routing: RoutingRequest
     stream: bool
@@ -158,7 +158,7 @@ class BodyReader:
 
 
 def parse(content: bytes, request: web.Request) -> InferenceRequest:
-    """Make sense of a body, or refuse it."""
+    """Parse a body, or refuse it."""
     try:
         fields = _decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

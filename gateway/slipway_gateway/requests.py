@@ -1,4 +1,4 @@
-"""One request from its headers to the last byte of its answer.
+"""Handles one request from its headers to the last byte of its answer: read, route, try replicas, forward.
 
 1. Refuse everything until the fleet has been listed once: an unknown name may well exist.
 2. Read the body, bounded in time and memory; learn the model and the pinned revision.
@@ -53,8 +53,8 @@ from slipway_gateway.upstream import (
 
 log = structlog.get_logger()
 
-MAX_KEPT_BYTES = 64 * 1024  # of an answer that we keep, to forward it when no other replica can answer
-UNAVAILABLE_SECONDS = 2.0  # to leave a replica alone that said 503: by then the pod's readiness has reached us
+MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
+UNAVAILABLE_SECONDS = 2.0  # ejection of a replica that answered 503: by then the watch shows that it is not ready
 ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
 
 _FAILURES: dict[type[UpstreamError], AttemptFailure] = {
@@ -114,7 +114,7 @@ class Requests:
         return len(self._open)
 
     def leave(self) -> None:
-        """This gateway is about to go: from now on, answers close their connections."""
+        """Begin the shutdown: from now on, answers close their connections."""
         self._forwarder.leaving = True
 
     def cut(self) -> None:
@@ -309,7 +309,7 @@ class Requests:
         return True
 
     def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestRecord) -> web.Response:
-        """No replica answers: forward what the last one said, or refuse. Always with a time to come back."""
+        """No replica answers: forward the last one's answer, or refuse. Always with Retry-After."""
         if (answer := attempts.last_answer) is not None:
             record.status, record.finish = answer.status, "refused"
             response = web.Response(status=answer.status, body=answer.body, headers=answer.headers)

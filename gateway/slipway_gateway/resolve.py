@@ -1,4 +1,4 @@
-"""What the `model` of a request means: name -> service. The routing table, updated one service or endpoint at a time.
+"""The routing table: resolves the `model` of a request to a service and its endpoints.
 
 | a client says         | answered by                                                                             |
 |-----------------------|-----------------------------------------------------------------------------------------|
@@ -39,7 +39,7 @@ class RoutingTable:
         return self._services
 
     def set_service(self, key: str, service: Service | None) -> bool:
-        """A service is like this now, or is gone. False: nothing that routing needs has changed."""
+        """Add, replace or remove a service. False: nothing that routing needs has changed."""
         old = self._services.get(key)
         if old == service:
             return False
@@ -56,7 +56,7 @@ class RoutingTable:
         return True
 
     def set_endpoint(self, name: str, endpoint: Endpoint | None) -> bool:
-        """A replica may be sent requests at this endpoint from now on, or at none. False: nothing has changed."""
+        """Set or remove the endpoint of a replica. False: nothing has changed."""
         old = self._endpoints.get(name)
         if old == endpoint:
             return False
@@ -108,7 +108,7 @@ class RoutingTable:
         """The service that is called so, or was until its new replicas are ready."""
         claims = self._served.get(name)
         if claims is None:
-            # Only the service's own replicas count: a stranger's pod must not claim names for it.
+            # Only the service's own replicas count: a pod of another owner must not claim names for it.
             claims = {
                 key
                 for key in self._former.get(name, ())

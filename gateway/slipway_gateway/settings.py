@@ -1,4 +1,4 @@
-"""Everything that can be set about one gateway, read once at the start: command line, then environment, then default.
+"""The gateway's settings, read once at the start: from the command line, then the environment, then defaults.
 
 The variable of a field is SLIPWAY_ and the field's name in capitals; an empty variable counts as absent.
 """
@@ -29,7 +29,7 @@ _TIMEOUTS = UpstreamTimeouts()
 
 
 class SettingsError(Exception):
-    """Settings that make no sense; the message names each of them and says why."""
+    """Invalid settings; the message names each of them and says why."""
 
 
 class GatewaySettings(BaseSettings):
@@ -49,7 +49,9 @@ class GatewaySettings(BaseSettings):
     key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias=AliasChoices("SLIPWAY_GATEWAY_KEY_DIR"))
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()  # empty: all
     log_level: str = "INFO"
-    propagation_seconds: NonNegativeFloat = 5.0  # after SIGTERM, until clients and load balancers know that we go
+    propagation_seconds: NonNegativeFloat = (
+        5.0  # after SIGTERM, until clients and load balancers have noticed that this gateway is not ready
+    )
     drain_seconds: NonNegativeFloat = 300.0  # after that, for streams to end by themselves
 
     # Clients: how many, how slow, and how much they may send.
@@ -107,7 +109,7 @@ class GatewaySettings(BaseSettings):
 
     @property
     def connection_limits(self) -> ConnectionLimits:
-        """What each port grants its clients."""
+        """The connection limits of each port."""
         return ConnectionLimits(
             connections=self.max_connections,
             connections_per_client=self.max_connections_per_client,
@@ -129,7 +131,7 @@ class GatewaySettings(BaseSettings):
 
 
 def read_settings(arguments: Sequence[str]) -> GatewaySettings:
-    """Settings from the command line and, where it is silent, from the environment."""
+    """Read the settings from the command line and, where an option is absent, from the environment."""
     parser = argparse.ArgumentParser(
         prog="slipway-gateway", description="One OpenAI endpoint in front of all InferenceServices."
     )
@@ -149,7 +151,7 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
 
 
 def describe(invalid: ValidationError) -> str:
-    """Every setting that makes no sense, in one sentence each."""
+    """One sentence for each invalid setting."""
     return "; ".join(
         f"{'.'.join(str(part) for part in error['loc'])}: {error['msg']}" for error in invalid.errors(include_url=False)
     )

@@ -1,4 +1,4 @@
-"""Memory and connections that services share, divided so that no service can use up another's part. Pure counting.
+"""Divides memory and connections fairly between services, so that none can exhaust them. Pure counting.
 
 Dynamic thresholds, as switches share packet buffers (Choudhury and Hahne, 1998): an owner may hold at most as much as
 is free. One greedy owner gets half, two get a third each, n leave 1/(n+1) for the next one; nothing is reserved in
@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 
 class SharedCapacity:
-    """A capacity from which owners take and to which they give back."""
+    """A capacity of which owners take and release parts."""
 
     def __init__(self, capacity: int) -> None:
         self._free = capacity
@@ -17,11 +17,11 @@ class SharedCapacity:
 
     @property
     def free(self) -> int:
-        """What no owner holds."""
+        """The part that no owner holds."""
         return self._free
 
     def held_by(self, owner: Hashable) -> int:
-        """What this owner holds now."""
+        """The amount that this owner holds now."""
         return self._held.get(owner, 0)
 
     def take(self, owner: Hashable, amount: int) -> bool:

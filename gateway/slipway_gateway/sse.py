@@ -1,4 +1,4 @@
-"""Where one server-sent event ends, so that a broken stream can still end with a clear event of ours.
+"""Splits a stream into whole server-sent events, so that a broken stream can end with an error event of the gateway.
 
 Whole events pass through untouched and at once. Only the torn half of an event waits for its other half: a client
 that had it could not parse the error event after it.
@@ -15,7 +15,7 @@ MAX_PENDING: Final = 1 << 20  # an event longer than this is let through in piec
 
 
 class EventSplitter:
-    """Cuts a byte stream after its last complete event and remembers how it went."""
+    """Cuts a byte stream after its last complete event, and records whether it ended properly."""
 
     def __init__(self) -> None:
         self.events = 0

@@ -1,4 +1,4 @@
-"""One attempt at one replica: bytes go there and come back as they come. No decisions, no retries.
+"""The HTTP client of replicas: sends a request once, and yields the answer as it arrives. No decisions, no retries.
 
 UpstreamError
 ├── UnreachableError   no connection was made: the request never arrived
@@ -24,12 +24,12 @@ from yarl import URL
 from slipway_api.names import HEADER_REQUEST_ID
 from slipway_gateway.picker.endpoints import Endpoint
 
-# What a replica may say to a client. Everything else (Server, Date, Connection …) is between us and the replica.
+# Response headers that are forwarded to the client. All others (Server, Date, Connection …) are dropped.
 RESPONSE_HEADERS: Final = frozenset(
     {"content-type", "content-length", "cache-control", "retry-after", "retry-after-ms", "x-accel-buffering"}
 )
 RESPONSE_PREFIXES: Final = ("x-slipway-", "x-ratelimit-", "openai-")
-# What a client may say to a replica: nothing that proves an identity, and nothing that only the gateway may say.
+# Request headers that are forwarded to the replica: no credentials, and none that only the gateway sets.
 REQUEST_HEADERS: Final = ("content-type", "accept", "traceparent", "tracestate")
 
 
@@ -139,7 +139,7 @@ class Reply:
 
 
 class Silence:
-    """Cuts a connection on which nothing was heard for too long while something was waited for.
+    """Closes a connection on which no byte arrived for too long while an answer was awaited.
 
     One timer a connection, which looks again when it fires: moving a timer at every chunk costs a tenth of the whole.
     """
@@ -155,15 +155,15 @@ class Silence:
         self.expired = False
 
     def start(self) -> None:
-        """Something is waited for from now on."""
+        """Start the timeout: bytes are awaited from now on."""
         self._since = self._loop.time()
 
     def stop(self) -> None:
-        """It came."""
+        """Stop the timeout: bytes have arrived."""
         self._since = None
 
     def cancel(self) -> None:
-        """The connection is done with."""
+        """Cancel the timer for good, because the connection is no longer used."""
         self._handle.cancel()
 
     def _check(self) -> None:
@@ -200,7 +200,7 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect_seconds),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,  # a proxy variable is for the way out of the cluster, not for its pods
+            trust_env=False,  # proxy variables are for egress from the cluster, not for its pods
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
         )
         return self
@@ -248,7 +248,7 @@ class Upstream:
             raise LostError("connection lost") from error
 
     def _socket(self, address: Any) -> socket.socket:
-        """A socket that notices soon that the other machine is gone: a lost node sends no FIN."""
+        """A socket with a short TCP user timeout: a lost node sends no FIN."""
         family, kind, protocol, _, _ = address
         made = socket.socket(family, kind, protocol)
         made.setblocking(False)
@@ -273,7 +273,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def request_headers(from_client: Mapping[str, str], request_id: str) -> dict[str, str]:
-    """The allowed part of what the client said, and the id under which all parts log this request."""
+    """The allowed headers of the client, and the id under which all parts log this request."""
     headers = {name: from_client[name] for name in REQUEST_HEADERS if name in from_client}
     headers.setdefault("content-type", "application/json")
     headers[HEADER_REQUEST_ID] = request_id

@@ -1,7 +1,7 @@
-"""From Kubernetes to the fleet: which pods may be sent requests, and the names of services.
+"""Watches Pods and InferenceServices, and keeps the fleet's endpoints and service names current.
 
-The fleet changes only when the API server says that something changed. When it says nothing, the last view stands:
-a broken watch never empties the table.
+The fleet changes only by watch events and lists. While the API server does not answer, the last state stays: a broken
+watch never empties the routing table.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ class InferenceService(Object, frozen=True, gc=False):
 
 
 def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
-    """Where requests for this pod go, or None while it must not get any.
+    """The endpoint of this pod, or None while it must not get requests.
 
     Ready, labelled as serving, not being deleted, with an address, and controlled by the InferenceService of its label:
     labels alone would let anyone who may create pods receive the prompts of a service. The operator sets the label to
-    draining before it tells the runtime, so a draining pod leaves the table before it stops accepting.
+    draining before it calls the runtime, so a draining pod leaves the table before it stops accepting.
     """
     serving = pod.labels.get(names.LABEL_STATE) == names.STATE_SERVING
     owner = controlling_service(pod)
@@ -75,7 +75,7 @@ def controlling_service(pod: Pod) -> OwnerReference | None:
 
 
 def finishes_requests(pod: Pod | None) -> bool:
-    """Whether a pod that left the table will still answer what it has accepted: it drains, or is told to stop.
+    """Whether a pod that left the table will still answer accepted requests, because it drains or is being deleted.
 
     One that is only unready (hung, its node silent) or that is already gone will not.
     """
@@ -83,7 +83,7 @@ def finishes_requests(pod: Pod | None) -> bool:
 
 
 def service_of(resource: InferenceService) -> Service:
-    """What routing needs to know of it. Before the operator wrote a status, it is called by its own name."""
+    """The fields that routing needs. Before the operator wrote a status, the served name is the full name."""
     return Service(
         key=f"{resource.namespace}/{resource.name}",
         served_name=resource.status.served_name or resource.name,
@@ -113,7 +113,7 @@ class Watch:
         fleet.view = self.view
 
     def view(self) -> View:
-        """Whether we have seen everything once, and how long ago the API server last spoke."""
+        """Whether everything was listed once, and how long ago the API server last sent something."""
         synced = self._pods.synced.is_set() and self._services.synced.is_set()
         return View(synced=synced, age_seconds=max(self._pods.age(), self._services.age()))
 

@@ -1,1 +1,1 @@
-"""Kubernetes over the wire, for the operator and the gateway; nothing of kopf."""
+"""A Kubernetes client library: HTTP client, watch caches, leader election, writes, Events; independent of kopf."""

@@ -1,4 +1,4 @@
-"""Which API server, and as whom: in-cluster credentials first, else a kubeconfig.
+"""Finds the API server's address and the credentials for it: in-cluster credentials first, else a kubeconfig.
 
 The official client's loaders read both; we keep only what an HTTP connection needs.
 """
@@ -21,19 +21,19 @@ REFRESH_SECONDS: Final = 60.0  # a projected ServiceAccount token is replaced lo
 
 
 class Credentials(Protocol):
-    """Who we are, told anew for every request."""
+    """Credentials of this process; `headers` is called before every request."""
 
     async def headers(self) -> Mapping[str, str]:
         """Headers that authenticate a request."""
         ...
 
     def forget(self) -> None:
-        """The server no longer accepts what `headers` said: look again at the source."""
+        """Discard the cached headers, because the server answered 401; the next request reads their source again."""
         ...
 
 
 class Connection:
-    """Everything needed to dial one API server."""
+    """Everything needed to connect to one API server."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class StaticCredentials:
         return self._headers
 
     def forget(self) -> None:
-        """There is no other source to look at."""
+        """Nothing to discard: these headers never change."""
 
 
 class RefreshingCredentials:
-    """Headers out of a loader that is asked again every minute, and at once after a 401.
+    """Headers returned by a loader that is called again every minute, and at once after a 401.
 
     The loader may read files or run an `exec` plugin, so it runs in a thread.
     """
@@ -79,7 +79,7 @@ class RefreshingCredentials:
         self._lock = asyncio.Lock()
 
     async def headers(self) -> Mapping[str, str]:
-        """Current headers, at most a minute old. A loader that fails leaves the old ones in place."""
+        """Current headers, at most a minute old. When the loader fails, the previous ones stay in use."""
         if self._clock() < self._fresh_until:
             return self._headers
         async with self._lock:
@@ -93,7 +93,7 @@ class RefreshingCredentials:
         return self._headers
 
     def forget(self) -> None:
-        """Ask the loader again before the next request."""
+        """Call the loader again before the next request."""
         self._fresh_until = float("-inf")
 
 
@@ -138,7 +138,7 @@ def _connection(load_configuration: Callable[[], Configuration]) -> Connection:
 def _headers(configuration: Configuration) -> Mapping[str, str]:
     bearer = configuration.get_api_key_with_prefix("BearerToken") or configuration.api_key.get("authorization")
     if bearer:
-        # In-cluster the loader says "bearer <token>", with the file's trailing newline where it has one.
+        # In-cluster the loader returns "bearer <token>", with the file's trailing newline where it has one.
         return {"Authorization": bearer.strip()}
     basic = configuration.get_basic_auth_token() if configuration.username else None
     return {"Authorization": basic} if basic else {}
@@ -148,14 +148,14 @@ def _tls(configuration: Configuration) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     if configuration.cert_file:
         context.load_cert_chain(configuration.cert_file, configuration.key_file)
-    if not configuration.verify_ssl:  # the user's kubeconfig says insecure-skip-tls-verify
+    if not configuration.verify_ssl:  # the user's kubeconfig sets insecure-skip-tls-verify
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
 
 
 def _proxy(configuration: Configuration) -> str | None:
-    """The kubeconfig's or the environment's proxy, never for an address of this machine (as Go's client does)."""
+    """The HTTP proxy of the kubeconfig or the environment; None for an address of this machine (as in Go's client)."""
     host = urlsplit(configuration.host).hostname or ""
     try:
         is_local = ipaddress.ip_address(host).is_loopback

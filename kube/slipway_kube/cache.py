@@ -1,14 +1,14 @@
-"""What exists, as far as the server has told us. Pure: no network, no clock.
+"""The store of an informer: the objects that lists and watch events have shown. Pure: no network, no clock.
 
-The rules that keep it free of ghosts and of doubles:
+These rules keep deleted objects and duplicates out of it:
 
-in hand            comes                       result
+cached             received                    result
 nothing            object                      Added
 version 7          same uid, version 7         nothing (a duplicate)
 version 7          same uid, version 9         Modified
 uid A              uid B under the same name   Deleted A, then Added B
 uid A              deletion of A               Deleted
-uid A              deletion of B               nothing (late news of a predecessor)
+uid A              deletion of B               nothing (a late event about an earlier object of that name)
 uid A              a full list without it      Deleted
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Object)
 
 
 class Change(StrEnum):
-    """What happened to an object, as far as the cache can tell."""
+    """The kind of change of a cached object."""
 
     ADDED = "Added"
     MODIFIED = "Modified"
@@ -34,7 +34,7 @@ OnChange = Callable[[Change, T | None, T | None], None]
 
 
 class Cache(Generic[T]):
-    """Objects by key; every change is told to `notify(change, old, new)` after it was made."""
+    """Objects by key; calls `notify(change, old, new)` after every change."""
 
     def __init__(self, notify: OnChange[T]) -> None:
         self._objects: dict[Key, T] = {}
@@ -42,7 +42,7 @@ class Cache(Generic[T]):
         self.view: Mapping[Key, T] = MappingProxyType(self._objects)
 
     def put(self, new: T) -> None:
-        """This object exists, in this version."""
+        """Store an object that a list or an event showed."""
         old = self._objects.get(new.key)
         if old is not None and old.uid != new.uid:
             self.remove(old)
@@ -53,14 +53,14 @@ class Cache(Generic[T]):
         self._notify(Change.ADDED if old is None else Change.MODIFIED, old, new)
 
     def remove(self, gone: Object) -> None:
-        """This very object exists no more. Listeners get it as it was last seen alive."""
+        """Remove an object, if its uid is the cached one. Listeners get the object as it was last cached."""
         old = self._objects.get(gone.key)
         if old is not None and old.uid == gone.uid:
             del self._objects[gone.key]
             self._notify(Change.DELETED, old, None)
 
     def keep_only(self, keys: Set[Key], *, namespace: str) -> None:
-        """A full list of that namespace ("" for all) held these keys and no others."""
+        """Remove the objects of that namespace ("" for all) whose keys a full list did not contain."""
         gone = [
             cached
             for key, cached in self._objects.items()

@@ -1,4 +1,4 @@
-"""The API server's verbs on raw JSON, over one bounded pool of connections.
+"""An HTTP client of the Kubernetes API: get, list, watch, create, apply, patch and delete, on raw JSON.
 
 Bodies go in as anything msgspec encodes (or as bytes that are JSON already) and come back as bytes: the caller
 knows which slim struct to decode them into. Every call is bounded by a timeout; every failure is a `KubeError`.
@@ -30,7 +30,7 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 
 
 class ProxyReply(NamedTuple):
-    """What a pod answered through the API server's proxy."""
+    """A pod's answer through the API server's proxy."""
 
     status: int
     body: bytes
@@ -39,8 +39,8 @@ class ProxyReply(NamedTuple):
 class Client:
     """One API server. Use as `async with Client(connection) as client`.
 
-    At most `pool` calls are on the way at once; watches come on top, one connection each.
-    The lease wants a client of its own, so that a burst of slow calls cannot cost the leadership.
+    At most `pool` calls run at once; each watch has a connection of its own beside them.
+    The elector gets a client of its own, so that a burst of slow calls cannot delay a lease renewal.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Client:
         field_selector: str = "",
         timeout_seconds: int = 300,
     ) -> AsyncGenerator[bytes, None]:
-        """Lines of a watch with bookmarks, until the server ends it. Silence is the caller's to judge.
+        """Lines of a watch with bookmarks, until the server ends it. It has no read timeout: the caller sets one.
 
-        Close it (`contextlib.aclosing`) to give the connection back.
+        Close it (`contextlib.aclosing`) to release the connection.
         """
         params = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(timeout_seconds)}
         params |= {"resourceVersion": resource_version} | _selectors(label_selector, field_selector)
@@ -119,7 +119,7 @@ class Client:
         return await self._call("POST", path, params=_dry(dry_run), body=body, timeout=timeout)
 
     async def replace(self, path: str, body: Any, *, dry_run: bool = False, timeout: float | None = None) -> bytes:
-        """PUT; with a resourceVersion in the body it is an optimistic lock (409 when someone was faster)."""
+        """PUT; with a resourceVersion in the body it is an optimistic lock (409 when the object has changed since)."""
         return await self._call("PUT", path, params=_dry(dry_run), body=body, timeout=timeout)
 
     async def delete(
@@ -132,7 +132,7 @@ class Client:
         dry_run: bool = False,
         timeout: float | None = None,
     ) -> bytes:
-        """DELETE; with `uid` only that very object (409 when the name belongs to another by now)."""
+        """DELETE; with `uid` only the object of that uid (409 when the name belongs to another object by now)."""
         options: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1"}
         if uid:
             options["preconditions"] = {"uid": uid}
@@ -182,10 +182,10 @@ class Client:
         body: Any = None,
         timeout: float | None = None,
     ) -> ProxyReply:
-        """Ask a pod through `pods/proxy`: how an operator outside the cluster reaches the admin port.
+        """Send a request to a pod through `pods/proxy`, for an operator that runs outside the cluster.
 
-        The pod's own error statuses are answers. What the API server says in the pod's place is a `StatusError`
-        (a pod that refuses the connection is its `ServerError`, 503). The proxy strips Authorization, so tokens
+        An error status of the pod itself is returned as the reply. An error of the API server is raised as a
+        `StatusError` (503 `ServerError` when the pod refuses the connection). The proxy strips Authorization, so tokens
         travel in other headers.
         """
         route = f"{PODS.path(namespace, f'{name}:{port}')}/proxy{path}"
@@ -207,7 +207,7 @@ class Client:
         call = {"params": params, "body": body, "content_type": content_type, "timeout": timeout}
         status, reply, retry_after = await self._exchange(method, path, **call)
         if status == 401:
-            # A rotated token: read it again, and try exactly once more.
+            # The token was rotated: read it again, and retry once.
             self._connection.credentials.forget()
             status, reply, retry_after = await self._exchange(method, path, **call)
         if status >= 300:
@@ -225,7 +225,7 @@ class Client:
         content_type: str = JSON,
         timeout: float | None = None,
     ) -> tuple[int, bytes, str | None]:
-        """One request and its whole answer; the timeout includes waiting for a place in the pool."""
+        """One request and its whole answer; the timeout includes waiting for the semaphore."""
         seconds = self._timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(seconds), self._calls:

@@ -1,41 +1,41 @@
-"""What can go wrong between us and the API server.
+"""The errors that calls to the API server raise.
 
 KubeError
 ├── Unreachable             no answer, or half of one: a write may or may not have happened
-├── NotLeader               refused by our own fence before anything was sent
+├── NotLeader               the writer sent nothing, because this process does not hold the lease
 ├── LeadershipLost          another process leads, or may lead by now
 ├── NoCredentials           neither in-cluster credentials nor a kubeconfig
-└── StatusError             the server answered, and said no
+└── StatusError             the server answered with an error status
     ├── BadRequest          400
     ├── Unauthorized        401
     ├── Forbidden           403
     ├── NotFound            404
     ├── Conflict            409: changed meanwhile, or owned by another field manager
     │   └── AlreadyExists   409 to a create
-    ├── Gone                410: this point of history is compacted; list again
+    ├── Gone                410: that resourceVersion is compacted; list again
     ├── Invalid             422: refused by validation, or a failed `test` of a JSON patch
     ├── TooManyRequests     429: try again after `retry_after` seconds
     └── ServerError         5xx
 """
-# ruff: noqa: N818  the names are the API's own words for these answers
+# ruff: noqa: N818  the names are the API's own names of these answers
 
 import msgspec
 
 
 class KubeError(Exception):
-    """Anything this package raises on purpose."""
+    """Base of the errors of this package."""
 
 
 class Unreachable(KubeError):
-    """No answer, or half of one. A write may or may not have happened: look before doing it again."""
+    """No answer, or half of one. A write may or may not have happened: read the object before a retry."""
 
 
 class NotLeader(KubeError):
-    """This process does not hold the lease, so nothing was sent."""
+    """This process does not hold the lease, so the writer sent nothing."""
 
 
 class LeadershipLost(KubeError):
-    """This process led and must stop: another one leads, or may lead by now."""
+    """This process held the lease and must stop: another process leads, or may lead by now."""
 
 
 class NoCredentials(KubeError):
@@ -54,7 +54,7 @@ class StatusError(KubeError):
 
 
 class BadRequest(StatusError):
-    """400: the server could not make sense of the request."""
+    """400: the server cannot parse the request."""
 
 
 class Unauthorized(StatusError):
@@ -62,7 +62,7 @@ class Unauthorized(StatusError):
 
 
 class Forbidden(StatusError):
-    """403: RBAC or admission says no."""
+    """403: RBAC or admission refuses the request."""
 
 
 class NotFound(StatusError):
@@ -70,7 +70,7 @@ class NotFound(StatusError):
 
 
 class Conflict(StatusError):
-    """409: the object changed meanwhile, or another field manager owns what we wanted to set."""
+    """409: the object changed meanwhile, or another field manager owns a field of the request."""
 
 
 class AlreadyExists(Conflict):
@@ -78,7 +78,7 @@ class AlreadyExists(Conflict):
 
 
 class Gone(StatusError):
-    """410: this point of history is compacted; list again."""
+    """410: that resourceVersion is compacted; list again."""
 
 
 class Invalid(StatusError):
@@ -86,11 +86,11 @@ class Invalid(StatusError):
 
 
 class TooManyRequests(StatusError):
-    """429: the server (or a disruption budget) asks us to wait `retry_after` seconds."""
+    """429: the server (or a disruption budget) refuses for `retry_after` seconds."""
 
 
 class ServerError(StatusError):
-    """5xx: the server, or something behind it, is in trouble."""
+    """5xx: the server, or a webhook or store behind it, failed."""
 
 
 _BY_STATUS: dict[int, type[StatusError]] = {
@@ -110,7 +110,7 @@ class _Details(msgspec.Struct, rename="camel"):
 
 
 class _Status(msgspec.Struct):
-    """The slim half of a `meta/v1 Status` that we read."""
+    """The fields of a `meta/v1 Status` that are used here."""
 
     code: int = 0
     reason: str = ""
@@ -119,7 +119,7 @@ class _Status(msgspec.Struct):
 
 
 def from_response(status: int, body: bytes, retry_after: str | None = None) -> StatusError:
-    """The error for an answer of the API server: a `Status` object, or whatever a proxy on the way made up."""
+    """The error for an HTTP answer whose body is a `Status` object, or any body that a proxy in between returned."""
     try:
         detail = msgspec.json.decode(body, type=_Status)
     except msgspec.DecodeError:
@@ -143,7 +143,7 @@ def from_status(body: bytes) -> StatusError:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    # The HTTP-date form is never sent by Kubernetes; a proxy's date is not worth a parser.
+    # Kubernetes never sends the HTTP-date form; a date from a proxy counts as no Retry-After.
     try:
         return max(0.0, float(retry_after)) if retry_after else None
     except ValueError:

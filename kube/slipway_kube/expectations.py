@@ -1,4 +1,4 @@
-"""Own writes that a cache does not show yet, so that a quick second reconcile does not decide on the past.
+"""Records the writes of this process that its caches do not show yet, so that no reconcile acts on a stale cache.
 
 Pure bookkeeping: the caller brings the time. Creates are known by name, deletes and label changes by uid; all are
 forgotten when the informer shows them, or after five minutes. A write of unknown outcome is waited for only shortly:
@@ -19,7 +19,7 @@ UNSURE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What one owner still waits to see."""
+    """The writes for one owner that the caches do not show yet."""
 
     creates: frozenset[str] = frozenset()  # names
     deletes: frozenset[str] = frozenset()  # uids
@@ -72,19 +72,19 @@ class Expectations:
         self._expect(owner, _Labelled(uid), now, unsure)
 
     def retract_create(self, namespace: str, name: str) -> None:
-        """The server refused: nothing will come."""
+        """Drop the expectation: the server refused the create."""
         self._fulfil(_Created(namespace, name))
 
     def retract_delete(self, uid: str) -> None:
-        """The server refused: it stays."""
+        """Drop the expectation: the server refused the delete."""
         self._fulfil(_Deleted(uid))
 
     def retract_label(self, uid: str) -> None:
-        """The server refused: it stays as it was."""
+        """Drop the expectation: the server refused the label."""
         self._fulfil(_Labelled(uid))
 
     def saw(self, change: Change, old: Object | None, new: Object | None) -> None:
-        """Take in a change that an informer tells; fits `Informer.on_change`."""
+        """Drop the expectations that a change of an informer fulfils; a callback for `Informer.on_change`."""
         if change is Change.DELETED and old is not None:
             self._fulfil(_Deleted(old.uid))
             self._fulfil(_Labelled(old.uid))
@@ -97,7 +97,7 @@ class Expectations:
                 self._fulfil(_Labelled(new.uid))
 
     def pending(self, owner: Hashable, *, now: float) -> Pending:
-        """What this owner still waits for; falsy when the cache shows everything we did."""
+        """The writes for this owner that the caches do not show yet; falsy when there are none."""
         for write in [write for write, until in self._until.get(owner, {}).items() if until <= now]:
             self._fulfil(write)
         writes = self._until.get(owner, {})

@@ -1,4 +1,4 @@
-"""A cache of one kind of object, kept current, fed by a reflector per namespace.
+"""An informer: a cache of one kind of object that a list and watch per namespace keeps current.
 
 The cache converges to the server whatever the network does: a relist is compared with what is cached, so an object
 that vanished while nobody watched is reported as deleted.
@@ -48,7 +48,7 @@ class Informer(Generic[T]):
         """Set once every namespace has been listed for the first time; never cleared."""
         self._callbacks: list[OnChange[T]] = []
         self._relist_callbacks: list[Callable[[], None]] = []
-        self._cache = Cache[T](self._tell)
+        self._cache = Cache[T](self._notify)
         self._reflectors = [
             Reflector(
                 client,
@@ -64,17 +64,17 @@ class Informer(Generic[T]):
 
     @property
     def cache(self) -> Mapping[Key, T]:
-        """Everything known, as a live read-only view."""
+        """All cached objects, as a live read-only view."""
         return self._cache.view
 
     @property
     def relists(self) -> int:
-        """Lists after the first one: each says that continuity was lost, or that someone asked."""
+        """How many lists followed the first one: after a watch that could not be resumed, or for a `refresh`."""
         return sum(max(0, reflector.lists - 1) for reflector in self._reflectors)
 
     @property
     def undecodable(self) -> int:
-        """How often an object did not fit the projection and was left as last seen."""
+        """How often an object did not fit the projection; its last cached version stays."""
         return sum(reflector.undecodable for reflector in self._reflectors)
 
     def get(self, namespace: str, name: str) -> T | None:
@@ -82,32 +82,32 @@ class Informer(Generic[T]):
         return self._cache.view.get((namespace, name))
 
     def on_change(self, callback: OnChange[T]) -> None:
-        """Call back on every change from now on."""
+        """Call `listener` on every change from now on."""
         self._callbacks.append(callback)
 
     def on_relist(self, callback: Callable[[], None]) -> None:
-        """Call back after each list but the first: the watch had lost continuity, or a refresh was asked for."""
+        """Call `listener` after each list but the first: the watch could not be resumed, or `refresh` was called."""
         self._relist_callbacks.append(callback)
 
     def age(self) -> float:
-        """Seconds since the server last gave a sign of life (event, bookmark or list), by the worst namespace.
+        """Seconds since the last event, bookmark or list of the server, in the namespace where that is longest ago.
 
         A healthy stream gets a bookmark about every minute; infinity before the first list.
         """
         return max(reflector.age() for reflector in self._reflectors)
 
     async def run(self) -> None:
-        """List and watch until cancelled. No failure of the server or of a callback ends it."""
+        """List and watch until cancelled; a failure of the server or of a callback does not end it."""
         async with asyncio.TaskGroup() as group:
             for reflector in self._reflectors:
                 group.create_task(reflector.follow())
 
     async def refresh(self) -> None:
-        """Return after a fresh consistent list, begun after this call: what a new leader wants before it writes."""
+        """Return after a consistent list that began after this call; a new leader awaits it before its first write."""
         await asyncio.gather(*(reflector.refresh() for reflector in self._reflectors))
 
     async def drift(self) -> int:
-        """How many objects the cache has wrong, by a fresh list; what the watch corrects by itself is no drift.
+        """How many cached objects differ from a fresh list, except those that the watch corrects meanwhile.
 
         Anything but 0 means that this informer is broken: better to exit than to go on acting on it.
         """
@@ -118,12 +118,12 @@ class Informer(Generic[T]):
             await asyncio.sleep(CATCH_UP_SECONDS)
         return sum(1 for key, cached in wrong.items() if self._cache.view.get(key) is cached)
 
-    def _tell(self, change: Change, old: T | None, new: T | None) -> None:
+    def _notify(self, change: Change, old: T | None, new: T | None) -> None:
         for callback in self._callbacks:
             try:
                 callback(change, old, new)
             except Exception:
-                # One listener's bug must not blind the others.
+                # An exception in one listener must not keep the others from being called.
                 log.exception("a listener failed", change=change)
 
     def _listed(self) -> None:

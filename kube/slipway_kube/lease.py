@@ -1,4 +1,4 @@
-"""Leader election: one `coordination.k8s.io` Lease, renewed every 2 s, given up by its holder after 7, free after 10.
+"""Leader election on one `coordination.k8s.io` Lease: renewed every 2 s, given up after 7 s, free after 10 s.
 
 The holder fences itself by its own clock: `is_leader()` turns false 7 s after the last successful renewal was
 *begun*, three seconds before anyone else may take over, whether or not this process noticed that something is wrong.
@@ -7,10 +7,10 @@ The holder fences itself by its own clock: `is_leader()` turns false 7 s after t
 leader   0 ───────────────────────────────────────────── 7 fenced
 standby                              seen ────────────────────────── seen + 10 takes over
 
-Nobody compares clocks of two machines: a standby waits until the record has not changed for 10 s of its own time.
+No two machines' clocks are compared: a standby waits until the Lease has not changed for 10 s of its own clock.
 After kill -9 a standby, which looks every 2 s, leads within 10 + 2 s and two calls; after a clean stop within 2 s.
 A container that is restarted in the same pod finds its predecessor's lease and takes it at once: that process is dead,
-or this one would not run. So when all candidates are killed nobody has to wait for the lease to run out.
+or this one would not run. So after all candidates are killed none has to wait for the lease to expire.
 RBAC: get, create, update on leases in the release namespace.
 """
 
@@ -33,26 +33,26 @@ FENCE_SECONDS: Final = 7.0
 RETRY_SECONDS: Final = 2.0
 CALL_SECONDS: Final = 2.5  # two tries fit between a renewal and the fence, even when the first one hangs
 RELEASE_SECONDS: Final = 2.0
-NOT_YET_SECONDS: Final = 0.5  # between looks of a candidate that may not lead yet
+NOT_YET_SECONDS: Final = 0.5  # between two reads of the Lease by a candidate that may not lead yet
 SHORTEST_PAUSE: Final = 0.05
 
 log = structlog.get_logger()
 
 
 class Fence(Protocol):
-    """What a writer asks before each write."""
+    """The check that a writer makes before each write: does this process hold the lease?"""
 
     def is_leader(self) -> bool:
         """May this process write at this very moment?"""
         ...
 
     def seconds_left(self) -> float:
-        """For how long, if no renewal succeeds any more."""
+        """Seconds until `is_leader` turns false, if no renewal succeeds any more."""
         ...
 
 
 class NoRivals:
-    """The fence of a process that is alone: tools, tests."""
+    """The fence of a process without leader election: tools, tests."""
 
     def is_leader(self) -> bool:
         """Always."""
@@ -64,7 +64,7 @@ class NoRivals:
 
 
 class LeaseApi(Protocol):
-    """What of a `Client` the elector needs. Give it a client of its own: other calls must not delay a renewal."""
+    """The methods of a `Client` that the elector calls. Give it a client of its own: no call may delay a renewal."""
 
     async def get(self, path: str, *, timeout: float | None = None) -> bytes:
         """Read one object."""
@@ -80,15 +80,15 @@ class LeaseApi(Protocol):
 
 
 def suspend_aware_clock() -> float:
-    """Monotonic seconds that also count while the machine sleeps: a laptop's lid must not prolong a lease."""
+    """Monotonic seconds that also count while the machine is suspended, because the lease expires meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Elector:
     """One candidate. `identity` is made unique per process, so that a restarted pod never mistakes itself.
 
-    `incarnation` is the uid of the pod, where there is one: no two processes with the same one ever live at once.
-    Until `may_lead` says so, the lease is only looked at, so that a dead holder's time already runs.
+    `incarnation` is the uid of the pod, where there is one: no two processes with the same one ever run at once.
+    Until `may_lead` returns true the lease is only read, so that a dead holder's 10 s already run.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class Elector:
         self._log = log.bind(lease=name, identity=self.identity)
 
     def is_leader(self) -> bool:
-        """True while this process holds the lease by its own clock: ask before every write."""
+        """True while this process holds the lease by its own clock; checked before every write."""
         return self.seconds_left() > 0.0
 
     def seconds_left(self) -> float:
-        """Until `is_leader()` turns false, if no renewal succeeds any more; 0 for a standby."""
+        """Seconds until `is_leader()` turns false, if no renewal succeeds any more; 0 for a standby."""
         return max(0.0, self._renewed + FENCE_SECONDS - self._clock())
 
     async def run(self) -> None:
-        """Campaign, then hold. Raises `LeadershipLost` on loss; gives the lease back when cancelled.
+        """Acquire the lease, then renew it. Raises `LeadershipLost` on loss; releases the lease when cancelled.
 
         Stop everything that writes before cancelling this: the next leader starts within two seconds.
         """
@@ -153,7 +153,7 @@ class Elector:
                     return
             except KubeError as error:
                 self._log.warning("cannot campaign", error=str(error))
-            # Jitter downwards only, and never sleep past the end of the present holder's time.
+            # Jitter only shortens the wait, which never goes past the expiry of the present holder's lease.
             pause = (RETRY_SECONDS if self._may_lead() else NOT_YET_SECONDS) * random.uniform(0.8, 1.0)  # noqa: S311
             await self._sleep(max(SHORTEST_PAUSE, min(pause, self._free_in() or pause)))
 
@@ -174,11 +174,11 @@ class Elector:
                 self._log.warning("cannot renew", error=str(error), seconds_left=round(self.seconds_left(), 1))
 
     async def _acquire(self) -> bool:
-        """Take the lease if it is free, expired or ours already. False when another holds it or was faster."""
+        """Take the lease if it is free, expired or held by this process. False when another one holds or takes it."""
         try:
             self._see(await self._client.get(self._path, timeout=CALL_SECONDS))
         except NotFound:
-            self._lease = None  # deleted by hand: its holder may not know yet, so what we saw of it still counts
+            self._lease = None  # deleted by hand, maybe unnoticed by its holder: the last one read still counts
         if self._free_in() > 0.0 or not self._may_lead():
             return False
         try:
@@ -188,7 +188,7 @@ class Elector:
         return True
 
     async def _renew(self) -> bool:
-        """Write what we have; only when that no longer fits look at what is there. False when it is another's."""
+        """Replace the Lease at its known version; after a conflict read it first. False when another one holds it."""
         try:
             await self._write()
         except (Conflict, NotFound):
@@ -196,7 +196,7 @@ class Elector:
         return True
 
     async def _write(self) -> None:
-        """Create the lease, or replace the version that we know, in our name."""
+        """Create the lease, or replace its known version, with this process as holder."""
         begun = self._clock()
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         old = self._record
@@ -219,10 +219,10 @@ class Elector:
         self._renewed = begun
 
     async def _give_back(self) -> None:
-        """So that the next leader need not wait. Best effort: an unreleased lease runs out by itself."""
+        """Release the lease, so that the next leader need not wait. Best effort: an unreleased lease expires."""
         if not self.leading.is_set():
             return
-        self._renewed = float("-inf")  # fenced before anyone else can lead
+        self._renewed = float("-inf")  # fenced before another process can lead
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
                 self._see(await self._client.get(self._path, timeout=RELEASE_SECONDS))
@@ -235,17 +235,17 @@ class Elector:
 
     def _see(self, lease: bytes) -> None:
         self._lease = msgspec.json.decode(lease, type=dict[str, Any])
-        # Only the spec counts: someone who edits labels does not renew.
+        # Only the spec counts: an edit of the labels is no renewal.
         if self._lease.setdefault("spec", {}) != self._record:
             self._record = self._lease["spec"]
             self._record_seen = self._clock()
 
     def _free_in(self) -> float:
-        """Seconds until the lease may be taken, as far as we have seen; 0 when it is free, or ours."""
+        """Seconds until this process may take the lease, by its own clock; 0 when it is free or its own."""
         is_own_predecessor = bool(self._own_prefix) and self._holder.startswith(self._own_prefix)
         if self._holder in ("", self.identity) or is_own_predecessor:
             return 0.0
-        # A holder that was started with a longer lease is owed that longer time.
+        # A holder that was started with a longer lease keeps it for that longer time.
         duration = max(LEASE_SECONDS, self._record.get("leaseDurationSeconds") or 0)
         return max(0.0, self._record_seen + duration - self._clock())
 

@@ -1,4 +1,4 @@
-"""One list and watch, for ever: keeps a cache true to one namespace (or to all).
+"""A reflector: lists and watches one kind of object, in one namespace or in all, and keeps a cache equal to it.
 
 What ends a watch, and what follows:
 
@@ -6,7 +6,7 @@ the server's own timeout      watch on from the last version
 silence                       watch on from the last version: the connection was half open
 a broken connection, 429, 5xx watch on from the last version, after a pause
 410, or any ERROR event       list again, after a pause
-three failures in a row       list again: the version itself may be what the server cannot serve
+three failures in a row       list again: the server may be unable to watch from that version
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How patient a reflector is; tests are in more of a hurry."""
+    """The timeouts and delays of a reflector; tests set shorter ones."""
 
     page_size: int = PAGE_SIZE
     silence_seconds: tuple[float, float] = (70.0, 90.0)  # bookmarks come every minute
@@ -55,7 +55,7 @@ class Pace:
 
 
 class Reflector(Generic[T]):
-    """Keeps its part of `cache` true; `follow()` is its life."""
+    """Keeps one namespace of `cache` (or all) equal to the API server while `follow()` runs."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Reflector(Generic[T]):
         self._backoff = Backoff(first=pace.first_pause, cap=pace.longest_pause)
         self._clock = clock
         self._on_listed = on_listed
-        self._version = ""  # where in history we are; empty: unknown, so list
+        self._version = ""  # the last resourceVersion; empty: unknown, so list
         self._last_life = float("-inf")
         self._patience: asyncio.Timeout | None = None  # of the watch that is running
         self._asked = 0  # refreshes asked for, and how many of them a list begun afterwards has answered
@@ -92,15 +92,15 @@ class Reflector(Generic[T]):
         self._log = log.bind(kind=source.resource.plural, namespace=source.namespace or "*")
 
     def age(self) -> float:
-        """Seconds since the server gave a sign of life."""
+        """Seconds since the last event, bookmark or list."""
         return self._clock() - self._last_life
 
     async def follow(self) -> None:
-        """List when in doubt, else watch; until cancelled."""
+        """List when no version is known, else watch; until cancelled."""
         while True:
             try:
                 delay = await self._watch() if self._version else await self._list()
-            except TimeoutError:  # silence, or someone wants a list
+            except TimeoutError:  # the watch is silent, or `refresh` was called
                 delay = 0.0
             except KubeError as error:
                 delay = self._pause_after(error)
@@ -117,12 +117,12 @@ class Reflector(Generic[T]):
         mine = self._asked
         self._version = ""
         if self._patience is not None and not self._patience.expired():
-            self._patience.reschedule(asyncio.get_running_loop().time())  # leave the watch now
+            self._patience.reschedule(asyncio.get_running_loop().time())  # end the watch now
         async with self._answer:
             await self._answer.wait_for(lambda: self._answered >= mine)
 
     async def differences(self) -> dict[Key, T | None]:
-        """What a fresh list says otherwise than the cache: the cached object (or None) by key."""
+        """The objects in which a fresh list differs from the cache: the cached object (or None) by key."""
         listed: dict[Key, tuple[str, str]] = {}
         async with aclosing(
             self._client.list_pages(self._path, limit=self._pace.page_size, **self._selectors)
@@ -161,7 +161,7 @@ class Reflector(Generic[T]):
         return 0.0
 
     async def _watch(self) -> float:
-        """Until the server ends the watch. `TimeoutError` when it falls silent or a refresh wants a list."""
+        """Watch until the server ends it. `TimeoutError` when it falls silent or `refresh` needs a list."""
         loop = asyncio.get_running_loop()
         began = self._clock()
         silence = random.uniform(*self._pace.silence_seconds)  # noqa: S311  jitter, not cryptography
@@ -182,7 +182,7 @@ class Reflector(Generic[T]):
                     self._patience.reschedule(loop.time() + silence)
         finally:
             self._patience = None
-        # A server that ends watches as soon as they begin must not be asked in a tight loop.
+        # No tight loop against a server that ends watches as soon as they begin.
         return 0.0 if self._clock() - began >= SHORTEST_WATCH else self._backoff.next_delay()
 
     def _apply(self, line: bytes) -> None:
@@ -200,7 +200,7 @@ class Reflector(Generic[T]):
             self._version = version if _is_after(version, self._version, or_equal=True) else ""
             return
         if not _is_after(version, self._version):
-            return  # history only moves forward within a watch: this is a repetition
+            return  # versions only grow within a watch: this is a repetition
         if event.type == "DELETED":
             self._cache.remove(event.object)
         elif misfit is None:
@@ -220,7 +220,7 @@ class Reflector(Generic[T]):
         return decoded.key
 
     def _report_misfit(self, known: Object, error: Exception) -> None:
-        """An old view of this one object is better than none of all: what is cached stays."""
+        """Count and log an object that cannot be decoded; its cached version stays."""
         self.undecodable += 1
         self._log.warning("an object does not fit", object=known.key, error=str(error))
 

@@ -1,4 +1,4 @@
-"""Where each kind lives under the API server: group, version, plural -> path."""
+"""The URL paths of the Kubernetes kinds that Slipway uses: group, version, plural -> path."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,7 +9,7 @@ from slipway_api.names import GROUP, VERSION
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind of object, as URLs name it."""
+    """One kind of object, by the parts of its URL."""
 
     group: str
     version: str
@@ -19,7 +19,7 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """What goes into a manifest's `apiVersion`."""
+        """The `apiVersion` of a manifest."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:

@@ -1,4 +1,4 @@
-"""How fast we may go. Pure: the caller brings the time, and does the waiting."""
+"""A token bucket for rate limits. Pure: the caller passes the time in, and waits."""
 
 
 class TokenBucket:
@@ -12,10 +12,10 @@ class TokenBucket:
         self._closed_until = float("-inf")
 
     def reserve(self, now: float) -> float:
-        """Take a token, on credit if need be; the seconds to wait until it is there. First come, first served."""
+        """Take a token, in advance if none is left; returns the seconds until it is due. First come, first served."""
         self._fill(now)
         self._tokens -= 1
-        # 3 tokens on credit at 50 a second → wait 60 ms.
+        # 3 tokens in advance at 50 a second → wait 60 ms.
         return max(0.0, -self._tokens / self._rate, self._closed_until - now)
 
     def try_take(self, now: float) -> bool:
@@ -27,7 +27,7 @@ class TokenBucket:
         return True
 
     def close_for(self, seconds: float, now: float) -> None:
-        """The other side asked for a break."""
+        """Give out no token for some seconds, because the server answered 429."""
         self._closed_until = max(self._closed_until, now + seconds)
 
     def _fill(self, now: float) -> None:

@@ -1,6 +1,6 @@
-"""The only way to write to the API server: fence, rate limit, expectations, dry run, and where tests inject faults.
+"""Sends all writes to the API server: checks the lease, limits the rate, records expectations, supports dry run.
 
-Every write is, in this order: skipped when nothing would change, paced, fenced, announced to the expectations, sent.
+A write is, in this order: skipped when nothing would change, rate-limited, fenced, recorded as expected, sent.
 The fence comes last before sending, because waiting for the rate limit takes time in which leadership may be lost.
 """
 
@@ -28,13 +28,13 @@ from slipway_kube.token_bucket import TokenBucket
 
 WRITES_PER_SECOND: Final = 50.0
 BURST: Final = 100
-LONGEST_BREAK: Final = 10.0  # however long a 429 asks for
-SHORTEST_TIMEOUT: Final = 1.0  # the lease leaves three seconds between our fence and the next leader
+LONGEST_BREAK: Final = 10.0  # the longest Retry-After of a 429 that is followed
+SHORTEST_TIMEOUT: Final = 1.0  # three seconds lie between the end of our leadership and the next leader's start
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write on its way, as hooks and metrics see it."""
+    """One write, as passed to hooks and metrics."""
 
     verb: str  # create | delete | apply | json_patch | merge_patch
     resource: Resource
@@ -44,7 +44,7 @@ class Write:
 
     @property
     def path(self) -> str:
-        """Of the object, also where the verb goes to its collection."""
+        """Path of the object, also where the request goes to its collection."""
         return self.resource.path(self.namespace, self.name, self.subresource)
 
 
@@ -52,7 +52,7 @@ Send = Callable[[], Awaitable[bytes]]
 Transport = Callable[[Write, Send], Awaitable[bytes]]
 """Stands between the writer and the server: may fail before sending, after it, or lose the reply."""
 OnWrite = Callable[[Write, str], None]
-"""Told of each write and its outcome: ok, skipped, or the error's class name (NotLeader when fenced)."""
+"""Called after each write with its outcome: ok, skipped, or the error's class name (NotLeader when fenced)."""
 
 
 async def _send_it(_: Write, send: Send) -> bytes:
@@ -60,7 +60,7 @@ async def _send_it(_: Write, send: Send) -> bytes:
 
 
 class Writer:
-    """Writes for the leader, and refuses (`NotLeader`) for anyone else."""
+    """Sends writes while this process holds the lease, else raises `NotLeader`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Writer:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.expectations = Expectations()
-        """Feed it: `pods.on_change(writer.expectations.saw)`."""
+        """Connect it to each informer: `pods.on_change(writer.expectations.saw)`."""
         self._client = client
         self._fence = fence
         self._bucket = TokenBucket(rate=rate, burst=burst)
@@ -87,13 +87,13 @@ class Writer:
         self._sleep = sleep
 
     def pending(self, owner: Hashable) -> Pending:
-        """What the caches do not show yet of the owner's creates and deletes; falsy when nothing is outstanding."""
+        """The owner's writes that the caches do not show yet; falsy when there are none."""
         return self.expectations.pending(owner, now=self._clock())
 
     async def create(
         self, resource: Resource, namespace: str, body: dict[str, Any], *, owner: Hashable | None = None
     ) -> bytes:
-        """POST. `AlreadyExists` means that an earlier try, or another leader, got there first.
+        """POST. `AlreadyExists` means that an earlier try or another leader has created it.
 
         With `owner`, the object is pending until an informer shows it.
         """
@@ -124,7 +124,7 @@ class Writer:
         grace_seconds: int | None = None,
         owner: Hashable | None = None,
     ) -> bool:
-        """Delete that very object. False when it is gone already: the goal is reached either way.
+        """Delete the object of that uid. False when it did not exist any more, which is no error.
 
         With `owner` and `uid`, the object is pending until an informer shows it as terminating or gone.
         """
@@ -169,10 +169,10 @@ class Writer:
         force: bool = True,
         subresource: str = "",
     ) -> bytes | None:
-        """Server-side apply. Skipped (None) when `body == last`, what this manager is known to have applied."""
+        """Server-side apply. Skipped (None) when `body` equals `last`, the body of this manager's last apply."""
         write = Write("apply", resource, namespace, name, subresource)
         if body == last:
-            self._tell(write, "skipped")
+            self._notify(write, "skipped")
             return None
         identified = body | {
             "apiVersion": resource.api_version,
@@ -204,7 +204,7 @@ class Writer:
     ) -> None:
         """Server-side apply of metadata with `label`; with `owner`, pending until an informer shows the new value.
 
-        `body` names the object's uid, so that an object that is gone is never created anew.
+        `body` carries the object's uid, so that a deleted object is never created anew.
         """
         uid, value = body["metadata"]["uid"], body["metadata"]["labels"][label]
         expected = None if self._dry_run else owner
@@ -270,29 +270,29 @@ class Writer:
                 raise NotLeader(f"{write.verb} {write.path}: not the leader")
             reply = await self._transport(write, send)
         except TooManyRequests as error:
-            # All writers slow down, not only the one that was told so; a disruption budget's 429 names no time.
+            # All writes slow down, not only the refused one; a disruption budget's 429 has no Retry-After.
             if error.retry_after is not None:
                 self._bucket.close_for(min(error.retry_after, LONGEST_BREAK), self._clock())
-            self._tell(write, type(error).__name__)
+            self._notify(write, type(error).__name__)
             raise
         except KubeError as error:
-            self._tell(write, type(error).__name__)
+            self._notify(write, type(error).__name__)
             raise
-        self._tell(write, "ok")
+        self._notify(write, "ok")
         return reply
 
     def _timeout(self) -> float:
-        """No longer than our own time: a write should not land in the next leader's."""
+        """A timeout within our leadership: the write should not arrive under the next leader."""
         return max(SHORTEST_TIMEOUT, min(DEFAULT_TIMEOUT, self._fence.seconds_left()))
 
     def _unexpect_create(self, owner: Hashable, namespace: str, name: str, error: KubeError) -> None:
         if isinstance(error, Unreachable | AlreadyExists):
-            # It may exist, or does, unseen by us. The event that would show it may have come before we began to
+            # It may exist although no event showed it. That event may have come before we began to
             # expect it, so do not insist.
             self.expectations.expect_create(owner, namespace, name, now=self._clock(), unsure=True)
         elif isinstance(error, StatusError):
             self.expectations.retract_create(namespace, name)
 
-    def _tell(self, write: Write, outcome: str) -> None:
+    def _notify(self, write: Write, outcome: str) -> None:
         if self._on_write is not None:
             self._on_write(write, outcome)

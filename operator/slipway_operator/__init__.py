@@ -1,1 +1,1 @@
-"""The operator: the shell that observes, executes and reports around the pure core."""
+"""The operator: reads the cluster, decides in the pure `core`, and writes the decisions to the API server."""

@@ -1,4 +1,4 @@
-"""Where time comes from: three clocks for three questions, so that tests can bring their own."""
+"""The clocks of the process: time of day, monotonic time, and one that counts suspension; tests set their own."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from slipway_kube.lease import suspend_aware_clock
 
 
 def utc_now() -> datetime:
-    """The time of day, as it is written down."""
+    """The current time of day in UTC."""
     return datetime.now(UTC)
 
 
@@ -18,11 +18,11 @@ class Clock:
     """The clocks of one process."""
 
     now: Callable[[], datetime] = utc_now
-    """For what is written down and read by others."""
+    """Time of day, for what is stored in Kubernetes objects."""
     monotonic: Callable[[], float] = time.monotonic
-    """For what is only measured here."""
+    """Monotonic seconds, for durations within this process."""
     lease: Callable[[], float] = suspend_aware_clock
-    """For the Lease: it also counts while the machine sleeps."""
+    """Monotonic seconds for the Lease: they also count while the machine is suspended."""
 
 
 SYSTEM = Clock()

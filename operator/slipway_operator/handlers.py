@@ -1,8 +1,8 @@
-"""What kopf runs for us, and all that it runs: the operator's table of contents.
+"""The kopf handlers: startup, login, watch events of the custom resources, and cleanup. kopf runs nothing else.
 
 `memo.manager` is the `Manager`, `memo.connect` says how to reach the API server; `main` brings both. A handler is five
 lines at most and never raises: an event only puts an object into the store and its key into the queue. docs/adr/0001
-says what kopf does here, what it does not, and why.
+explains what kopf is used for.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
 
 @kopf.on.cleanup(errors=kopf.ErrorsMode.PERMANENT)  # or kopf would try again in a minute
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Finish the work in hand and give the Lease back; kopf has stopped watching, and cancels nothing of ours yet."""
+    """Finish the running passes and release the Lease; kopf has stopped watching, and our tasks still run."""
     await memo.manager.stop()
 
 

@@ -1,4 +1,4 @@
-"""slipway-operator: reads the settings, builds the manager, and lets kopf run it.
+"""The `slipway-operator` command: reads the settings, builds the manager, and runs kopf.
 
 kopf is the main coroutine of the one event loop. It takes SIGTERM and SIGINT, starts and stops the manager through
 the handlers of `handlers.py`, and cancels every task of its loop at the very end, when ours are gone.
@@ -18,7 +18,7 @@ from slipway_api import __version__, logs, names
 from slipway_kube import auth
 from slipway_kube.client import Client
 from slipway_kube.errors import NoCredentials
-from slipway_operator import handlers as handlers  # registers them
+from slipway_operator import handlers as handlers  # the import registers the handlers
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager
 from slipway_operator.masters import MissingKey
@@ -33,18 +33,18 @@ HELP = """\
 Runs InferenceServices as pods. Needs credentials for a Kubernetes API server: those of its own pod, else KUBECONFIG.
 
 environment:
-  SLIPWAY_NAMESPACE         namespace of the release; the Lease lives there (slipway-system)
+  SLIPWAY_NAMESPACE         namespace of the release and of its Lease (slipway-system)
   POD_NAME                  name of this replica in the Lease (slipway-operator)
   POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
   SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
-  SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy in front of its replicas; off: none (on)
+  SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
   SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port
   SLIPWAY_WATCH_NAMESPACES  comma-separated; empty means all
-  SLIPWAY_REPLICA_ACCESS    direct: dial pods; proxy: through the API server, when running outside the cluster
+  SLIPWAY_REPLICA_ACCESS    direct: connect to pods; proxy: through the API server, when running outside the cluster
   SLIPWAY_ADMIN_PORT        port of /livez, /readyz and /metrics (8080)
   SLIPWAY_LOG_LEVEL         DEBUG, INFO, WARNING or ERROR (INFO)
 """
@@ -78,7 +78,7 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
 
 
 def user_agent() -> str:
-    """How the API server's audit log names us."""
+    """The User-Agent header, which the API server's audit log records."""
     return f"slipway-operator/{__version__}"
 
 
@@ -96,7 +96,7 @@ def main() -> None:
         sys.exit(f"slipway-operator: {explain(exc)}")
     try:
         logs.configure("operator", settings.log_level)
-        # kopf tells at INFO that a handler succeeded, for each event of each object; its warnings are welcome.
+        # kopf logs at INFO that a handler succeeded, for each event of each object; its warnings are kept.
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         asyncio.run(run(settings))
     except (NoCredentials, MissingKey) as exc:

@@ -1,8 +1,8 @@
-"""One operator process without kopf: who may write, who works, and how to stop.
+"""The manager of one operator process: leader election, caches, workers, and shutdown; independent of kopf.
 
-Every replica keeps hot caches; only the holder of the Lease runs workers. A new holder makes its caches fresh before
-its first write; one that loses the Lease ends the process at once, because half-done work cannot be trusted; one that
-is asked to stop finishes what it has in hand and gives the Lease back, so that the next one need not wait.
+Every replica keeps its caches current; only the holder of the Lease runs workers. A new holder refreshes its caches
+before its first write. A holder that loses the Lease ends the process at once, because it may no longer write. On
+SIGTERM it finishes the passes that run and releases the Lease, so that the next holder need not wait.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ WORKERS = 8
 DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
 LOAD_PASSES_PER_SECOND = 200.0  # 1,000 busy services: each gets a pass every 5 s; 20 of them: every 0.1 s
 RESYNC_SECONDS = (300.0, 600.0)
-FINISH_SECONDS = 1.0  # a clean stop hands over within two seconds, so work in hand gets one
+FINISH_SECONDS = 1.0  # after a clean stop the next leader starts within two seconds, so running passes get one
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One kind that the controller reconciles: where it lives, and what observes it and plans for it."""
+    """One kind that the controller reconciles: its resource, and the `Kind` that observes and plans it."""
 
     resource: Resource
     build: Callable[[Inputs], Kind]
@@ -61,13 +61,13 @@ KINDS = (Registration(INFERENCE_SERVICES, InferenceServices),)
 
 
 def leave_at_once(reason: str) -> None:
-    """End the process without another await: what still runs may not write, and must not try."""
+    """End the process without another await: tasks that still run must not write."""
     log.error("leaving at once", reason=reason)
     os._exit(1)
 
 
 class Manager:
-    """Wires the parts together, starts and stops them."""
+    """Builds the parts of the operator, starts and stops them."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Manager:
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(
             FairSlots(total=DRAIN_CALLS, per_owner=DRAIN_CALLS_OF_A_SERVICE),
-            # Its next sample says that the replica drains, and wakes the key.
+            # The replica's next sample says that it drains, and queues the key.
             on_done=lambda _key, uid: self._scraper.ask_soon(uid),
         )
         executor = Executor(
@@ -198,7 +198,7 @@ class Manager:
         return True, "leading" if self.elector.is_leader() else "standing by"
 
     def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
-        """Take in an object of one of our kinds, as kopf's watch told of it."""
+        """Store a custom resource of an event of kopf's watch."""
         self.caches.heard(kind, type, body)
 
     async def start(self) -> None:
@@ -215,17 +215,17 @@ class Manager:
         self._tasks.append(self._spawn(self._work_as_leader(), "leader"))
 
     async def stop(self) -> None:
-        """Finish what is in hand, give the Lease back, and end everything."""
+        """Finish the running passes, release the Lease, and end all tasks."""
         self._is_stopping = True
         if self.elector.is_leader():
             self._metrics.lease_transitions.labels("given back").inc()
-            await self._finish_work_in_hand()
+            await self._finish_running_passes()
         await _end(*self._tasks)
         await self._drains.stop()
-        await _end(*self._election)  # cancelled, it gives the Lease back if it is ours
+        await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run something that ends only when the process does: if it ends earlier, so does the process."""
+        """Start a task that should run as long as the process: if the task ends earlier, the process ends too."""
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(self._ended)
         return task
@@ -250,7 +250,7 @@ class Manager:
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         await self._scraper.run()
 
-    async def _finish_work_in_hand(self) -> None:
+    async def _finish_running_passes(self) -> None:
         self._queue.close()
         try:
             async with asyncio.timeout(FINISH_SECONDS):
@@ -300,7 +300,7 @@ class Manager:
             self._scraper.watch(target)
 
     def _wake_after_sample(self, service: tuple[str, str], is_load: bool) -> None:
-        """Wake the service of a sample that matters; passes for load alone have a rate, whatever the fleet's size."""
+        """Queue the service of a sample that matters; passes for load alone are rate-limited over the whole fleet."""
         key = Key(INFERENCE_SERVICES.kind, *service)
         pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
         self._queue.add_after(key, pause, Urgency.BACKGROUND)
@@ -319,7 +319,7 @@ class Manager:
 
 
 def _network(settings: OperatorSettings) -> Network | None:
-    """Which pods a NetworkPolicy admits to the replicas; None: no policy is made."""
+    """The pods that a NetworkPolicy admits to the replicas; None: no policy is created."""
     if not settings.network_policy:
         return None
     return Network(
@@ -330,7 +330,7 @@ def _network(settings: OperatorSettings) -> Network | None:
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks and wait until they are gone."""
+    """Cancel the tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

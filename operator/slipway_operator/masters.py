@@ -1,4 +1,4 @@
-"""The tokens of the pods' ports, derived from the mounted admin master and gateway key; none is stored."""
+"""Derives the tokens of the pods' ports from the mounted admin master and gateway key; no token is stored."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class Masters:
         return self._key.read()
 
     def tokens(self, namespace: str, pod: str, nonce: str) -> list[str]:
-        """The tokens that may open the pod's admin port, the likeliest first: older pods know the old master."""
+        """Tokens that the pod's admin port may accept, the likeliest first: older pods have those of the old master."""
         return [admin_token(master, namespace, pod, nonce) for master in self.read()]
 
     def digests(self, namespace: str, pod: str, nonce: str) -> tuple[str, ...]:

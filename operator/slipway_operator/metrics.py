@@ -1,6 +1,6 @@
-"""The operator's own metrics: how well it keeps up, what it decides, how old its caches are.
+"""The operator's Prometheus metrics: passes, decisions, writes, queue and age of its caches.
 
-One object, made in main and handed to all that count; tests make their own, so nothing is global.
+One object, created in main and passed to the parts that count; tests create their own, so nothing is global.
 """
 
 from collections.abc import Callable
@@ -60,5 +60,5 @@ class OperatorMetrics:
         gauge.set_function(read)
 
     def exposition(self) -> bytes:
-        """What GET /metrics answers."""
+        """The answer to GET /metrics."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What the kubelet and Prometheus may ask the operator: /livez, /readyz and /metrics on its admin port.
+"""Serves /livez, /readyz and /metrics on the operator's admin port, for the kubelet and Prometheus.
 
 Alive means that the data is fresh, not that a port answers: a process whose watch has silently died must be
 restarted, one whose API server is down must not, because a restart would not help and would lose the caches.
@@ -19,7 +19,7 @@ Verdict = tuple[bool, str]
 async def serve_probes(
     port: int, *, alive: Callable[[], Verdict], ready: Callable[[], Verdict], metrics: OperatorMetrics
 ) -> AsyncIterator[int]:
-    """Answer for as long as the block lasts; gives the port, which differs from the one asked for only if that is 0."""
+    """Serve while the block runs; yields the port, which differs from the given one only if that is 0."""
 
     def answer(verdict: Callable[[], Verdict]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(_request: web.Request) -> web.StreamResponse:

@@ -1,7 +1,7 @@
-"""The admin port of one runtime pod: ask for its signals, tell it to drain.
+"""An HTTP client for the admin ports of runtime pods: signals, state, drain.
 
-Every call has a deadline. How many run at once, and whose turn it is, is for the callers to say: scrapes and drains
-are bounded apart, each fairly between services (`controller.isolation`).
+Every call has a deadline. The callers limit how many run at once, scrapes and drains separately, each fairly between
+services (`controller.isolation`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 class ReplicaError(Exception):
-    """A replica did not give the answer that was asked for.
+    """A call to a replica failed.
 
     ReplicaError
     ├── ReplicaUnreachable   no answer in time: not listening yet, gone, or the network is cut
@@ -35,7 +35,7 @@ class ReplicaUnreachable(ReplicaError):  # noqa: N818  reads as a fact where it 
 
 
 class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is raised
-    """The replica answered with something else than asked for; `status` is the HTTP status."""
+    """The replica answered with another status than 200; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is r
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The admin port of one replica, and what its token is derived from."""
+    """The admin port of one replica, and the values from which its token is derived."""
 
     namespace: str
     pod: str
@@ -68,7 +68,7 @@ class Tokens(Protocol):
 
 
 class Dial(Protocol):
-    """How to reach an admin port: directly, or through the API server. May raise anything that means silence."""
+    """A function that sends one request to an admin port, directly or through the API server; may raise any error."""
 
     async def __call__(
         self, method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
@@ -77,7 +77,7 @@ class Dial(Protocol):
 
 
 def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dial:
-    """Dial the pod's own address: inside the cluster. The caller owns the connections."""
+    """Connect to the pod's IP address, for an operator inside the cluster. The caller owns the session."""
 
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
@@ -88,7 +88,7 @@ def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dia
 
 
 def through_api_server(client: Client) -> Dial:
-    """Dial through `pods/proxy`: for an operator outside the cluster. It strips Authorization, not our header."""
+    """Connect through `pods/proxy`, for an operator outside the cluster. It strips Authorization, not our header."""
 
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
@@ -116,22 +116,22 @@ class ReplicaClient:
         self._timeout = timeout_seconds
 
     async def signals(self, replica: Address) -> Signals:
-        """Its load, now."""
+        """GET /signals: the replica's present load."""
         return await self._call("GET", replica, names.PATH_SIGNALS, Signals)
 
     async def state(self, replica: Address) -> State:
-        """Everything that a person wants to know of it."""
+        """GET /state: the replica's state in full."""
         return await self._call("GET", replica, names.PATH_STATE, State)
 
     async def drain(
         self, replica: Address, *, timeout_seconds: int, reason: str, refuse_after_seconds: int = 0
     ) -> DrainStatus:
-        """Stop accepting, after a while where one is given, and finish what runs; asking again is harmless."""
+        """POST /drain: stop accepting requests, after a delay where given, and finish those that run; idempotent."""
         body = DrainRequest(timeout_seconds=timeout_seconds, refuse_after_seconds=refuse_after_seconds, reason=reason)
         return await self._call("POST", replica, names.PATH_DRAIN, DrainStatus, body)
 
     async def undrain(self, replica: Address) -> DrainStatus:
-        """Accept again."""
+        """POST /undrain: accept requests again."""
         return await self._call("POST", replica, names.PATH_UNDRAIN, DrainStatus)
 
     async def _call(
@@ -152,7 +152,7 @@ class ReplicaClient:
             ) from exc
 
     async def _open(self, method: str, replica: Address, path: str, body: Body | None) -> bytes:
-        """The bytes of a 200. A 401 is tried again with the next token: the pod may be older than the rotation."""
+        """The body of a 200. After a 401 the next token is tried: the pod may be older than the rotation."""
         status, raw = 401, b"there is no token to try"
         for token in self._tokens.tokens(replica.namespace, replica.pod, replica.nonce):
             headers = {names.HEADER_ADMIN_TOKEN: token, "Content-Type": "application/json"}

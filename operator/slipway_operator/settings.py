@@ -1,4 +1,4 @@
-"""What an installation may decide: read from the environment once, in main, then frozen."""
+"""The operator's settings, read from environment variables once, in main, then frozen."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,11 +16,11 @@ class OperatorSettings(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, env_ignore_empty=True, populate_by_name=True, extra="ignore")
 
     namespace: str = Field("slipway-system", validation_alias="SLIPWAY_NAMESPACE")
-    """The release namespace: the Lease lives here, the gateway too."""
+    """The release namespace, with the Lease and the gateway."""
     identity: str = Field("slipway-operator", validation_alias="POD_NAME")
     """This replica's name in the Lease: the pod's own name."""
     pod_uid: str = Field("", validation_alias="POD_UID")
-    """Of this replica's pod: with it, a restarted container knows the Lease of its predecessor as its own."""
+    """The uid of this replica's pod: with it, a restarted container takes over the Lease of its predecessor."""
     runtime_image: str = Field("slipway/runtime:0.1.0", validation_alias="SLIPWAY_RUNTIME_IMAGE")
     """Image of a revision whose spec names none; frozen into status when the revision is first seen."""
     gateway_url: str = Field(
@@ -31,7 +31,7 @@ class OperatorSettings(BaseSettings):
     gateway_key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias="SLIPWAY_GATEWAY_KEY_DIR")
     """Holds the gateway's key likewise: the serving tokens of services that only a gateway may call come from it."""
     network_policy: bool = Field(True, validation_alias="SLIPWAY_NETWORK_POLICY")
-    """Whether each service gets a NetworkPolicy in front of its replicas."""
+    """Whether each service gets a NetworkPolicy for its replicas."""
     client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")
     """Namespaces whose pods may reach the serving port of services that otherwise only a gateway may call."""
     metrics_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_METRICS_NAMESPACES")
@@ -39,7 +39,7 @@ class OperatorSettings(BaseSettings):
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_WATCH_NAMESPACES")
     """Empty: all namespaces."""
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
-    """`proxy` dials pods through the API server: for an operator that runs outside the cluster."""
+    """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")
     """The operator's own /livez, /readyz and /metrics."""
     log_level: LogLevel = Field("INFO", validation_alias="SLIPWAY_LOG_LEVEL")
@@ -61,7 +61,7 @@ class OperatorSettings(BaseSettings):
 
 
 def explain(error: ValidationError) -> str:
-    """All mistakes at once, each with its variable, its value and what it may be."""
+    """List all invalid settings at once, each with its variable, its value and the allowed values."""
     return "; ".join(
         f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg'][:1].lower()}{one['msg'][1:]}"
         for one in error.errors(include_url=False)

@@ -1,1 +1,1 @@
-"""Which replica serves a request: pure. Views of the fleet come in, one endpoint goes out; no I/O, no clock."""
+"""Picks the replica that serves a request. Pure: no I/O, no clock."""

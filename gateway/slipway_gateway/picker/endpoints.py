@@ -1,4 +1,4 @@
-"""Where requests may go: services, and the endpoints that answer for them. Frozen values."""
+"""The frozen structs of routing: services, endpoints and routes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ class Endpoint:
     revision: str
     url: str  # http://10.0.0.7:8000
     owner_uid: str = ""  # of the InferenceService that controls the pod; an impostor's pod has another
-    served_name: str = ""  # what its runtime answers to; empty: the service's served name
-    token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it wants none
+    served_name: str = ""  # the served name of its runtime; empty: the service's served name
+    token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it needs none
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the gateway needs to know of an InferenceService."""
+    """The fields of an InferenceService that the gateway uses."""
 
     key: str  # <namespace>/<name>
-    served_name: str  # what clients say as `model`
+    served_name: str  # the `model` that clients send
     uid: str = ""
     created: datetime | None = None
     weights: Mapping[str, int] = field(default_factory=dict)  # share of each revision; empty: no split is known

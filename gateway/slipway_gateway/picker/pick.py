@@ -1,4 +1,4 @@
-"""The pick: filter, score, choose. Deterministic: the draw and the tie-break are arguments."""
+"""Picks an endpoint for one attempt: filter, score, choose. Deterministic: the random draws are arguments."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How well each candidate suits a request: scorers give 0..1, higher is better, and are composed with weights."""
+"""The scorers of candidate endpoints: each returns 0..1, higher is better; they are combined with weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from slipway_gateway.picker.endpoints import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What the picker may know of a request."""
+    """The properties of a request that the picker uses."""
 
     model: str
     cost: int = 0  # of prompt and answer, estimated in tokens

@@ -1,4 +1,4 @@
-"""Which revision of a service answers: the split by weight, or the revision that the client pinned."""
+"""Chooses the revision that serves a request: by the traffic split, or the one that the client pinned."""
 
 from collections.abc import Collection, Mapping
 

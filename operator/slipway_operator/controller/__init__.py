@@ -1,1 +1,1 @@
-"""Queue, reconciler and executor: the machinery that carries plans out."""
+"""The controller: queue, reconciler, executor, resync; independent of the kinds that it reconciles."""

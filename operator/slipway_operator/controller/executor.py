@@ -1,6 +1,6 @@
-"""From actions to writes and calls, in the plan's order; the first refusal stops the list.
+"""Executes the actions of a plan, in its order, as writes to the API server and calls to replicas.
 
-Repeating a list, or being killed in the middle of it, does no harm: pods are created under names that only one
+The first refused action stops the list. Repeating a list, or being killed in it, does no harm: pods get names that one
 attempt uses, deleted by uid, and everything else is applied to an end state. Calls to replicas run in the background:
 a silent admin port must not hold a worker.
 """
@@ -57,12 +57,12 @@ ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are
 
 
 class StaleView(Exception):  # noqa: N818  not an error: look again
-    """What we acted on has changed meanwhile: read anew and decide anew."""
+    """An object changed after the plan had read it: read it again and plan again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """How far a list of actions came."""
+    """The result of executing a list of actions."""
 
     done: tuple[Action, ...]
     left: tuple[Action, ...] = ()
@@ -73,12 +73,12 @@ class Execution:
 
     @property
     def is_unfinished(self) -> bool:
-        """Something is left that the next pass may do at once."""
+        """Whether actions are left that the next pass may execute at once."""
         return bool(self.left) and self.failure is None and not self.is_holding
 
 
 class Executor:
-    """Does what plans ask for."""
+    """Executes plans."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Executor:
         self._monotonic = monotonic
 
     async def execute(self, key: Key, stored: StoredObject, actions: Sequence[Action], memory: Memory) -> Execution:
-        """Do the actions in order. Raises StaleView, Unreachable or NotLeader: nothing after that was tried."""
+        """Execute the actions in order. After StaleView, Unreachable or NotLeader no further action was tried."""
         done: list[Action] = []
         for position, action in enumerate(actions):
             left = tuple(actions[position:])
@@ -129,12 +129,12 @@ class Executor:
                 return Execution(tuple(done), left)
             done.append(action)
             self._count(action, "done")
-            # The decision behind it is posted once, as an event; this is for those who follow single steps.
+            # The decision is posted once, as an event; this line logs its single steps.
             log.debug(type(action).__name__, object=str(key), about=_object_of(action), reason=action.reason)
         return Execution(tuple(done))
 
     async def _do(self, key: Key, stored: StoredObject, action: Action, memory: Memory) -> bool:
-        """Do one action; False when the name it needs belongs to somebody else."""
+        """Execute one action; False when an object of another owner has the name that it needs."""
         match action:
             case AddFinalizer(finalizer=finalizer):
                 await self._set_finalizers(key, stored, add=finalizer)
@@ -166,7 +166,7 @@ class Executor:
         return True
 
     async def _apply_child(self, key: Key, action: ApplyChild, memory: Memory) -> None:
-        """Make the child as it should be, unless it is. One that somebody else made is left alone, and reported."""
+        """Apply the child where it differs. An object of that name with another owner is not touched, but reported."""
         resource, name = CHILDREN[action.manifest["kind"]], action.manifest["metadata"]["name"]
         manifest = _with_digest(action)
         if action.key not in memory.applied:
@@ -182,7 +182,7 @@ class Executor:
                 advice = f"rename it, or name the {key.kind} otherwise"
                 sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
                 raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT)
-            # A resync and a takeover look at every child: what is as it should be must not cost a write.
+            # A resync and a new leader compare every child: one that is as it should be causes no write.
             if there is not None and _contains(there, manifest):
                 memory.applied[action.key] = action.digest
                 return
@@ -192,7 +192,7 @@ class Executor:
     async def _set_finalizers(
         self, key: Key, stored: StoredObject, *, add: str | None = None, remove: str | None = None
     ) -> None:
-        """Replace the list of finalizers, guarded by the version that it was read at: others have theirs in it too."""
+        """Replace the list of finalizers, if the object's version is still the one read: others add finalizers too."""
         metadata = stored.body["metadata"]
         before: list[str] = list(metadata.get("finalizers") or ())
         after = [one for one in before if one != remove] + ([add] if add is not None and add not in before else [])
@@ -210,12 +210,12 @@ class Executor:
         )
         body, store = msgspec.json.decode(reply), self._stores[key.kind]
         if body["metadata"].get("deletionTimestamp") and not after:
-            store.remove(body)  # that was the last one: the object is gone
+            store.remove(body)  # that was the last one: the object is deleted
         else:
             store.update(body)
 
     async def _create(self, key: Key, stored: StoredObject, action: CreatePod, memory: Memory) -> bool:
-        """POST the pod. One of ours that is there already is what we wanted: an earlier reply was lost."""
+        """POST the pod. A 409 by a pod of the same owner is success: the reply to an earlier POST was lost."""
         try:
             await self._writer.create(resources.PODS, key.namespace, action.manifest, owner=key)
         except AlreadyExists:
@@ -230,7 +230,7 @@ class Executor:
         return True
 
     async def _create_revision(self, key: Key, stored: StoredObject, action: CreateRevision) -> None:
-        """POST the revision. One of ours that is there already is what we wanted: its name is made of its content."""
+        """POST the revision. A 409 by one of the same owner is success: its name is a hash of its content."""
         try:
             await self._writer.create(resources.CONTROLLER_REVISIONS, key.namespace, action.manifest, owner=key)
         except AlreadyExists:
@@ -240,12 +240,12 @@ class Executor:
                 raise StaleView(f"revision {action.name} was there and is gone") from exc
             owners = msgspec.json.decode(raw, type=Object).metadata.owner_references
             if not any(owner.controller and owner.uid == stored.uid for owner in owners):
-                # Of a deleted object of this name: the garbage collector removes it in a moment.
+                # Its owner is a deleted object of the same name: the garbage collector is about to remove it.
                 sentence = f"the ControllerRevision {action.name} belongs to another owner; waiting until it is removed"
                 raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT) from None
 
     async def _mark_draining(self, key: Key, action: DrainPod) -> None:
-        """Take the pod out of the route. With its uid in the body, a pod that is gone is never created anew."""
+        """Label the pod as draining. With its uid in the body, a deleted pod is never created anew."""
         body: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -263,7 +263,7 @@ class Executor:
         pod = self._pod_of(key.namespace, action.name)
         is_shown = pod is not None and pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING
         try:
-            # The next plan must see this label, or it would choose another victim: it is expected, as creates are.
+            # The next plan must see this label, or it would drain a second replica: so the label is expected.
             await self._writer.label(
                 resources.PODS,
                 key.namespace,
@@ -274,11 +274,11 @@ class Executor:
                 owner=None if is_shown else key,
             )
         except (NotFound, Conflict):
-            # Gone, or another pod under this name by now: either way nothing is left to drain.
+            # The pod is deleted, or another one has its name: nothing is left to drain.
             log.info("nothing left to drain", object=str(key), pod=action.name)
 
     def _ask_to_drain(self, key: Key, stored: StoredObject, action: DrainPod) -> None:
-        """Call the runtime in the background: the label alone is binding, the call makes the runtime hurry.
+        """POST /drain to the runtime in the background; the label alone already ends routing to the replica.
 
         To a pod that only carries the label of the object, but is not controlled by it, no token is ever sent.
         """
@@ -314,7 +314,7 @@ def _describe(action: Action) -> str:
 
 
 def _object_of(action: Action) -> str:
-    """The name of what the action is about."""
+    """The name of the object that the action is about."""
     match action:
         case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
             return action.name
@@ -325,9 +325,9 @@ def _object_of(action: Action) -> str:
 
 
 def _with_digest(action: ApplyChild) -> dict[str, Any]:
-    """The manifest with its own digest: on the live object it says that our last apply was this very manifest.
+    """The manifest with its own digest as an annotation, which tells whether our last apply was this manifest.
 
-    Without it, a field that the manifest no longer has could not be told from one that somebody else added.
+    Without it, a field that the manifest no longer has could not be told from one that another client added.
     """
     metadata = action.manifest["metadata"]
     annotations = metadata.get("annotations", {}) | {names.ANNOTATION_APPLIED: action.digest}
@@ -335,7 +335,7 @@ def _with_digest(action: ApplyChild) -> dict[str, Any]:
 
 
 def _contains(there: Any, wanted: Any) -> bool:
-    """Whether a live object says all that a manifest says; the API server adds defaults, also within list items."""
+    """Whether a live object has every value of a manifest; the API server adds defaults, also within list items."""
     if isinstance(wanted, Mapping):
         return isinstance(there, Mapping) and all(
             name in there and _contains(there[name], value) for name, value in wanted.items()

@@ -1,8 +1,8 @@
-"""What services share, divided fairly: slots that go round the owners in turn, and calls that hold up no worker.
+"""Isolates services from each other: slots for calls that are granted to owners in turn, and calls in the background.
 
-A worker is held by one key at a time, and within a pass writes go one after the other: so no object can have more
-than one worker or one write waiting for the rate limit. What remains to be bounded are the calls to admin ports,
-because a silent one costs its whole timeout.
+One object occupies at most one worker, and its writes go one after the other, so it never has more than one write
+waiting for the rate limit. The calls to admin ports need bounds of their own, because a silent port blocks for its
+whole timeout.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ OwnerT = TypeVar("OwnerT", bound=Hashable)
 
 
 class FairSlots(Generic[OwnerT]):
-    """At most `total` holders at once, at most `per_owner` of one owner; a free slot goes to the owners in turn.
+    """A semaphore of `total` slots, at most `per_owner` for one owner; free slots are granted to owners in turn.
 
     An owner waits at most for one slot of each other owner that waits, however many calls they have in line.
     """
@@ -28,7 +28,7 @@ class FairSlots(Generic[OwnerT]):
         self._free = total
         self._per_owner = per_owner
         self._held: Counter[OwnerT] = Counter()
-        self._waiting: dict[OwnerT, deque[asyncio.Future[None]]] = {}  # in turn: the first is served next
+        self._waiting: dict[OwnerT, deque[asyncio.Future[None]]] = {}  # in turn: the first gets the next slot
 
     @asynccontextmanager
     async def hold(self, owner: OwnerT) -> AsyncIterator[None]:
@@ -70,7 +70,7 @@ class FairSlots(Generic[OwnerT]):
         self._serve()
 
     def _serve(self) -> None:
-        """Give what is free to the owners in turn; one at its own bound is passed over and keeps its place."""
+        """Grant the free slots to the owners in turn; an owner at its own bound is skipped and keeps its place."""
         while self._free:
             owner = next((one for one in self._waiting if self._held[one] < self._per_owner), None)
             if owner is None:
@@ -92,9 +92,9 @@ class FairSlots(Generic[OwnerT]):
 
 
 class BackgroundCalls(Generic[OwnerT]):
-    """Calls that a pass starts and does not wait for; one at a time for each subject, slots shared fairly.
+    """Calls that a pass starts without waiting for them: one at a time for each subject, in fairly shared slots.
 
-    `on_done` is told the owner and the subject of each call that succeeded.
+    `on_done` is called with the owner and the subject of each call that succeeded.
     """
 
     def __init__(self, slots: FairSlots[OwnerT], on_done: Callable[[OwnerT, str], None]) -> None:
@@ -113,7 +113,7 @@ class BackgroundCalls(Generic[OwnerT]):
             task.add_done_callback(lambda _: self._tasks.pop(subject, None))
 
     async def stop(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the calls under way."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -1,10 +1,10 @@
-"""What the controller knows of a kind: how to observe one object of it, and what to do about it.
+"""The interface between the controller and a kind: how to observe an object of the kind, and how to plan for it.
 
     kind.observe(stored, memory) -> anything frozen        reads caches, no I/O
     kind.plan(observed, now)     -> Decision               pure
 
-Everything around that exists once, for all kinds: queue, store, reconciler, executor, resync, isolation. A kind is
-registered in `manager.KINDS`, and heard by one `on.event` in `handlers`.
+Queue, store, reconciler, executor, resync and isolation exist once, for all kinds. A kind is registered in
+`manager.KINDS`, and has one `on.event` in `handlers`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from slipway_operator.core.actions import Action, Event, Failure
 
 
 class Key(NamedTuple):
-    """One object of one kind of ours."""
+    """The key of one object: kind, namespace and name."""
 
     kind: str  # "InferenceService"
     namespace: str
@@ -28,13 +28,13 @@ class Key(NamedTuple):
 
 
 def key_of(kind: str, body: Mapping[str, Any]) -> Key:
-    """The key of an object from the wire."""
+    """The key of an object as decoded JSON."""
     return Key(kind, body["metadata"]["namespace"], body["metadata"]["name"])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of ours as it came from the API server, and how new it is."""
+    """One custom resource as the API server returned it, with its version."""
 
     uid: str
     version: int
@@ -54,20 +54,20 @@ class StoredObject:
 
 @dataclass(slots=True)
 class Memory:
-    """What the leader remembers of one object between two passes; one worker at a time holds its key.
+    """In-memory state of one object between two passes; one worker at a time uses it.
 
-    All of it may be lost: a new leader starts with an empty memory and comes to the same end, only a little later.
+    All of it may be lost: a new leader starts with an empty memory and reaches the same result a little later.
     What must survive stands in the object's status or in the pods' metadata.
     """
 
     carried: Any = None
     """`Decision.carried` of the last pass."""
     taken_names: frozenset[str] = frozenset()
-    """Pod names that belong to somebody else."""
+    """Names of pods that another owner has created."""
     applied: dict[str, str] = field(default_factory=dict)
-    """Digest of each child as last applied; emptied by the resync, which so heals drift."""
+    """Digest of each child as last applied; the resync empties it, so that the next pass corrects drift."""
     failures: tuple[Failure, ...] = ()
-    """What the API server refused in the last pass that tried it."""
+    """The action that the API server refused in the last pass that tried it."""
     refusal: "Refusal | None" = None
     """The action that was refused last, until it succeeds."""
 
@@ -81,26 +81,26 @@ class Refusal:
     retry_at: float  # by the monotonic clock
 
     def holds(self, action: str, generation: int, now: float) -> bool:
-        """Whether that action must not be tried yet."""
+        """Whether this action must not be tried yet."""
         return self.action == action and self.generation == generation and now < self.retry_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to do about one object, in this order: actions (the first refusal stops the list), status, events."""
+    """The result of planning one object, in this order: actions (the first refusal stops the list), status, events."""
 
     actions: tuple[Action, ...] = ()
     status: Mapping[str, Any] | None = None
-    """The whole status; None: write none (the object is gone)."""
+    """The whole status; None: write none (the object is deleted)."""
     status_before: Mapping[str, Any] | None = None
-    """The status that stands there, written in the same way: an equal one is not written again."""
+    """The present status, encoded in the same way: an equal one is not written again."""
     events: tuple[Event, ...] = ()
     pod_uids: Mapping[str, str] = field(default_factory=dict)
     """By name, for events that are about one pod."""
     requeue_after: float | None = None
     """Seconds until something changes by time alone; None: sleep until woken."""
     carried: Any = None
-    """Handed back in `Memory.carried` to the next pass."""
+    """State for the next pass, which finds it in `Memory.carried`."""
 
 
 class Kind(Protocol):
@@ -115,10 +115,10 @@ class Kind(Protocol):
         """Where the API server keeps it."""
 
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Any:
-        """Everything that a decision may know, frozen, read from caches without I/O."""
+        """The input of `plan`: a frozen snapshot, read from caches without I/O."""
 
     def with_memory(self, observed: Any, memory: Memory) -> Any:
-        """The same observation with what the executor has just learnt: refusals, and names that are taken."""
+        """The same observation with the executor's results: refusals, and names that are taken."""
 
     def plan(self, observed: Any, now: datetime) -> Decision:
         """Decide. Pure: the same input gives the same decision."""

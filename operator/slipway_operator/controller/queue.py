@@ -1,4 +1,4 @@
-"""Which key to reconcile next: one worker per key, bursts coalesce, urgent keys first, failures back off.
+"""The work queue of the controller: one worker per key, bursts coalesce, urgent keys first, failures back off.
 
 | key is          | add()                            | done()                     |
 |-----------------|----------------------------------|----------------------------|
@@ -31,15 +31,15 @@ class Urgency(IntEnum):
     """Why a key is queued; the smaller, the sooner."""
 
     URGENT = 0
-    """A pod failed or is leaving, a spec changed, an object is being deleted."""
+    """A pod failed or is being removed, a spec changed, an object is being deleted."""
     NORMAL = 1
     """Anything else that changed."""
     BACKGROUND = 2
-    """A sample, a resync: the same will come again, so it never shortens a backoff."""
+    """A sample, a resync: these recur, so they never shorten a backoff."""
 
 
 class QueueClosed(Exception):  # noqa: N818  not an error: the end of the work
-    """The queue is shutting down and has nothing more to give."""
+    """The queue is closed and empty."""
 
 
 class WorkQueue(Generic[KeyT]):
@@ -71,7 +71,7 @@ class WorkQueue(Generic[KeyT]):
         self._passed_over = dict.fromkeys(Urgency, 0)
 
     def __len__(self) -> int:
-        """How many keys wait for a worker; those being worked on and those asleep do not count."""
+        """How many keys wait for a worker, without active and delayed ones."""
         return sum(len(lane) for lane in self._lanes.values())
 
     @property
@@ -93,7 +93,7 @@ class WorkQueue(Generic[KeyT]):
             self._enqueue(key, urgency)
 
     def add_after(self, key: KeyT, seconds: float, urgency: Urgency = Urgency.NORMAL) -> None:
-        """Reconcile this key in `seconds` at the latest; an earlier wish stands."""
+        """Reconcile this key in `seconds` at the latest; an earlier time that was set stays."""
         if self._closed or (urgency is Urgency.BACKGROUND and self._is_resting(key)):
             return
         if seconds <= 0:
@@ -109,7 +109,7 @@ class WorkQueue(Generic[KeyT]):
         self._timers[key] = loop.call_at(when, self._wake, key, urgency)
 
     def retry(self, key: KeyT) -> float:
-        """Reconcile this key again after its backoff, and say after how many seconds that is."""
+        """Reconcile this key again after its backoff; returns the backoff in seconds."""
         backoff = self._backoffs.get(key)
         if backoff is None:
             backoff = Backoff(first=self._base, cap=self._cap, least=0.5, uniform=self._uniform)
@@ -127,7 +127,7 @@ class WorkQueue(Generic[KeyT]):
         return backoff.failures if backoff is not None else 0
 
     def forget(self, key: KeyT) -> None:
-        """The key succeeded, or is gone: its next failure starts the backoff anew."""
+        """Reset the key's backoff, because its pass succeeded or its object is deleted."""
         self._backoffs.pop(key, None)
         self._resting.pop(key, None)
 
@@ -142,19 +142,19 @@ class WorkQueue(Generic[KeyT]):
                 await waiter
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():
-                    self._wake_one()  # this worker was woken and is cancelled: wake another one for the key
+                    self._wake_one()  # this worker was woken but is cancelled: wake another one for the key
                 raise
         key = self._pop()
         del self._dirty[key]
         self._active.add(key)
-        # The pass that begins now reads everything new, and says itself when it wants to be woken next.
+        # The pass that begins now reads the newest state, and returns when the next pass is due.
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
         return key
 
     def done(self, key: KeyT) -> None:
-        """The worker is finished with the key; if it was added meanwhile, it queues again."""
+        """The worker has finished the key; if it was added meanwhile, it is queued again."""
         self._active.remove(key)
         if key in self._dirty:
             self._enqueue(key, self._dirty[key])
@@ -162,7 +162,7 @@ class WorkQueue(Generic[KeyT]):
             self._idle.set()
 
     def close(self) -> None:
-        """Take no new keys and drop the sleeping ones; what is queued or active is still worked off."""
+        """Take no new keys and drop the delayed ones; queued and active keys are still processed."""
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()

@@ -1,7 +1,7 @@
-"""One pass over one object: observe → plan → execute → one status write → events, always from the newest state.
+"""Reconciles one object in one pass: observe → plan → execute → one status write → events, from the newest state.
 
-Create, update, restart, drift and deletion are the same call. A pass that dies anywhere is simply followed by the
-next one.
+Create, update, restart, drift and deletion are the same call. After a pass that fails anywhere, the next one starts
+from the beginning.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ PENDING_RECHECK_SECONDS = 5.0
 
 
 class Events(Protocol):
-    """Where events go; never blocks, never fails."""
+    """A recorder of Kubernetes Events; never blocks, never raises."""
 
     def record(
         self,
@@ -46,12 +46,12 @@ class Events(Protocol):
 
 
 class Refused(Exception):  # noqa: N818  reads as a fact where it is raised
-    """The API server refused an action; it stands in the status, and is tried again after a backoff."""
+    """The API server refused an action; the status says so, and the action is tried again after a backoff."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a pass ended that did not fail."""
+    """The result of a pass that did not fail."""
 
     requeue_after: float | None = None
     """Seconds until time alone calls for the next pass; None: not before a change."""
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Reconciler:
-    """Brings one object at a time, of any kind, closer to what its spec asks for."""
+    """Reconciles one object at a time, of any kind."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class Reconciler:
         self._memories: defaultdict[Key, Memory] = defaultdict(Memory)
 
     def forget_applied(self, key: Key) -> None:
-        """Let the next pass of this object compare its children with the API server, and heal what was changed."""
+        """Let the next pass of this object compare its children with the API server, and correct differences."""
         if key in self._memories:
             self._memories[key].applied.clear()
 
     def hold_refused(self, key: Key, seconds: float) -> None:
-        """Do not try the action that was refused before so many seconds have passed."""
+        """Do not try the refused action again before so many seconds have passed."""
         memory = self._memories[key]
         if memory.refusal is not None:
             memory.refusal = replace(memory.refusal, retry_at=self._monotonic() + seconds)
@@ -100,23 +100,23 @@ class Reconciler:
     async def reconcile(self, key: Key) -> Outcome:
         """Make one pass.
 
-        Raises Refused when an action was refused, StaleView when the world moved on, KubeError when it is unreachable.
+        Raises Refused when an action was refused, StaleView when an object had changed meanwhile, KubeError otherwise.
         """
         stored = self._stores[key.kind].get(key) or await self._read(key)
         if stored is None:
             self._memories.pop(key, None)
             return Outcome()
         if self._writer.pending(key):
-            # A write of ours has not come back yet: deciding now would be deciding on the past. Its event wakes us.
+            # The caches do not show an earlier write yet, so a plan would be stale. The write's event queues the key.
             return Outcome(PENDING_RECHECK_SECONDS)
         try:
-            return await self._bring_closer(key, stored)
+            return await self._run_pass(key, stored)
         except StaleView:
-            # The watch may have missed more than we can see from here, even a deletion: ask before trying again.
+            # The watch may have missed events, even a deletion: read the object before the next try.
             await self._read(key, instead_of=stored)
             raise
 
-    async def _bring_closer(self, key: Key, stored: StoredObject) -> Outcome:
+    async def _run_pass(self, key: Key, stored: StoredObject) -> Outcome:
         kind, memory = self._kinds[key.kind], self._memories[key]
         names_before, failures_before = memory.taken_names, memory.failures
         observed = kind.observe(key, stored, memory)
@@ -130,13 +130,13 @@ class Reconciler:
             )
         requeue_after = 0.0 if execution.is_unfinished else decision.requeue_after
         if (memory.failures, memory.taken_names) != (failures_before, names_before):
-            # What the server said belongs into the status of this very pass.
+            # The server's refusal belongs in the status of this pass.
             decision = kind.plan(kind.with_memory(observed, memory), self._now())
             requeue_after = 0.0 if execution.failure is None else decision.requeue_after
         if decision.status is not None:
             await self._write_status(key, stored, decision)
         self._record(key, stored, decision, left=execution.left)
-        memory.carried = decision.carried  # only now: a pass that fails before has told nobody of what changed
+        memory.carried = decision.carried  # only now: a pass that fails earlier has posted no event
         if execution.failure is not None:
             raise Refused(f"{execution.failure.action}: {execution.failure.reason}: {execution.failure.message}")
         if execution.is_holding and memory.refusal is not None:
@@ -145,7 +145,7 @@ class Reconciler:
         return Outcome(requeue_after)
 
     async def _read(self, key: Key, *, instead_of: StoredObject | None = None) -> StoredObject | None:
-        """Ask the server, because the store lacks the object or holds it wrong: a watch can miss anything."""
+        """GET the object, because the store lacks it or has an old version: a watch may have missed events."""
         store = self._stores[key.kind]
         try:
             path = self._kinds[key.kind].resource.path(key.namespace, key.name)
@@ -159,8 +159,8 @@ class Reconciler:
         return store.get(key)
 
     async def _write_status(self, key: Key, stored: StoredObject, decision: Decision) -> None:
-        """One server-side apply of the whole status, skipped when it says what is there already."""
-        # The uid keeps this status off a successor of the same name.
+        """One server-side apply of the whole status, skipped when it equals the present one."""
+        # The uid keeps this status from being written to a new object of the same name.
         identity: dict[str, Any] = {"metadata": {"name": key.name, "namespace": key.namespace, "uid": stored.uid}}
         before = None if decision.status_before is None else {**identity, "status": dict(decision.status_before)}
         try:
@@ -174,12 +174,12 @@ class Reconciler:
                 subresource="status",
             )
         except (NotFound, Conflict) as exc:
-            raise StaleView(f"{key} went away before its status was written") from exc
+            raise StaleView(f"{key} was deleted before its status was written") from exc
         if reply is not None:
             self._stores[key.kind].update(msgspec.json.decode(reply))  # so that the next pass reads its own write
 
     def _record(self, key: Key, stored: StoredObject, decision: Decision, *, left: tuple[Action, ...]) -> None:
-        """Post the decisions, except those whose action did not happen."""
+        """Post the events, except those of actions that were not executed."""
         undone = {action.name for action in left if isinstance(action, CreatePod | DrainPod | DeletePod)}
         api_version = self._kinds[key.kind].resource.api_version
         regarding = reference(api_version, key.kind, key.namespace, key.name, stored.uid)

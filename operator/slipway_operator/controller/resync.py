@@ -1,7 +1,7 @@
-"""Reconciles every object again now and then, each at its own moment of the period: what nobody told us heals.
+"""Reconciles every object once a period, each at its own time, to correct changes that no watch event reported.
 
 A resync compares and seldom writes, yet a thousand objects at once would queue before everything else. So each key
-has its moment, the same in every period, and comes with the lowest urgency.
+has its own time, the same in every period, and is queued with the lowest urgency.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class Resync:
-    """Goes round all keys once a period, then checks the caches against lists."""
+    """Queues all keys once a period, then checks the caches against lists."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class Resync:
         *,
         period_seconds: tuple[float, float],
     ) -> None:
-        """`period_seconds` are the least and the most: replicas shall not list in step."""
+        """`period_seconds` are the shortest and the longest period: replicas shall not list in step."""
         self._known = known
         self._resync = resync
         self._check = check
         self._period_seconds = period_seconds
 
     async def run(self) -> None:
-        """Go round for ever."""
+        """Resync until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             started, period = loop.time(), random.uniform(*self._period_seconds)  # noqa: S311  jitter
@@ -50,5 +50,5 @@ class Resync:
 
 
 def _phase(key: Key) -> float:
-    """Where in the period this key's moment lies, in [0, 1)."""
+    """The time of this key within the period, in [0, 1)."""
     return int.from_bytes(hashlib.sha256("/".join(key).encode()).digest()[:4]) / 2**32

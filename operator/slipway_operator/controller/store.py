@@ -1,7 +1,7 @@
-"""Objects of our kinds as last seen: kopf's watch feeds this store, paged lists correct it.
+"""The store of custom resources: kopf's watch events fill it, and paged lists correct it.
 
-kopf never tells of objects deleted while its watch was broken, so a list is what finds such ghosts. Both race with
-each other and with the replies to our own writes:
+kopf reports no deletion that happened while its watch was broken, so a list has to find those objects. Events and
+lists race with each other and with the replies to our own writes:
 
 | source                  | known, newer      | known, older | unknown                                              |
 |-------------------------|-------------------|--------------|------------------------------------------------------|
@@ -23,18 +23,18 @@ class ObjectStore:
     """The newest known version of every object of one kind that this operator watches."""
 
     def __init__(self, kind: str, on_change: OnChange = lambda _key, _old, _new: None) -> None:
-        """`on_change` is told (key, old, new) after each change."""
+        """Calls `on_change(key, old, new)` after each change."""
         self._kind = kind
         self._on_change = on_change
         self._objects: dict[Key, StoredObject] = {}
-        self._listed = 0  # version of the newest list taken in
-        self._deleted = 0  # version of the newest deletion heard of
+        self._listed = 0  # version of the newest list applied
+        self._deleted = 0  # version of the newest deletion event
 
     def __len__(self) -> int:
         return len(self._objects)
 
     def keys(self) -> list[Key]:
-        """Every object known."""
+        """The keys of all stored objects."""
         return list(self._objects)
 
     def get(self, key: Key) -> StoredObject | None:
@@ -42,18 +42,18 @@ class ObjectStore:
         return self._objects.get(key)
 
     def put(self, body: Mapping[str, Any]) -> bool:
-        """Take in an object that the watch showed alive; False when something as new was known already."""
-        # Unknown and older than the last list: it was deleted before that list, and this event comes late. That a
-        # watch tells of one object in order is kopf's promise, so nothing else can come after its deletion.
+        """Store an object of an ADDED or MODIFIED event; False when the stored one is as new."""
+        # Unknown and older than the last list: it was deleted before that list, and this event is late. kopf delivers
+        # the events of one object in order, so none other can follow its deletion.
         return self._take(body, newer_than=self._listed)
 
     def update(self, body: Mapping[str, Any]) -> bool:
-        """Take in the reply to a write of ours; False when the object is gone or newer by now."""
+        """Store the reply to a write of ours; False when the object is deleted or newer by now."""
         known = self._objects.get(key_of(self._kind, body))
         return known is not None and known.uid == body["metadata"]["uid"] and self._take(body, newer_than=0)
 
     def remove(self, body: Mapping[str, Any]) -> bool:
-        """Take in that this very object is gone; a successor under the same name stays."""
+        """Remove an object by its uid; a new object under the same name stays."""
         self._deleted = max(self._deleted, _version(body))
         key = key_of(self._kind, body)
         known = self._objects.get(key)
@@ -79,7 +79,7 @@ class ObjectStore:
                 behind.add(key)
         for key, known in self._objects.items():
             is_listed = key in listed and listed[key]["metadata"]["uid"] == known.uid
-            # Known, but not in a list that is newer: it was deleted. One created after the list was made is no ghost.
+            # Stored, but not in a newer list: it was deleted. One created after the list was made stays.
             if not is_listed and (is_restored or known.version <= version):
                 behind.add(key)
         return behind
@@ -90,14 +90,14 @@ class ObjectStore:
         changed = self.drifted(listed.values(), version)
         if self._is_restored(version):
             self._listed = self._deleted = 0
-        for key in sorted(changed, key=lambda key: (key in listed, key)):  # what is gone, first
+        for key in sorted(changed, key=lambda key: (key in listed, key)):  # deletions first
             body = listed.get(key)
             self._set(key, None if body is None else self._stored(body))
         self._listed = max(self._listed, version)
         return changed
 
     def _is_restored(self, version: int) -> bool:
-        """A list shows the newest state, so one older than another says that history itself went back."""
+        """Whether etcd was restored from a backup: only then is a new list older than an earlier one."""
         return version < self._listed
 
     def _take(self, body: Mapping[str, Any], *, newer_than: int) -> bool:

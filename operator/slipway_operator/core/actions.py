@@ -1,7 +1,7 @@
-"""What a plan may ask for. Actions are data; the executor does them in the plan's order.
+"""The actions of a plan, as data: create, drain and delete pods, apply children, store revisions, set finalizers.
 
-Each carries its `reason`, the sentence that the shell logs. Each is safe to repeat: a crash between two of them costs
-a pass, never a pod.
+Each carries its `reason`, the sentence that the executor logs. Each is safe to repeat: a crash between two of them
+costs a pass, never a pod.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class AddFinalizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveFinalizer:
-    """Take our finalizer off the service: nothing of it is left to drain. After this the plan writes no status."""
+    """Remove our finalizer: the service has no replica left to drain. After this the plan writes no status."""
 
     finalizer: str
     reason: str
@@ -30,7 +30,7 @@ class RemoveFinalizer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatePod:
     """POST the manifest. A 409 by a pod of the same owner is success; by another owner it is a name to avoid:
-    the shell adds it to `Observed.taken_names`."""
+    the executor adds it to `Observed.taken_names`."""
 
     name: str
     manifest: dict[str, Any]
@@ -41,7 +41,7 @@ class CreatePod:
 class DrainPod:
     """Label `state=draining` with the two annotations (field manager for metadata), then POST /drain.
 
-    The label is the promise and must succeed; the POST is best effort, and the plan repeats it with `marked=True`
+    The label must succeed; the POST is best effort, and the plan repeats it with `marked=True`
     (POST only, no write) until a sample says that the replica drains.
     """
 
@@ -76,7 +76,7 @@ class ApplyChild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateRevision:
-    """POST a ControllerRevision. A 409 by one of the same owner is success: the name is made of the content's hash."""
+    """POST a ControllerRevision. A 409 by one of the same owner is success: its name is a hash of its content."""
 
     name: str
     manifest: dict[str, Any]
@@ -99,7 +99,7 @@ Action = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An action of the last pass that the server refused, or we did for what is not ours; it becomes a condition."""
+    """A refused action of the last pass: by the API server, or by us because of another owner; becomes a condition."""
 
     action: str  # "CreatePod chat-x7k2p-0-0"
     reason: str  # the API server's: Forbidden, Invalid, InternalError ...; ours: NameConflict
@@ -119,7 +119,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What one part of a decision contributes to the plan."""
+    """The actions, events and next wake-up that one part of the plan contributes."""
 
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()

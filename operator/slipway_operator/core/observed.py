@@ -1,7 +1,7 @@
-"""What the operator sees of one service at one moment: a frozen snapshot, and all that a decision may know.
+"""The snapshot of one service, its pods, nodes and revisions from which the core decides; frozen.
 
-The shell fills it from its caches. Nothing here is computed from a decision; facts that a decision has to remember
-come back in through `service.status` or through pod metadata, because those survive the operator.
+`inputs.observer` fills it from caches. Nothing here is computed from a decision; what a decision has to remember is
+stored in `service.status` or in pod metadata, because those survive the operator.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,10 +25,10 @@ ServingDigests = Callable[[str, str], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What one replica holds, fixed from its start to its end."""
+    """The capacity of one replica, fixed from its start to its end."""
 
     max_sequences: int
-    """Requests of full length at once: what the KV cache holds, at most `maxNumSeqs`."""
+    """Requests of full length at once: as many as fit the KV cache, at most `maxNumSeqs`."""
     kv_blocks: int
     bytes_per_token: int
 
@@ -50,7 +50,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one replica said of its load, and when it said so."""
+    """The load that one replica reported, with the time of the report."""
 
     at: datetime
     boot_id: str = ""
@@ -59,11 +59,11 @@ class Sample:
     waiting: int
     draining: bool = False
     starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp
-    capacity: Capacity | None = None  # None: it is loading, or has not said yet
+    capacity: Capacity | None = None  # None: it is loading, or has not reported it yet
 
     @classmethod
     def of(cls, signals: Signals, at: datetime, capacity: Capacity | None = None) -> "Sample":
-        """The part of a `/signals` answer that decisions use, and what the replica said once of its capacity."""
+        """The part of a `/signals` answer that decisions use, with the capacity that the replica reported earlier."""
         return cls(
             at=at,
             boot_id=signals.boot_id,
@@ -83,7 +83,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The facts of one pod that carries the service's label. Whether it is ours is for `owner_uid` to say."""
+    """The facts of one pod that carries the service's label; `owner_uid` tells whether the service controls it."""
 
     name: str
     uid: str
@@ -107,7 +107,7 @@ class Replica:
     scheduled_at: datetime | None = None  # lastTransitionTime of condition PodScheduled while it is True
     waiting_reason: str = ""  # containerStatuses[server].state.waiting: ImagePullBackOff, CrashLoopBackOff ...
     waiting_message: str = ""
-    is_terminated: bool = False  # the present run has ended, and the kubelet has not said yet what comes next
+    is_terminated: bool = False  # the present run has ended, and the kubelet has not written the next state yet
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
     last_word: str = ""  # the termination message that the runtime left when it last ended
@@ -159,7 +159,7 @@ class PastRecommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """From where the ports of replicas may be reached, as the installation says."""
+    """The namespaces from which the ports of replicas may be reached, as set by the installation."""
 
     release_namespace: str
     """Namespace of operator and gateway."""
@@ -171,7 +171,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What the installation contributes where the user says nothing."""
+    """Defaults of the installation for fields that the spec leaves empty."""
 
     runtime_image: str
     gateway_url: str  # without /v1
@@ -180,7 +180,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One service and everything around it, at one moment."""
+    """One service, its pods, nodes, revisions and namesakes at one moment."""
 
     service: InferenceService  # its status as last written or read, whichever is newer
     fault: str = ""
@@ -195,14 +195,14 @@ class Observed:
     token_digests: TokenDigests
     serving_digests: ServingDigests
     nonce_seed: bytes
-    """Random bytes of this pass: the core derives from them what must not be guessed."""
+    """Random bytes of this pass, from which the core derives nonces."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
     ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
     asking_since: datetime | None = None  # when this operator began to ask replicas for signals; None: long ago
     taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours
     applied: Mapping[str, str] = field(default_factory=dict)
-    """`ApplyChild.key` -> `ApplyChild.digest` of what the executor applied; emptied on resync, which heals drift."""
+    """`ApplyChild.key` -> `ApplyChild.digest` of applied children; emptied on resync, which corrects drift."""
     failures: tuple[Failure, ...] = ()
 
 

@@ -1,1 +1,1 @@
-"""What is observed: watches of the cluster and samples of the replicas."""
+"""The inputs of decisions: watch caches of the cluster, and samples of the replicas' load."""

@@ -1,4 +1,4 @@
-"""What this process knows of the cluster: objects of our kinds, pods, nodes; hot on leader and standby alike.
+"""The caches of custom resources, pods, nodes and revisions, kept current on the leader and on standbys.
 
 kopf delivers objects of our kinds (see `handlers`), informers deliver pods and nodes, and lists check on all of them:
 at the start, at a takeover, now and then, and soon after a watch has lost continuity. A change only wakes keys.
@@ -38,7 +38,7 @@ from slipway_operator.replica_client import Address, address_of
 log = structlog.get_logger()
 
 CATCH_UP_SECONDS = 5.0
-CHECK_DELAY_SECONDS = 2.0  # a relist tells of many objects: one check follows them all
+CHECK_DELAY_SECONDS = 2.0  # a relist reports many objects: one check follows them all
 
 Wake = Callable[[Key, Urgency], None]
 OnPodChange = Callable[[Change, Pod | None, Pod | None, set[ServiceKey]], None]
@@ -49,7 +49,7 @@ ReplicaTarget = Target[Address, ServiceKey]
 
 
 class Caches:
-    """The caches, and who hears of their changes."""
+    """The caches, and the callbacks for their changes."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Caches:
         on_drift: Callable[[int], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`resources` are those of our kinds; `on_drift` is told how many objects a list found otherwise."""
+        """`resources` are those of our kinds; `on_drift` is called with how many objects differed from a list."""
         self._on_drift = on_drift
         self._client = client
         self._namespaces = namespaces
@@ -97,38 +97,38 @@ class Caches:
 
     @property
     def nodes(self) -> Mapping[ObjectKey, Node]:
-        """Every node known; none where we may not list them, and then all are taken for healthy."""
+        """The cached nodes; none where RBAC does not allow listing them, and then all count as healthy."""
         return self.node_informer.cache
 
     def known(self) -> set[Key]:
-        """Every object of ours that exists."""
+        """The keys of all custom resources."""
         return set().union(*(store.keys() for store in self.stores.values()))
 
     def silent_seconds(self) -> float:
-        """For how long the watch of the pods has said nothing, not even a bookmark."""
+        """For how many seconds the watch of the pods has sent nothing, not even a bookmark."""
         return self.pod_informer.age()
 
     def on_object_change(self, kind: str, callback: OnChange) -> None:
-        """Tell (key, old, new) of each change to an object of this kind."""
+        """Call `listener(key, old, new)` after each change of an object of this kind."""
         self._object_listeners[kind].append(callback)
 
     def on_pod_change(self, callback: OnPodChange) -> None:
-        """Tell (change, old, new, services concerned) of each change to a pod."""
+        """Call `listener(change, old, new, services)` after each change of a pod."""
         self._pod_listeners.append(callback)
 
     def on_revision_change(self, callback: OnRevisionChange) -> None:
-        """Tell (services concerned) of each change to a ControllerRevision."""
+        """Call `listener(services)` after each change of a ControllerRevision."""
         self._revision_listeners.append(callback)
 
     def on_node_change(self, callback: OnNodeChange) -> None:
-        """Tell (old, new) of each change to a node."""
+        """Call `listener(old, new)` after each change of a node."""
         self._node_listeners.append(callback)
 
     def on_target_change(self, callback: OnTargetChange) -> None:
         """Tell (uid, target) of each change to a replica that should answer for its signals; None: not any more."""
         self._target_listeners.append(callback)
 
-    # --- what is told to us -------------------------------------------------------------------------------------------
+    # --- watch events -------------------------------------------------------------------------------------------------
 
     def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
         """Take in an object of ours from kopf's watch; `type` is None while it lists."""
@@ -138,7 +138,7 @@ class Caches:
         else:
             store.put(body)
         if type is None and self._is_filled:
-            # kopf lists anew after a gap, and never tells what vanished in it; an old version may be etcd restored.
+            # kopf lists anew after a gap, without reporting deletions in it; an old version may mean a restored etcd.
             self._check_wanted.set()
 
     def _changed(self, kind: str, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
@@ -169,10 +169,10 @@ class Caches:
         for callback in self._node_listeners:
             callback(old, new)
 
-    # --- what we ask for ----------------------------------------------------------------------------------------------
+    # --- lists --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep pods and nodes current, and check on our kinds when a watch may have missed something; for ever."""
+        """Run the informers, and check the custom resources when a watch may have missed events; until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pod_informer.run())
             group.create_task(self.revision_informer.run())
@@ -180,7 +180,7 @@ class Caches:
             group.create_task(self._check_when_wanted())
 
     async def fill(self) -> None:
-        """Return once our kinds and pods are listed. Waits out an outage, and a CRD that is not installed yet."""
+        """Return once custom resources and pods are listed; retries in an outage and until the CRDs are installed."""
         backoff = Backoff(first=0.5, cap=15.0, least=0.5)
         while True:
             try:
@@ -196,11 +196,11 @@ class Caches:
         log.info("caches are full", objects=len(self.known()), pods=len(self.pod_informer.cache))
 
     async def refresh(self) -> None:
-        """Return after fresh lists, begun after this call: a standby's caches may lag, a leader's may not."""
+        """Return after lists that began after this call: a standby's caches may lag, a leader's may not."""
         await asyncio.gather(self.fill(), self.pod_informer.refresh(), self.revision_informer.refresh())
 
     async def check(self) -> None:
-        """Compare everything with lists, and correct what the watches missed."""
+        """Compare all caches with lists, and correct what the watches missed."""
         await self._check_kinds()
         self._count_drift("pods", await self.pod_informer.drift())
         self._count_drift("controllerrevisions", await self.revision_informer.drift())
@@ -249,7 +249,7 @@ class Caches:
         return bodies, min(versions)
 
     def publish(self, metrics: OperatorMetrics) -> None:
-        """Let the metrics read sizes and ages from here."""
+        """Register gauges of sizes and ages with the metrics."""
         metrics.watch(metrics.services, lambda: sum(len(store) for store in self.stores.values()))
         metrics.watch(metrics.pods, partial(len, self.pod_informer.cache))
         for name, informer in (
@@ -263,7 +263,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a kind may read from: given to each kind when it is registered."""
+    """The inputs of a kind, passed to it when it is registered."""
 
     caches: Caches
     wake: Wake
@@ -278,7 +278,7 @@ class Inputs:
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:
-    """The replica to ask for signals; None while it cannot answer: its server does not run, or is being deleted."""
+    """The replica to scrape; None while it cannot answer: its server does not run, or it is being deleted."""
     key = service_of(pod)
     server = pod.container(names.SERVER_CONTAINER)
     if key is None or not pod.status.pod_ip or pod.is_terminating or server is None or server.state.running is None:

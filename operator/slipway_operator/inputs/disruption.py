@@ -5,7 +5,7 @@ from slipway_operator.core.observed import is_disruption
 
 
 class NodeCounts:
-    """How many nodes there are and which are not ready: kept by the informer's changes, so no pass walks over all."""
+    """How many nodes there are and which are not ready; updated by informer changes, so no pass iterates over all."""
 
     def __init__(self) -> None:
         self._nodes: set[str] = set()
@@ -17,7 +17,7 @@ class NodeCounts:
         return is_disruption(len(self._not_ready), len(self._nodes))
 
     def saw(self, old: Node | None, new: Node | None) -> None:
-        """Take in one change; a node that is gone has no `new`."""
+        """Apply one change of the informer; a deleted node has no `new`."""
         if old is not None:
             self._nodes.discard(old.name)
             self._not_ready.discard(old.name)

@@ -1,10 +1,10 @@
-"""How old the operator's caches are, and from when on that is the operator's own fault.
+"""Decides whether the operator is alive, from the age of its caches, the API server's answers and the event loop's lag.
 
 | watch is        | API server answers | the loop runs | verdict                                    |
 |-----------------|--------------------|---------------|--------------------------------------------|
 | fresh           | –                  | yes           | alive                                      |
-| silent for long | no                 | yes           | alive: waiting is all that anyone could do |
-| silent for long | yes                | yes           | not alive: the watch is a zombie           |
+| silent for long | no                 | yes           | alive: a restart would not help            |
+| silent for long | yes                | yes           | not alive: the watch is broken             |
 | –               | –                  | no            | not alive                                  |
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 from slipway_kube.errors import KubeError
 from slipway_operator.probes import Verdict
 
-SILENT_SECONDS = 300.0  # a healthy watch hears a bookmark about every minute
+SILENT_SECONDS = 300.0  # a healthy watch gets a bookmark about every minute
 CHECK_SECONDS = 15.0
 LAG_SECONDS = 10.0
 
 
 class Freshness:
-    """Watches the watch and the event loop.
+    """Checks the age of the watch and the lag of the event loop.
 
     `age` says for how long the watch has been silent; `ping` makes one cheap call to the API server.
     """
@@ -41,7 +41,7 @@ class Freshness:
         self._is_zombie = False
 
     def alive(self) -> Verdict:
-        """Whether a restart could not help."""
+        """Whether the process should go on; False when a restart would help."""
         lag = self._monotonic() - self._last_beat
         if lag > CHECK_SECONDS + LAG_SECONDS:
             return False, f"the event loop has not run for {lag:.0f} s"
@@ -50,7 +50,7 @@ class Freshness:
         return True, "ok"
 
     async def run(self) -> None:
-        """Check for ever."""
+        """Check until cancelled."""
         while True:
             started = self._monotonic()
             await asyncio.sleep(CHECK_SECONDS)

@@ -1,4 +1,4 @@
-"""The kind InferenceService for the controller: from caches to `Observed`, and the core's plan as a Decision."""
+"""The controller's kind InferenceService: builds `Observed` from caches, returns the core's plan as a `Decision`."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ KIND = INFERENCE_SERVICES.kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What one pass hands to the next; losable, as all memory of the leader."""
+    """In-memory state that one pass passes to the next; a new leader starts without it."""
 
     recommendations: tuple[seen.PastRecommendation, ...] = ()
     ready: frozenset[str] | None = None
@@ -44,7 +44,7 @@ class InferenceServices:
         inputs.caches.on_revision_change(self._saw_revisions)
         inputs.caches.on_node_change(self._saw_node)
 
-    # --- what is told to it -------------------------------------------------------------------------------------------
+    # --- changes of the caches ----------------------------------------------------------------------------------------
 
     def _saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
         for rival in self._claims.saw(key, old, new):
@@ -69,10 +69,10 @@ class InferenceServices:
         for service in self._inputs.caches.pods.on_node(node.name):
             self._inputs.wake(Key(KIND, *service), urgency)
 
-    # --- what the controller asks of it -------------------------------------------------------------------------------
+    # --- the interface `Kind` -----------------------------------------------------------------------------------------
 
     def observe(self, key: Key, stored: StoredObject, memory: Memory) -> Observed:
-        """Everything that a decision about this service may know, now."""
+        """Build the snapshot from which the core decides."""
         reading = read(stored.body)
         caches = self._inputs.caches
         pods = caches.pods.of(ServiceKey(key.namespace, key.name))
@@ -103,7 +103,7 @@ class InferenceServices:
         return self.with_memory(observed, memory)
 
     def with_memory(self, observed: Observed, memory: Memory) -> Observed:
-        """The same, with what the passes before and the executor have learnt."""
+        """The same observation with the results of earlier passes and of the executor."""
         carried = cast(Carried, memory.carried or Carried())
         return replace(
             observed,
@@ -115,7 +115,7 @@ class InferenceServices:
         )
 
     def plan(self, observed: Observed, now: datetime) -> Decision:
-        """What the core decides."""
+        """Run the core's `plan`."""
         decided = plan(observed, now)
         service = observed.service
         return Decision(
@@ -136,13 +136,13 @@ class InferenceServices:
 
 
 class ServedNames:
-    """Which services, of any namespace, ask to be served under which name: one gateway serves all of them."""
+    """An index of services by the served name that they ask for, over all namespaces: they share a gateway."""
 
     def __init__(self) -> None:
         self._claims: defaultdict[str, set[Key]] = defaultdict(set)
 
     def saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> set[Key]:
-        """Take in a change; the other services whose right to their name may be another because of it."""
+        """Apply a change; returns the other services whose served name may change because of it."""
         if old is not None and new is not None and (served_name(old), old.uid) == (served_name(new), new.uid):
             return set()
         concerned: set[Key] = set()
@@ -165,7 +165,7 @@ class ServedNames:
 
 
 def served_name(stored: StoredObject) -> str:
-    """What clients shall say as `model`; also where the spec cannot be read."""
+    """The served name of a stored object; also where its spec cannot be read."""
     spec = stored.body.get("spec")
     model = spec.get("model") if isinstance(spec, dict) else None
     name = model.get("servedName") if isinstance(model, dict) else None
@@ -173,7 +173,7 @@ def served_name(stored: StoredObject) -> str:
 
 
 def is_failure(old: Pod | None, new: Pod | None) -> bool:
-    """Whether this change takes a replica away: it must not wait behind what can."""
+    """Whether this change removes a replica, so that its service is queued as urgent."""
     if old is None:
         return False
     if new is None:

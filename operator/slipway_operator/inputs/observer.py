@@ -1,7 +1,7 @@
-"""From pods and nodes to the facts that decisions use, and the index that finds a service's pods.
+"""Converts pods and nodes into the structs from which the core decides, and indexes pods by service.
 
-Only reading happens here, and only from memory. A pod belongs to the service that its label names; whether it is
-really ours is for the core to say, by the owner's uid.
+It only reads, and only from memory. A pod is indexed under the service that its label names; whether the service
+controls the pod is decided in the core, by the owner's uid.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class PodIndex:
         self._on_node: defaultdict[str, dict[ServiceKey, int]] = defaultdict(dict)  # how many pods of each
 
     def saw(self, change: Change, old: Pod | None, new: Pod | None) -> set[ServiceKey]:
-        """Take in one change; the services that it concerns. A pod that changes its label concerns two."""
+        """Apply one change; returns the services that it concerns: two, when the pod's label changed."""
         concerned = set()
         if old is not None and (key := service_of(old)) is not None:
             concerned.add(key)
@@ -146,12 +146,12 @@ def _last_end(pod: Pod) -> Terminated | None:
 
 
 def _number(text: str | None) -> int:
-    """A label that should be a number; somebody may have written nonsense into it."""
+    """A label as a number; 0 where it was edited to something else."""
     return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _moment(text: str | None) -> datetime | None:
-    """An annotation that should be a moment in RFC 3339."""
+    """An annotation as an RFC 3339 time; None where it is none."""
     try:
         moment = datetime.fromisoformat(text) if text else None
     except ValueError:

@@ -1,7 +1,7 @@
-"""From a stored object to the typed resource, also where the object does not follow the schema any more.
+"""Parses a stored InferenceService, also one that breaks the present schema, whose faults become one sentence.
 
-Such an object was written before the schema had the rule that it breaks. What is wrong becomes one sentence for its
-owner; the parts that can be read still count, so that its replicas drain by their own rules when it is deleted.
+Such an object was stored before the schema had the rule that it breaks. The sentence becomes a condition for its
+owner; the fields that can be read still count, so that its replicas drain by their own rules when it is deleted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,14 +38,14 @@ def read(body: Mapping[str, Any]) -> Reading:
     mended = {
         **body,
         "spec": {"model": STAND_IN_MODEL, **_without(body.get("spec"), faults)},
-        # Our own words of an earlier version: what cannot be read is written anew.
+        # The status of an earlier version: fields that cannot be read are written anew.
         "status": _without(body.get("status"), [error for error in errors if error["loc"][0] == "status"]),
     }
     return Reading(InferenceService.model_validate(mended), _sentence(faults) if faults else "")
 
 
 def _without(part: Any, errors: Iterable[ErrorDetails]) -> dict[str, Any]:
-    """The fields of a spec or a status in which nothing is wrong."""
+    """The valid fields of a spec or a status."""
     if not isinstance(part, Mapping):
         return {}
     broken = {error["loc"][1] for error in errors if len(error["loc"]) > 1}
@@ -53,7 +53,7 @@ def _without(part: Any, errors: Iterable[ErrorDetails]) -> dict[str, Any]:
 
 
 def _sentence(errors: list[ErrorDetails]) -> str:
-    """Names every field at fault, the first with the rule that it breaks. Values may be secrets: numbers only."""
+    """A sentence with every invalid field, the first with its rule. Of values only numbers: others may be secrets."""
     first, more = errors[0], sorted({_path(error) for error in errors[1:]} - {_path(errors[0])})
     others = f"; also wrong: {', '.join(more)}" if more else ""
     if first["type"] == "missing":

@@ -1,4 +1,4 @@
-"""ControllerRevisions of our services: the cache's projection, the index by service, and the facts for decisions."""
+"""Indexes the ControllerRevisions of services, and converts them into the structs from which the core decides."""
 
 from collections import defaultdict
 from typing import Any
@@ -26,7 +26,7 @@ class RevisionIndex:
         self._revisions: defaultdict[ServiceKey, dict[str, ControllerRevision]] = defaultdict(dict)
 
     def saw(self, change: Change, old: ControllerRevision | None, new: ControllerRevision | None) -> set[ServiceKey]:
-        """Take in one change; the services that it concerns."""
+        """Apply one change; returns the services that it concerns."""
         concerned = set()
         if old is not None and (key := _service_of(old)) is not None:
             concerned.add(key)
@@ -39,7 +39,7 @@ class RevisionIndex:
         return concerned
 
     def of(self, key: ServiceKey) -> tuple[StoredRevision, ...]:
-        """The facts of one service's revisions, oldest first. One that is being deleted is gone already."""
+        """One service's revisions, oldest first, without those that are being deleted."""
         revisions = self._revisions.get(key, {}).values()
         facts = [revision_facts(one) for one in revisions if not one.is_terminating]
         return tuple(sorted(facts, key=lambda one: (one.number, one.name)))

@@ -1,11 +1,11 @@
-"""When to ask which replica for its signals, and which answers deserve a new look at their service.
+"""The scraper: asks each replica for its signals at an interval, keeps the newest sample, and queues its service.
 
-What a replica holds does not change while it runs, so it is asked for that once, when it has told that it is up.
+A replica's capacity does not change while it runs, so it is read once, after the first answer of the replica.
 
 Busy and draining replicas are asked every 2 s, idle ones every 15 s, each at its own moment within the interval so
-that a fleet's calls spread out. A replica that does not answer leaves no trace: its last sample grows old, and what
-that means is for the core to say. Calls are shared fairly between services, and replicas that were silent last time
-wait in a line of their own: a namespace that drops our packets delays nobody's samples.
+that a fleet's calls spread out. When a replica does not answer, its last sample stays and grows old; the core decides
+what that means. Calls are shared fairly between services, and replicas that were silent last time wait in a queue of
+their own: a namespace that drops our packets delays the samples of no other.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 BUSY_SECONDS = 2.0
 IDLE_SECONDS = 15.0
-CALLS_PER_SECOND = 3000.0  # one core's worth: 10,000 busy replicas are asked every 3.3 s, their samples stay below 5 s
+CALLS_PER_SECOND = 3000.0  # as many as one core allows: 10,000 busy replicas every 3.3 s, samples below 5 s
 BATCH_SECONDS = 0.01  # calls that are due within so short a time begin together
 
 CALLS, CALLS_OF_A_SERVICE = 256, 32
@@ -46,14 +46,14 @@ class Target(Generic[AddressT, KeyT]):
     address: AddressT
     service: KeyT
     is_draining: bool = False
-    is_starting: bool = False  # the model is loading, and the port may not be open yet: silence means nothing
+    is_starting: bool = False  # the model is loading, and the port may not be open yet: silence is no failure
 
 
 def matters(before: Sample | None, after: Sample) -> bool:
-    """Whether a service deserves a new look because of this sample.
+    """Whether the service needs a pass because of this sample.
 
-    Silence broken, load, the end of load, a step of its start, a drain's progress and a restarted engine do; a replica
-    that was idle and still is changes nothing.
+    It does after a silence, with load, at the end of load, for a step of the start, a drain's progress and a restarted
+    engine; not while an idle replica stays idle.
     """
     if before is None or before.boot_id != after.boot_id or before.draining != after.draining:
         return True
@@ -65,7 +65,7 @@ def matters(before: Sample | None, after: Sample) -> bool:
 
 
 def is_load_only(before: Sample | None, after: Sample) -> bool:
-    """Whether a sample that matters tells of nothing but load: that may wait a moment, for more of its kind."""
+    """Whether a sample that matters contains only a change of load, so that the pass may be delayed and coalesced."""
     if before is None or before.boot_id != after.boot_id or before.capacity != after.capacity:
         return False
     is_moving = before.draining or after.draining or before.starting != after.starting
@@ -75,8 +75,8 @@ def is_load_only(before: Sample | None, after: Sample) -> bool:
 class Scraper(Generic[AddressT, KeyT]):
     """The newest sample of every replica.
 
-    `watch` and `forget` name those that should answer; `ask` and `describe` raise on silence; `on_news` is told the
-    service of a sample that matters, and whether it tells of load only; `on_error` is told of each silence.
+    `watch` and `forget` add and remove replicas; `ask` and `describe` raise when a replica does not answer; `on_news`
+    is called with the service of a sample that matters, and whether it is of load only; `on_error` for each silence.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scraper(Generic[AddressT, KeyT]):
         is_ours: Callable[[Target[AddressT, KeyT]], bool] = lambda _target: True,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`is_ours` says whether the service controls the pod: to one that only carries its label no token is sent."""
+        """`is_ours` tells whether the service controls the pod: to one that only carries its label no token is sent."""
         self._ask = ask
         self._is_ours = is_ours
         self._asking_since: datetime | None = None
@@ -100,7 +100,7 @@ class Scraper(Generic[AddressT, KeyT]):
         self._targets: dict[str, Target[AddressT, KeyT]] = {}
         self._samples: dict[str, Sample] = {}
         self._due: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []  # what `_due` says, and entries that it overtook
+        self._heap: list[tuple[float, str]] = []  # the entries of `_due`, and outdated ones
         self._sooner = asyncio.Event()
         self._silent: set[str] = set()
         self._in_flight: dict[str, asyncio.Task[None]] = {}
@@ -117,7 +117,7 @@ class Scraper(Generic[AddressT, KeyT]):
         return self._samples.get(uid)
 
     def watch(self, target: Target[AddressT, KeyT]) -> None:
-        """Ask this replica from now on, or under its new address or state."""
+        """Scrape this replica from now on, or under its new address or state."""
         is_known = target.uid in self._targets
         self._targets[target.uid] = target
         if not is_known:
@@ -127,20 +127,22 @@ class Scraper(Generic[AddressT, KeyT]):
             self._plan_visit(target.uid, min(self._due[target.uid], _loop_time() + BUSY_SECONDS))
 
     def forget(self, uid: str) -> None:
-        """Never ask this replica again: it is gone."""
+        """Stop scraping this replica, because its pod is deleted."""
         for known in (self._targets, self._samples, self._due):
             known.pop(uid, None)
         self._silent.discard(uid)
 
     def ask_soon(self, uid: str) -> None:
-        """Ask this replica now: something was done to it that its next answer will show."""
+        """Scrape this replica now, because an action changed its state."""
         if uid in self._targets and uid not in self._in_flight:
             self._plan_visit(uid, _loop_time())
 
     async def run(self) -> None:
-        """Ask for ever; cancel to stop."""
+        """Scrape until cancelled."""
         self._asking_since = self._now()
-        for uid in self._targets:  # what was planned while nobody asked is long due, and must not come at once
+        for (
+            uid
+        ) in self._targets:  # visits that were planned while no scraper ran are overdue, and must not all begin at once
             self._plan_visit(uid, _loop_time() + _phase(uid) * self._busy_seconds())
         try:
             while True:
@@ -194,7 +196,7 @@ class Scraper(Generic[AddressT, KeyT]):
             return
         self._silent.discard(target.uid)
         if target.uid not in self._targets:
-            return  # the pod went away while it answered
+            return  # the pod was deleted while it answered
         after = Sample.of(signals, self._now(), capacity)
         self._samples[target.uid] = after
         if matters(before, after):
@@ -227,5 +229,5 @@ def _loop_time() -> float:
 
 
 def _phase(uid: str) -> float:
-    """Where in an interval this replica's moment lies, in [0, 1): the same in every process."""
+    """The time of this replica within an interval, in [0, 1): the same in every process."""
     return (zlib.crc32(uid.encode()) % 1000) / 1000

@@ -1,1 +1,1 @@
-"""How many replicas a service should have. Pure."""
+"""Decides how many replicas a service should have. Pure."""

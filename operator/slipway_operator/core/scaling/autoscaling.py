@@ -39,13 +39,13 @@ SEVERAL_CHANGES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """The decisions before this one, as far as they count."""
+    """The earlier decisions that this one depends on."""
 
     current: int  # the number decided last; 0: none yet
     history: tuple[ScalingDecision, ...] = ()  # changes, newest first
     recommendations: tuple[PastRecommendation, ...] = ()  # oldest first; () after a takeover
     silent_since: datetime | None = None  # since when no replica has answered
-    verdict: str = ""  # reason of condition ScalingActive, as status has it
+    verdict: str = ""  # reason of condition ScalingActive in status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,12 @@ class Recommendation:
     desired: int
     reason: str  # the evidence, in one sentence: `2→4: KVCacheUtilization 0.93 > 0.80 (3/3 pods, 4s old)`
     recommended: int  # what the metrics ask for, before windows and limits
-    limited_by: Limit | None = None  # what kept `desired` away from `recommended`
+    limited_by: Limit | None = None  # the limit because of which `desired` differs from `recommended`
     verdict: Reason = Reason.METRICS_FRESH  # of condition ScalingActive
     is_active: bool | None = True  # its status; None: unknown, nothing to measure yet
     keeps_condition: bool = False  # no sample can have arrived yet: the condition stays as it is
     values: tuple[Value, ...] = ()
-    recommendations: tuple[PastRecommendation, ...] = ()  # the window, to hand in next time
+    recommendations: tuple[PastRecommendation, ...] = ()  # the window, an argument of the next decision
     again_at: datetime | None = None  # when time alone may change the answer
 
 
@@ -175,7 +175,7 @@ def _with_metrics(
 
 
 def _before_the_first_answers(policy: Autoscaling, readings: Readings, past: Past, now: datetime) -> Recommendation:
-    """Holds the number while the first answers may still be on their way; that is no news for the condition."""
+    """Holds the number while the first answers may still be on their way; the condition does not change."""
     return Recommendation(
         desired=past.current,
         reason=f"{readings.ready} ready pods are being asked for the first time: holding {past.current}",
@@ -189,7 +189,7 @@ def _before_the_first_answers(policy: Autoscaling, readings: Readings, past: Pas
 
 
 def _without_metrics(policy: Autoscaling, readings: Readings, past: Past, now: datetime) -> Recommendation:
-    """Holds the number while all ready replicas are silent; after a long time the fallback counts, if it is more."""
+    """Holds the number while no ready replica answers; after a long time the fallback counts, if it is more."""
     missing = policy.missing_metrics
     since = past.silent_since or now
     patience = timedelta(seconds=missing.max_hold_seconds)
@@ -276,7 +276,7 @@ def _allowance(history: Sequence[ScalingDecision], rules: ScalingRules, now: dat
 
 
 def _is_recent(change: ScalingDecision, period_seconds: int, now: datetime) -> bool:
-    """Whether a change lies within the period. One that lies further ahead has a wrong time, and tells nothing."""
+    """Whether a change lies within the period. One that lies further ahead has a wrong time, and is ignored."""
     return abs(now - change.time) < timedelta(seconds=period_seconds)
 
 

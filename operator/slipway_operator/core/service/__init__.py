@@ -1,1 +1,1 @@
-"""What one InferenceService needs: pods, rollout, drain, children, status. Pure."""
+"""Plans one InferenceService: pods, rollout, drain, children, status. Pure."""

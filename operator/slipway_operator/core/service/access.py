@@ -1,4 +1,4 @@
-"""What a new pod is told about the callers of its two ports: the digests of their tokens, never a token.
+"""Builds the token digests of a new pod, with which its two ports check their callers; the pod never gets a token.
 
 The admin port is always closed. The serving port is closed where `spec.routing.directAccess` is GatewayOnly: the
 gateway reads from the pod's annotation which token the pod expects, so a rotation of its key breaks no replica.
@@ -27,16 +27,16 @@ class PortAccess:
     """None: the serving port takes requests without a token."""
 
     def annotations(self) -> dict[str, str]:
-        """What operator and gateway need to know in order to derive the pod's tokens."""
+        """Annotations from which operator and gateway derive the pod's tokens."""
         closed = {names.ANNOTATION_SERVING_TOKEN_SHA256: ",".join(self.serving_digests)} if self.serving_digests else {}
         return {names.ANNOTATION_ADMIN_NONCE: self.nonce} | closed
 
     def arguments(self) -> list[str]:
-        """The flags of the runtime that close its serving port."""
+        """Flags of the runtime that make its serving port require a token."""
         return [part for digest in self.serving_digests for part in ("--serving-token-sha256", digest)]
 
     def environment(self) -> dict[str, Any]:
-        """The variable of the runtime that opens its admin port to the holder of a token."""
+        """Environment variable with the digests that the runtime's admin port accepts."""
         return {"name": names.ENV_ADMIN_TOKEN_SHA256, "value": ",".join(self.admin_digests)}
 
 

@@ -1,7 +1,7 @@
-"""The children that are not pods: Kubernetes Service, disruption budget and network policy of the replicas.
+"""Builds the children that are not pods: Kubernetes Service, PodDisruptionBudget and NetworkPolicy of the replicas.
 
 They are applied server-side, whole, and only when what was applied last differs. Clients reach replicas through the
-gateway; the Service is the way past it, inside the cluster.
+gateway; the Service reaches them directly, inside the cluster.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def children(
 ) -> tuple[ApplyChild, ...]:
     """The children that differ from what was applied last. `network` None: no network policy is wanted."""
     manifests = [network_policy(service, network)] if network is not None else []
-    # The Service comes last: it is the one whose name may be somebody else's, and a refusal ends the pass.
+    # The Service comes last: another owner may have its name, and a refusal ends the pass.
     manifests += [disruption_budget(service, desired), kube_service(service)]
     wanted = [_child(manifest) for manifest in manifests]
     return tuple(child for child in wanted if applied.get(child.key) != child.digest)
@@ -43,7 +43,7 @@ def kube_service(service: InferenceService) -> dict[str, Any]:
 
 
 def network_policy(service: InferenceService, network: Network) -> dict[str, Any]:
-    """Who may connect to the replicas, where the cluster's network enforces policies.
+    """The NetworkPolicy that limits connections to the replicas, where the cluster's network enforces policies.
 
     | port           | admits                                                                               |
     |----------------|--------------------------------------------------------------------------------------|
@@ -86,7 +86,7 @@ def _namespaces(namespaces: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def disruption_budget(service: InferenceService, desired: int) -> dict[str, Any]:
-    """How many replicas evictions must leave: all but one, and the only one until its successor is ready.
+    """The PodDisruptionBudget: evictions leave all replicas but one, and a single one until its replacement is ready.
 
     An integer, because percentages need `/scale`, which answers only when `spec.replicas` is set. Replicas that are
     not ready may always be evicted, or a broken one would hold its node for ever.

@@ -1,7 +1,7 @@
-"""The drain protocol: how a replica goes without cutting a stream.
+"""The drain protocol: removes a replica without cutting a stream.
 
     serving ── DrainPod ──> label state=draining: routers drop it; POST /drain: /ready answers 503
-            ── the propagation wait, in which it still takes requests: not every router has heard of it yet
+            ── the propagation wait, in which it still takes requests: not every router has seen the label yet
             ── then it refuses new ones with a 503; it stays until the runtime says running + waiting == 0
             ── or until the timeout ──> DELETE with an explicit grace
 
@@ -19,8 +19,8 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import DeletePod, DrainPod, Event, Steps
 from slipway_operator.core.observed import Replica
 
-GRACE_AFTER_DRAIN_SECONDS: Final = 30  # nothing runs any more, or its time is over: long enough to exit cleanly
-ASK_AGAIN: Final = timedelta(seconds=2)  # how often an idle-looking drain is looked at
+GRACE_AFTER_DRAIN_SECONDS: Final = 30  # for a replica without requests, or past the timeout: a clean exit
+ASK_AGAIN: Final = timedelta(seconds=2)  # how often a draining replica is checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class DrainRules:
 
 
 def drain_replica(replica: Replica, rules: DrainRules, now: datetime, *, reason: str) -> Steps:
-    """Take the next step of the protocol with this replica; `reason` says why it should go."""
+    """Take the next step of the protocol for this replica; `reason` says why it is removed."""
     if replica.deleted_at is not None:
-        return Steps()  # the kubelet has it
+        return Steps()  # already deleted: the kubelet ends it
     if replica.phase in ("Failed", "Succeeded"):
         return Steps(actions=(_delete(replica, GRACE_AFTER_DRAIN_SECONDS, reason),))
     if replica.state != STATE_DRAINING:
@@ -68,7 +68,7 @@ def _begin(replica: Replica, rules: DrainRules, now: datetime, reason: str) -> S
 
 
 def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
-    # A draining label without its clock was set by hand; its creation is the one moment that does not move.
+    # A draining label without the annotation was set by hand; the pod's creation is the only time that stays fixed.
     started = replica.drain_started or replica.created_at
     deadline = started + rules.timeout
     sample = replica.sample if replica.sample and replica.sample.at >= started else None
@@ -91,7 +91,7 @@ def _go_on(replica: Replica, rules: DrainRules, now: datetime) -> Steps:
     again_at = min(now + ASK_AGAIN, deadline)
     if sample and sample.draining:
         return Steps(again_at=again_at)
-    # The request was lost, or the runtime restarted since: ask again. The label stands; only the POST is repeated.
+    # The POST was lost, or the runtime restarted since: repeat it. The label stays.
     ask = DrainPod(
         name=replica.name,
         uid=replica.uid,

@@ -1,9 +1,9 @@
 """Finds the events of a pass: the differences between the status before and after, and between the replicas.
 
-Events of replicas that are created, drained and replaced are made where that is decided; here are those that only the
-whole shows. Each follows from a change, so it is posted once, however often the pass repeats. Which replicas were ready
-in the pass before is in the leader's memory: a new leader compares counts, and posts nothing about replicas that failed
-before it led. What it does about them it does post (ReplicaReplaced).
+The modules that decide to create, drain or replace a replica make those events themselves; this module makes the events
+of the whole service. Each follows from a change, so it is posted once, however often the pass repeats. The leader keeps
+in memory which replicas were ready in the pass before: a new leader compares counts, and posts nothing about replicas
+that failed before it led, except that it replaces them (ReplicaReplaced).
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
 
 
 def ready_names(members: Iterable[Member]) -> frozenset[str]:
-    """The replicas that take requests: what the next pass compares with."""
+    """The names of the replicas that take requests; the next pass compares with them."""
     return frozenset(member.replica.name for member in members if member.is_ready)
 
 
@@ -128,7 +128,7 @@ def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus)
     events = []
     for (type, reason), warning in _WARNINGS.items():
         condition = find_condition(after.conditions, type)
-        if condition is None or condition.reason != reason or _was_told(before, condition):
+        if condition is None or condition.reason != reason or _was_reported(before, condition):
             continue
         if reason is Reason.METRICS_MISSING and condition.status is ConditionStatus.UNKNOWN:
             continue  # nothing is ready yet: there is nothing to measure, and nothing wrong
@@ -136,6 +136,6 @@ def find_warnings(before: InferenceServiceStatus, after: InferenceServiceStatus)
     return events
 
 
-def _was_told(before: InferenceServiceStatus, condition: Condition) -> bool:
+def _was_reported(before: InferenceServiceStatus, condition: Condition) -> bool:
     was = find_condition(before.conditions, condition.type)
     return was is not None and was.reason == condition.reason and was.status == condition.status

@@ -1,4 +1,4 @@
-"""Plans one pass over one service: what to do, given all that is seen of it and the time.
+"""Plans one pass over one service: computes actions, status and events from an `Observed` and the time.
 
 Read `plan` from top to bottom; each line is a module of its own. Three rules hold it together:
 
@@ -56,14 +56,14 @@ NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the shell shall do, in this order: actions (the first failure stops the list), status, events."""
+    """The result of planning, in this order: actions (the first failure stops the list), status, events."""
 
     actions: tuple[Action, ...] = ()
-    status: InferenceServiceStatus | None  # the whole status; None: write none (the service is gone). Write on change
+    status: InferenceServiceStatus | None  # the whole status; None: write none (the service is deleted)
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None  # seconds until something changes by time alone; None: sleep until woken
-    recommendations: tuple[PastRecommendation, ...] = ()  # hand back in the next `Observed`
-    ready: frozenset[str] | None = None  # hand back in the next `Observed`; None: not compared in this pass
+    recommendations: tuple[PastRecommendation, ...] = ()  # input of the next pass
+    ready: frozenset[str] | None = None  # input of the next pass; None: not compared in this pass
 
 
 def plan(observed: Observed, now: datetime) -> Plan:
@@ -152,7 +152,7 @@ def _assign_update(
     unhealthy: str,
     now: datetime,
 ) -> Assignment:
-    """Slots of the revision that the spec asks for."""
+    """Assign the slots of the revision that the spec asks for."""
     service = observed.service
     return assign(
         [member for member in members if member.replica.revision == revision.hash],
@@ -172,7 +172,7 @@ def _assign_update(
 def _assign_stable(
     observed: Observed, members: Sequence[Member], stable: Revision, rolling: RolloutStep, unhealthy: str, now: datetime
 ) -> Assignment:
-    """Slots of the stable revision during a rollout: what was lost is rebuilt; the rollout alone decides what goes."""
+    """Assign the stable revision's slots during a rollout: rebuild lost replicas; the rollout decides which drain."""
     service = observed.service
     return assign(
         [member for member in members if member.replica.revision == stable.hash],
@@ -191,7 +191,7 @@ def _assign_stable(
 
 
 def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
-    """The pods that this very service owns, judged. A namesake's pods that are still going are not ours."""
+    """The replicas that this service's uid controls, without those of a deleted service of the same name."""
     service = observed.service
     ours = [replica for replica in observed.replicas if replica.owner_uid == service.metadata.uid]
     limits = _limits(observed)
@@ -211,7 +211,7 @@ def _names_of_others(observed: Observed) -> frozenset[str]:
 
 
 def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> Recommendation | None:
-    """What the autoscaler says; None where the spec fixes the number of replicas."""
+    """The autoscaler's recommendation; None where the spec fixes the number of replicas."""
     service = observed.service
     policy = service.spec.autoscaling
     if policy is None or service.fixed_replicas is not None:
@@ -252,21 +252,21 @@ def _silent_since(service: InferenceService) -> datetime | None:
 
 
 def _is_recorded(service: InferenceService, revision: Revision, desired: int) -> bool:
-    """Whether status already says what this pass is about to do."""
+    """Whether status already contains what this pass is about to do."""
     status = service.status
     knows_revision = any(known.hash == revision.hash and known.image for known in status.revisions)
     return status.desired_replicas == desired and status.update_revision == revision.hash and knows_revision
 
 
 def _add_finalizer(service: InferenceService) -> Steps:
-    """Our finalizer comes before the first child, so that no deletion can overtake a drain."""
+    """Add our finalizer before the first child is created, so that replicas drain before a deletion completes."""
     if names.FINALIZER in service.metadata.finalizers:
         return Steps()
     return Steps(actions=(AddFinalizer(finalizer=names.FINALIZER, reason="its replicas drain before it goes"),))
 
 
 def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: bool) -> Steps:
-    """Drain and delete before anything is created: what goes may make the room that what comes needs."""
+    """Drain and delete before anything is created: a removed replica may free the GPU for a new one."""
     assigned = {decided.revision.hash, *((decided.stable.hash,) if decided.stable else ())}
     leaving = dict[str, tuple[Member, str]]()
     for member in decided.members:
@@ -294,9 +294,9 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
 def _one_victim_at_a_time(
     observed: Observed, decided: Decided, leaving: Iterable[tuple[Member, str]], now: datetime
 ) -> Steps:
-    """Drain what leaves; of those that serve one now, and only while enough others are ready.
+    """Drain the replicas to be removed; of serving ones only one at a time, and only while enough others are ready.
 
-    The caches may lag behind what we did, so the next victim is chosen when the one before is seen to drain.
+    The caches may lag behind our writes, so the next one is chosen when the caches show that the last one drains.
     """
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim = Steps(), False
@@ -314,7 +314,7 @@ def _one_victim_at_a_time(
 
 
 def _create(observed: Observed, decided: Decided) -> Steps:
-    """The replicas that are missing; those of the stable revision first, because it is known to serve."""
+    """Create missing replicas; those of the stable revision first, because it is known to serve."""
     steps = Steps()
     if decided.stable:
         steps += _create_of(observed, decided.stable, decided.stable_assignment, decided.rollout.stable_wanted)
@@ -348,7 +348,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
     """Drain every replica of a service that is being deleted, then release our finalizer."""
     service = observed.service
     if names.FINALIZER not in service.metadata.finalizers:
-        return Plan(status=None)  # nothing of ours holds it; the garbage collector has the rest
+        return Plan(status=None)  # our finalizer is removed; the garbage collector deletes the children
     holding = [one for one in members if one.stage is not Stage.STUCK]
     if not holding:
         release = RemoveFinalizer(finalizer=names.FINALIZER, reason="no replica is left to drain")
@@ -366,7 +366,7 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
 
 
 def _leave_alone(observed: Observed, members: tuple[Member, ...], now: datetime) -> Plan:
-    """Touch nothing of a service whose spec cannot be read, and say what is wrong with it."""
+    """Change nothing of a service whose spec cannot be read; only write a status that says why."""
     status = invalid_status(observed, members, now)
     return Plan(status=status, events=tuple(find_warnings(observed.service.status, status)))
 

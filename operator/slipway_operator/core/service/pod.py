@@ -1,4 +1,4 @@
-"""The final Pod of a replica. What this function returns is what the API server gets; nobody edits it afterwards.
+"""Builds the Pod of a replica, exactly as it is sent to the API server.
 
 The user's overlay is merged here, by name where it has names. It was checked against its allow-list by the API server
 (CEL), so it is taken as it is; what Slipway itself needs still wins: its labels, its environment, its mounts.
@@ -101,7 +101,7 @@ def _server(service: InferenceService, revision: Revision, access: PortAccess) -
 
 
 def arguments(service: InferenceService, revision: Revision) -> list[str]:
-    """The command line of `slipway-runtime`; what the spec leaves empty is left out, and the user's come last."""
+    """The command line of `slipway-runtime`: flags of the fields that the spec sets, then the user's own arguments."""
     process = {
         "--port": names.SERVING_PORT,
         "--admin-port": names.ADMIN_PORT,
@@ -114,7 +114,7 @@ def arguments(service: InferenceService, revision: Revision) -> list[str]:
 
 
 def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
-    """The model and how to run it: what the command line of a pod says, and what POST /model is sent."""
+    """The model and how to run it: the content of the pod's command line, and the body of POST /model."""
     model, runtime, lora = service.spec.model, service.spec.runtime, service.spec.runtime.lora
     drafts = runtime.speculation.method is not SpeculationMethod.NONE
     return ModelSpec(
@@ -153,12 +153,12 @@ def _warm_prompt(warm: WarmPrompt) -> str | tuple[dict[str, str], ...]:
 
 
 def _literal(text: str) -> str:
-    """The kubelet replaces `$(NAME)` in arguments; a chat template with dollars shall arrive unchanged."""
+    """Escape `$(NAME)`, which the kubelet would replace: a chat template with dollars must arrive unchanged."""
     return text.replace("$", "$$")
 
 
 def _sampling_defaults(defaults: SamplingDefaults) -> dict[str, float | int]:
-    """By the names of the OpenAI API, which are those of the runtime."""
+    """The sampling defaults under the names of the OpenAI API, which the runtime uses too."""
     values = {
         "temperature": defaults.temperature,
         "top_p": defaults.top_p,
@@ -175,7 +175,7 @@ def _sampling_defaults(defaults: SamplingDefaults) -> dict[str, float | int]:
 def _environment(service: InferenceService, overlay: ContainerOverlay, access: PortAccess) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
-    # The root is read-only: Triton's compiled kernels, and whatever looks for a home, go where the pod may write.
+    # The root file system is read-only: Triton's compiled kernels and HOME are in a writable volume.
     defaults: list[dict[str, Any]] = [
         {"name": "OMP_NUM_THREADS", "valueFrom": threads},
         {"name": "HOME", "value": names.CACHE_DIRECTORY},
@@ -191,7 +191,7 @@ def _environment(service: InferenceService, overlay: ContainerOverlay, access: P
 
 
 def _volumes(service: InferenceService) -> list[dict[str, Any]]:
-    """The user may bring another cache; the claim of the model is the model's."""
+    """The pod's volumes. The user's overlay may replace the cache volume, but not the model's claim."""
     own: list[dict[str, Any]] = [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS]
     if _shares_gpus(service):
         own += [{"name": name, "emptyDir": {"medium": "Memory"}} for name in SHARED_MEMORY]
@@ -204,7 +204,7 @@ def _shares_gpus(service: InferenceService) -> bool:
 
 def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str, dict[str, str | int]]:
     gpu = service.spec.resources.gpu
-    # An extended resource needs no request beside its limit; both are written so that nobody has to know that.
+    # An extended resource needs no request beside its limit; both are written to be explicit.
     gpus: dict[str, str | int] = {gpu.resource_name: str(gpu.count)} if gpu.count else {}
     requests = service.spec.resources.requests | overlay.resources.requests | gpus
     limits = service.spec.resources.limits | overlay.resources.limits | gpus
@@ -212,7 +212,7 @@ def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str
 
 
 def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
-    """Three questions: has it started (loading takes minutes), may it get requests, is it worth keeping."""
+    """The probes: startup (loading takes minutes), readiness and liveness."""
     ready = {"httpGet": {"path": names.PATH_READY, "port": "admin"}}
     health = {"httpGet": {"path": names.PATH_HEALTH, "port": "admin"}}
     return {
@@ -227,7 +227,7 @@ def _pod_security(overlay: PodOverlay) -> dict[str, Any]:
         "runAsNonRoot": True,
         "runAsUser": USER,
         "runAsGroup": USER,
-        "fsGroup": USER,  # or nobody may write to the emptyDirs
+        "fsGroup": USER,  # or the server's user could not write to the emptyDirs
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     stricter = overlay.security_context.to_json() if overlay.security_context else {}

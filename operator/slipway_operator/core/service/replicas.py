@@ -29,10 +29,10 @@ from slipway_operator.core.service.revision import Revision
 
 FIRST_BACKOFF: Final = timedelta(seconds=10)
 LONGEST_BACKOFF: Final = timedelta(seconds=300)
-FORGIVEN_AFTER: Final = timedelta(minutes=10)  # ready for this long: earlier failures say nothing any more
+FORGIVEN_AFTER: Final = timedelta(minutes=10)  # after being ready for this long, earlier failures no longer count
 RESTARTS_UNTIL_REPLACED: Final = 5  # the kubelet's own backoff has reached minutes: another node may do better
 
-SCALING_DOWN: Final = "scaling down"  # how the reason of such a drain begins; it is told apart by it
+SCALING_DOWN: Final = "scaling down"  # prefix of the reason of such a drain, by which it is recognised
 UNHEALTHY_SINCE: Final = "was ready and has not been since"
 
 
@@ -47,7 +47,7 @@ class Creation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What has to change so that every wanted slot has one good replica."""
+    """The changes after which every wanted slot has one working replica."""
 
     creations: tuple[Creation, ...] = ()
     leaving: tuple[tuple[Member, str], ...] = ()  # each with the reason
@@ -188,16 +188,16 @@ class _Slots:
         return [*first, *(next(free) for _ in range(wanted - len(first)))][:wanted]
 
     def _is_to_be_refilled(self, slot: int, group: Sequence[Member]) -> bool:
-        """Whether the slot's last replica went without our asking, or is replaced: its next attempt takes its place."""
+        """Whether the slot's last replica ended by itself, or is replaced: then the slot's next attempt is created."""
         last, recorded = group[-1].replica, self._recorded.get(slot)
         return last.state != STATE_DRAINING or (recorded is not None and recorded.attempt > last.attempt)
 
     def recorded(self, slot: int) -> AttemptStatus | None:
-        """What status says of the slot."""
+        """The slot's entry in status."""
         return self._recorded.get(slot)
 
     def should_move(self, slot: int, nodes: Mapping[str, Node]) -> bool:
-        """Whether the slot's only replica stands on a node that somebody wants empty."""
+        """Whether the slot's only replica is on a cordoned node."""
         return len(self.live[slot]) == 1 and is_cordoned(self.live[slot][0].replica, nodes)
 
     def next_attempt(self, slot: int) -> _Next:
@@ -241,7 +241,7 @@ class _Slots:
         return _Next(status, is_recorded, because, () if is_recorded else tuple(events))
 
     def memory_of(self, slot: int) -> AttemptStatus | None:
-        """What to remember of a slot that has its replica: failures that are not forgiven yet."""
+        """The status entry of a slot that has its replica: its recent failures."""
         recorded = self._recorded.get(slot)
         if recorded is None or not recorded.failures:
             return None
@@ -249,12 +249,12 @@ class _Slots:
         return None if forgiven_at and self._now >= forgiven_at else recorded
 
     def forgiven_at(self, slot: int) -> datetime | None:
-        """When the slot's replica will have been ready for so long that earlier failures say nothing any more."""
+        """When the slot's replica will have been ready for so long that its earlier failures no longer count."""
         ready_since = [one.replica.ready_since for one in self.live[slot] if one.is_ready and one.replica.ready_since]
         return min(ready_since) + FORGIVEN_AFTER if ready_since else None
 
     def superseded(self, victims: Mapping[int, str], nodes: Mapping[str, Node]) -> list[tuple[Member, str]]:
-        """Of several replicas on a slot, those that another one serves instead of."""
+        """Of several replicas in one slot, those that a ready one replaces."""
         leaving = []
         for slot, group in self.all.items():
             if slot in victims or len(group) == 1:
@@ -269,7 +269,7 @@ class _Slots:
         return leaving
 
     def ended(self, vacant: Sequence[int]) -> list[tuple[Member, str]]:
-        """Replicas that are over. One to be replaced goes when status carries the attempt after it: it counts once."""
+        """Replicas that ended. One to be replaced is deleted once status has the next attempt, so it counts once."""
         leaving = []
         for slot, group in self.all.items():
             recorded = self._recorded.get(slot)

@@ -1,4 +1,4 @@
-"""Revisions: which one the spec asks for, and how its inputs are stored so that its pods can be built again.
+"""Computes the revision that a spec asks for, and stores its inputs so that its pods can be built again.
 
 The hash covers what the user wrote about the pods, and nothing else. Operator version, certificates, scale, drain and
 rollout settings are not in it, so none of them restarts a pod. Values equal to their default are left out before
@@ -33,7 +33,7 @@ _INPUTS: Final[dict[str, Any]] = {
     "runtime": True,
     "resources": True,
     "template": True,
-    "routing": {"direct_access"},  # pods are told at their start which callers they answer
+    "routing": {"direct_access"},  # pods get the digests of their callers' tokens when they are created
 }
 
 
@@ -52,7 +52,7 @@ class Revision:
         return self.hash[:SHORT_LENGTH]
 
     def apply_to(self, service: InferenceService) -> InferenceService:
-        """The service as it asks for pods of this revision; what is not part of a revision stays as it is now."""
+        """The service with the inputs of this revision; fields outside a revision keep their present value."""
         if self.spec is None:
             return service
         frozen = {part: getattr(self.spec, part) for part in _INPUTS}
@@ -60,7 +60,7 @@ class Revision:
 
 
 def inputs(spec: InferenceServiceSpec) -> str:
-    """What is hashed: canonical JSON of what the user wrote about the pods, without defaults."""
+    """The hash's input: canonical JSON of what the user wrote about the pods, without defaults."""
     written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=_INPUTS)
     written = {section: values for section, values in written.items() if values}
     return json.dumps(written, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -91,7 +91,7 @@ def resolve(service: InferenceService, default_image: str, stored: Iterable[Revi
 
 
 def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) -> tuple[Revision, ...]:
-    """The revisions that can be built again. One that cannot be read is as good as not stored."""
+    """The revisions whose pods can be built again. One that cannot be read counts as not stored."""
     loaded = []
     for one in stored:
         if one.owner_uid != service.metadata.uid:
@@ -136,7 +136,7 @@ def create_revision(
 def delete_revisions(
     service: InferenceService, stored: Sequence[StoredRevision], *, populated: Iterable[str]
 ) -> tuple[DeleteRevision, ...]:
-    """Forget what status has forgotten: `revisionHistoryLimit` decides there. Never one that has pods."""
+    """Delete the revisions that status no longer lists (by `revisionHistoryLimit`), never one that has pods."""
     status = service.status
     kept = {*populated, status.update_revision, status.current_revision, *(one.hash for one in status.revisions)}
     return tuple(
@@ -147,7 +147,7 @@ def delete_revisions(
 
 
 def owner_reference(service: InferenceService) -> dict[str, Any]:
-    """What makes a child ours: the garbage collector's safety net, and how we know our children from others'."""
+    """The owner reference of a child: it identifies our children, and lets the garbage collector delete them."""
     return {
         "apiVersion": service.api_version,
         "kind": service.kind,
@@ -159,7 +159,7 @@ def owner_reference(service: InferenceService) -> dict[str, Any]:
 
 
 def _find(text: str, revisions: tuple[RevisionStatus, ...]) -> str:
-    """The hash whose short form, which names pods, no other revision has.
+    """Find a hash whose short form, which is part of pod names, no other revision has.
 
     A known hash wins over a free one: it may owe its collision count to a revision that is forgotten by now. At most
     six revisions are known, so one of sixteen candidates is free.

@@ -1,6 +1,6 @@
-"""How a new revision replaces the old one: which replicas may start, which may go, and who gets the traffic.
+"""Decides the next step of a rollout: which replicas may start, which may drain, and each revision's share of traffic.
 
-RollingUpdate with Kubernetes' words. Two laws hold at every step, for D desired replicas:
+RollingUpdate as in a Deployment. Two rules hold at every step, for D desired replicas:
 
 - at least D - maxUnavailable replicas are ready before a ready one is asked to go;
 - no more than D + maxSurge replicas exist. Those that drain count, because they hold their GPU until they are gone,
@@ -31,7 +31,7 @@ REPLACED: Final = "a newer revision replaces it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revisions:
-    """The revisions that a rollout is between, by hash."""
+    """The old and the new revision of a rollout, by hash."""
 
     update: str  # the one that the spec asks for
     stable: str = ""  # the last that served completely; the same as `update` while nothing rolls
@@ -40,7 +40,7 @@ class Revisions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStep:
-    """What the rollout allows now."""
+    """The replicas that the rollout allows to start and to drain now."""
 
     is_rolling: bool  # an old revision still holds replicas
     create_up_to: int  # replicas of the new revision that may exist
@@ -135,14 +135,14 @@ def _old_that_may_go(
     serving = [member for member in ranked if member.is_ready]
     must_stay = max(0, desired - limits.max_unavailable)
 
-    # What is broken goes at once where nothing waits for it: its GPU may be what the new revision waits for.
+    # A broken replica is removed at once: the new revision may be waiting for its GPU.
     leaving = [(member, f"an old revision's replica that {member.stage.value}") for member in hopeless]
     # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
     leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
     spare = max(0, len(serving) + new_ready - must_stay)
     leaving += [(member, REPLACED) for member in serving[:spare]]
-    # A replica on a lost node may still serve streams; it goes when it is not needed any more.
+    # A replica on a lost node may still serve streams; it is removed when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
         leaving += [(member, "its node does not answer, and a newer revision serves instead") for member in lost]
@@ -152,7 +152,7 @@ def _old_that_may_go(
 def may_empty_cordoned_node(
     members: Sequence[Member], *, desired: int, limits: RollingUpdate, nodes: Mapping[str, Node]
 ) -> tuple[Member, ...]:
-    """Without any surge a replica cannot be replaced before it goes: those on cordoned nodes that may go first."""
+    """The replicas on cordoned nodes that may drain without a replacement, because there is no surge."""
     if limits.max_surge:
         return ()
     live = [member for member in members if member.is_live]
@@ -189,7 +189,7 @@ def _doubles(members: Sequence[Member]) -> int:
 
 
 def _drains_and_counts(member: Member, update: str) -> bool:
-    """Whether we asked this replica to go and it holds its GPU still; a spec set back finds its own among them.
+    """Whether this replica drains for the rollout and still holds its GPU, also after the spec was set back.
 
     Draining for a scale-down does not count: load that comes back gets its replicas at once. Nor does what drains on
     a lost node: its GPU is of no use, however long the drain takes.

@@ -1,6 +1,6 @@
-"""Under which name the gateway serves a service: its served name, unless an older service has it already.
+"""Decides under which name the gateway serves a service: its served name, unless an older service has it already.
 
-The gateway sorts by the same function; the condition tells the owner of the younger service.
+The gateway orders services by the same function; the condition RouteReady informs the owner of the younger service.
 """
 
 from slipway_api.conditions import ConditionStatus, Reason
@@ -11,7 +11,7 @@ from slipway_operator.core.observed import Observed
 def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Reason, str]:
     """Status, reason and message of the condition RouteReady."""
     service = observed.service
-    # Of a spec that cannot be read, the name that the gateway was told before still counts.
+    # Of a spec that cannot be read, the name that status recorded before still counts.
     served_name = (observed.fault and service.status.served_name) or service.served_name
     full_name = str(service.key)
     if (older := _older_namesake(observed)) is not None:

@@ -1,7 +1,7 @@
-"""The whole status of a service: what is so, why, and what a person can do about it.
+"""Builds the whole status of a service: counts, revisions, autoscaling and conditions, with what a person can do.
 
-Written as one; the shell skips the write when nothing changed, so nothing in here may move by itself: timestamps but
-never ages, sentences of decisions but never live numbers. The values behind autoscaling move all the time; they are
+It is written as one, and only when it changed, so no value may change by itself: timestamps but never ages, sentences
+of decisions but never live numbers. The values behind autoscaling change all the time; they are
 refreshed with each decision, otherwise at most every 60 s and only when they moved by a tenth of their target.
 
 | ready replicas | desired | otherwise                             | Ready                                |
@@ -59,7 +59,7 @@ MOST_REVISIONS: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """Everything that this pass decided; status is built from it."""
+    """The decisions of this pass, from which status is built."""
 
     members: Sequence[Member]
     revision: Revision
@@ -72,7 +72,7 @@ class Decided:
 
     @property
     def attempts(self) -> tuple[AttemptStatus, ...]:
-        """What status remembers of the slots of both revisions."""
+        """The status entries of the slots of both revisions."""
         return self.assignment.attempts + self.stable_assignment.attempts
 
     @property
@@ -82,7 +82,7 @@ class Decided:
 
     @property
     def assignment_events(self) -> tuple[Event, ...]:
-        """What happened to single slots."""
+        """The events of single slots."""
         return self.assignment.events + self.stable_assignment.events
 
     def ready_of(self, revision: str) -> int:
@@ -121,7 +121,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
 
 
 def _addresses(service: InferenceService, gateway: str) -> tuple[Address, ...]:
-    """The gateway, and the Kubernetes Service past it where replicas take requests without a serving token."""
+    """The gateway's URL, and the Kubernetes Service's where replicas take requests without a serving token."""
     through_gateway = Address(name="gateway", url=gateway)
     if service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY:
         return (through_gateway,)
@@ -182,7 +182,7 @@ def _served_name(service: InferenceService, decided: Decided) -> str:
 
 
 def _capacity(decided: Decided) -> CapacityStatus | None:
-    """What a replica of the wanted revision holds, or of any while there is none; the smallest, where nodes differ."""
+    """The capacity of a replica of the wanted revision, else of any; the smallest, where nodes differ."""
     known = [(one.replica.revision, one.replica.sample) for one in decided.members if one.is_ready]
     capacities = [(revision, sample.capacity) for revision, sample in known if sample and sample.capacity]
     wanted = [capacity for revision, capacity in capacities if revision == decided.revision.hash]
@@ -221,7 +221,7 @@ def _autoscaling(service: InferenceService, decided: Decided, now: datetime) -> 
 
 
 def _moved(known: AutoscalingStatus, scaling: Recommendation, now: datetime) -> bool:
-    """Whether the values deserve a write of their own."""
+    """Whether the values changed by so much that status is written for them."""
     if not scaling.values:
         return False
     shown = {signal.type: signal for signal in known.signals}
@@ -255,7 +255,7 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     generation = service.metadata.generation
     conditions = service.status.conditions
     if service.status.update_revision != decided.revision.hash:
-        conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: its clock starts now
+        conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment, now=now)
     stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
 
@@ -300,7 +300,7 @@ def _readiness(
     problems: Problems,
     stalled: tuple[Reason, str] | None,
 ) -> tuple[ConditionStatus, Reason, str]:
-    """The table on top."""
+    """Condition Ready, by the table in the module's docstring."""
     sentence = problems.summarize(ready, decided.desired)
     if decided.desired == 0:
         return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, "no replicas are asked for"
@@ -320,7 +320,7 @@ def _readiness(
 
 
 def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
-    """What is under way; None at rest."""
+    """The reason and message of Progressing; None when nothing is under way."""
     before = observed.service.status
     if decided.rollout.is_rolling:
         return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}"
@@ -335,7 +335,7 @@ def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
         return None  # done, or begun this very moment
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
-    # Only what a retry does not repeat is progress: a first attempt, a replica that became ready, an old one that goes.
+    # Only steps that no retry repeats are progress: a first attempt, a replica that became ready, one that ended.
     moments = [one.created_at for one in new if one.attempt == 0]
     moments += [one.ready_since for one in new if one.ready and one.ready_since]
     moments += [one.drain_started for one in old if one.drain_started]
@@ -357,7 +357,7 @@ def _past_deadline(
     was = find_condition(before.conditions, ConditionType.STALLED)
     if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.revision.hash):
         was = None
-    # Attempts come and go while it is stalled, so the facts behind an old deadline may be gone: it still stands.
+    # Attempts begin and end while it is stalled, so an old deadline may no longer follow from them: it still holds.
     still = was is not None and (deadline is None or deadline <= was.last_transition_time)
     if not still and (deadline is None or now < deadline):
         return None
@@ -377,7 +377,7 @@ def _is_settled(decided: Decided) -> bool:
 
 
 def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionStatus, Reason, str] | None:
-    """Its message is the sentence of the last decision, or of what keeps it from deciding."""
+    """Condition ScalingActive: its message is the last decision's sentence, or why none is possible."""
     spec, before = observed.service.spec, observed.service.status
     if spec.autoscaling is None:
         return None
