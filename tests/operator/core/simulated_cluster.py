@@ -7,6 +7,7 @@ step, so a story or a random walk only has to move it.
 
 from dataclasses import replace
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 from slipway_api import names
@@ -80,6 +81,7 @@ class SimulatedCluster:
         self._failed_at: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
         self._next_uid = 0
+        self.doubled_since: dict[tuple[str, int], Any] = {}  # by slot: since when it has two live replicas
 
     # --- what the operator sees and does -----------------------------------------------------------------------------
 
@@ -305,9 +307,9 @@ class SimulatedCluster:
 
     # --- what the cluster does ---------------------------------------------------------------------------------------
 
-    def tick(self, *, reconcile: bool = True) -> None:
-        """One second passes."""
-        self.now += TICK
+    def tick(self, seconds: int = 1, *, reconcile: bool = True) -> None:
+        """One second passes, or as many in which nothing happens before the last of them."""
+        self.now += TICK * seconds
         self.load(self)
         in_use = sum(bool(pod.replica.node) for pod in self.pods.values())
         for name, pod in list(self.pods.items()):
@@ -317,7 +319,8 @@ class SimulatedCluster:
                 continue
             if not pod.replica.node and pod.replica.phase == "Pending":
                 in_use += self._schedule(pod, in_use)
-            self._run(pod)
+            self._run(pod, seconds)
+        laws.check_doubles_end(self)
         if reconcile and self._is_woken():
             self.reconcile()
 
@@ -347,7 +350,7 @@ class SimulatedCluster:
             self.fail(pod.replica.name, "UnexpectedAdmissionError")
         return 1
 
-    def _run(self, pod: SimulatedPod) -> None:
+    def _run(self, pod: SimulatedPod, seconds: int) -> None:
         node = self.nodes.get(pod.replica.node)
         if node is None or pod.replica.phase in ("Failed", "Succeeded"):
             return
@@ -360,7 +363,7 @@ class SimulatedCluster:
             return
         if pod.replica.phase == "Pending":
             pod.replica = replace(pod.replica, phase="Running", waiting_reason="")
-        pod.loads_for -= 1
+        pod.loads_for -= seconds
         if pod.drain_arrives_at is not None and self.now >= pod.drain_arrives_at:
             pod.drains = True
         flaps = pod.flaps_until is not None and self.now < pod.flaps_until
@@ -374,7 +377,9 @@ class SimulatedCluster:
             pod.waiting = 0  # what waits gets its turn
         if pod.answers and pod.loads_for <= 0:
             answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
-            pod.said = [*pod.said, answer][-1 - pod.late_by :]
+            for ago in reversed(range(min(seconds, pod.late_by + 1))):
+                pod.said.append(replace(answer, at=self.now - TICK * ago))
+            pod.said = pod.said[-1 - pod.late_by :]
             pod.sample = pod.said[0]
 
     def _set_ready(self, pod: SimulatedPod, *, is_ready: bool) -> None:
@@ -387,6 +392,32 @@ class SimulatedCluster:
         for _ in range(int(seconds)):
             self.tick()
         return self
+
+    def skip(self, seconds: int) -> None:
+        """As `run`, but from one moment at which something is due to the next."""
+        end = self.now + TICK * seconds
+        before: Any = None
+        while self.now < end:
+            facts = self._all_that_may_move()
+            quiet = self._quiet_seconds() if facts == before else 1
+            before = facts
+            self.tick(min(quiet, int((end - self.now) / TICK)))
+
+    def _all_that_may_move(self) -> Any:
+        said = [(name, replace(one, at=T0)) for name, pod in self.pods.items() for one in pod.said]
+        return self.service, self._actual(), dict(self.nodes), said
+
+    def _quiet_seconds(self) -> int:
+        """The seconds until something is due, in a cluster in which the last second changed nothing."""
+        moments = [self.due, *self._cache.moments()]
+        for pod in self.pods.values():
+            moments += [pod.ends_at, pod.flaps_until, pod.drain_arrives_at]
+            if pod.loads_for > 0:
+                moments.append(self.now + timedelta(seconds=pod.loads_for))
+            if pod.replica.state == names.STATE_DRAINING and pod.ends_at is None:
+                return 1  # its requests end one by one
+        waits = [ceil((one - self.now) / TICK) for one in moments if one is not None and one > self.now]
+        return min(waits, default=3600)
 
     # --- what may go wrong -------------------------------------------------------------------------------------------
 
@@ -405,15 +436,18 @@ class SimulatedCluster:
     def flap(self, name: str, seconds: float) -> None:
         """Its readiness probe fails for a while, and nothing else."""
         self.pods[name].flaps_until = self.now + timedelta(seconds=seconds)
+        self.pods[name].disturbed_until = self.now + timedelta(seconds=seconds)
 
     def hang(self, name: str) -> None:
         """Its engine stands still; its ports answer."""
         self.faults += 1
         self.pods[name].is_hung = True
+        self.pods[name].disturbed_until = self.now
 
     def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
         self.faults += 1
         pod = self.pods[name]
+        pod.disturbed_until = self.now
         pod.replica = replace(
             pod.replica,
             ready=False,
