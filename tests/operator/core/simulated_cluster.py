@@ -431,7 +431,9 @@ class SimulatedCluster:
         self.faults += 1
         pod = self.pods[name]
         pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
-        self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
+        node = self.nodes.get(pod.replica.node)
+        if node is None or node.ready:  # what was lost with its node is replaced for that, without a pause
+            self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
 
     def flap(self, name: str, seconds: float) -> None:
         """Its readiness probe fails for a while, and nothing else."""
