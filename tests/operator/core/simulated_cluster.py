@@ -7,7 +7,6 @@ step, so a story or a random walk only has to move it.
 
 from dataclasses import replace
 from datetime import timedelta
-from math import ceil
 from typing import Any
 
 from slipway_api import names
@@ -37,7 +36,7 @@ from slipway_operator.core.observed import (
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
-from tests.operator.core import laws
+from tests.operator.core import laws, quiet_time
 from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.stale_cache import StaleCache
 
@@ -77,7 +76,7 @@ class SimulatedCluster:
         self.default_image = DEFAULTS.runtime_image
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
-        self._cache = StaleCache()
+        self.cache = StaleCache()
         self._failed_at: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
         self._next_uid = 0
@@ -91,7 +90,7 @@ class SimulatedCluster:
             service=self.service,
             replicas=tuple(
                 replace(replica, sample=self.pods[name].sample if name in self.pods else None)
-                for name, replica in self._cache.view(self._actual(), self.now).items()
+                for name, replica in self.cache.view(self._actual(), self.now).items()
             ),
             nodes=dict(self.nodes),
             disrupted=self.disrupted,
@@ -111,11 +110,11 @@ class SimulatedCluster:
     @property
     def cache_lag(self) -> int:
         """Seconds by which caches are behind."""
-        return self._cache.lag
+        return self.cache.lag
 
     @cache_lag.setter
     def cache_lag(self, seconds: int) -> None:
-        self._cache.set_lag(seconds, self._actual())
+        self.cache.set_lag(seconds, self._actual())
 
     def _actual(self) -> dict[str, Replica]:
         return {name: pod.replica for name, pod in self.pods.items()}
@@ -131,7 +130,7 @@ class SimulatedCluster:
         for _ in range(10):
             if self.service is None:
                 return made
-            if self._cache.is_waited_for(self._actual(), self.now):
+            if self.cache.is_waited_for(self._actual(), self.now):
                 self.due = self.now + TICK
                 return made
             made = self._one_pass(die_after)
@@ -269,7 +268,7 @@ class SimulatedCluster:
             ),
             loads_for=self.load_seconds,
         )
-        self._cache.expect(action.name, self.now, lambda replica: replica is not None)
+        self.cache.expect(action.name, self.now, lambda replica: replica is not None)
         laws.check_total(self)
 
     def _drain(self, action: DrainPod) -> None:
@@ -283,7 +282,7 @@ class SimulatedCluster:
                 drain_started=action.started.replace(microsecond=0),
                 drain_reason=action.reason,
             )
-            self._cache.expect(
+            self.cache.expect(
                 action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_DRAINING
             )
         if pod.answers and pod.drain_arrives_at is None:
@@ -303,7 +302,7 @@ class SimulatedCluster:
             age = (self.now - pod.replica.drain_started).total_seconds()
             assert age >= drain.timeout_seconds, f"{action.name} was deleted with {pod.running} streams after {age}s"
         self.end(action.name, grace=action.grace_seconds, takes=2)
-        self._cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
+        self.cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
 
     # --- what the cluster does ---------------------------------------------------------------------------------------
 
@@ -328,7 +327,7 @@ class SimulatedCluster:
         """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
         facts = (
             self.service and (self.service.metadata, self.service.spec),
-            tuple(self._cache.view(self._actual(), self.now).values()),
+            tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
@@ -398,26 +397,10 @@ class SimulatedCluster:
         end = self.now + TICK * seconds
         before: Any = None
         while self.now < end:
-            facts = self._all_that_may_move()
-            quiet = self._quiet_seconds() if facts == before else 1
+            facts = quiet_time.all_that_may_move(self)
+            quiet = quiet_time.seconds_until_due(self) if facts == before else 1
             before = facts
             self.tick(min(quiet, int((end - self.now) / TICK)))
-
-    def _all_that_may_move(self) -> Any:
-        said = [(name, replace(one, at=T0)) for name, pod in self.pods.items() for one in pod.said]
-        return self.service, self._actual(), dict(self.nodes), said
-
-    def _quiet_seconds(self) -> int:
-        """The seconds until something is due, in a cluster in which the last second changed nothing."""
-        moments = [self.due, *self._cache.moments()]
-        for pod in self.pods.values():
-            moments += [pod.ends_at, pod.flaps_until, pod.drain_arrives_at]
-            if pod.loads_for > 0:
-                moments.append(self.now + timedelta(seconds=pod.loads_for))
-            if pod.replica.state == names.STATE_DRAINING and pod.ends_at is None:
-                return 1  # its requests end one by one
-        waits = [ceil((one - self.now) / TICK) for one in moments if one is not None and one > self.now]
-        return min(waits, default=3600)
 
     # --- what may go wrong -------------------------------------------------------------------------------------------
 
