@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from e2e.cluster.fixtures import apiserver, cluster
@@ -23,6 +24,11 @@ __all__ = [
     "pytest_terminal_summary",
     "pytest_testnodedown",
 ]
+
+
+# A test asserts states and counts, never how long an example took: a busy machine may take five times as long.
+hypothesis.settings.register_profile("slipway", deadline=None)
+hypothesis.settings.load_profile("slipway")
 
 
 def pytest_configure(config: pytest.Config) -> None:

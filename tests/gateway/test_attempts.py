@@ -82,7 +82,7 @@ async def test_the_limit_on_silence_does_not_touch_an_answer_that_is_not_streame
         assert runtime.requests == 1
 
 
-@pytest.mark.capability("RD-8")
+@pytest.mark.capability("RD-8", "RD-9")
 async def test_a_stream_without_a_first_byte_is_answered_by_another_replica_and_the_silent_one_is_ejected():
     """Chaos C2 and C9: a hung or unplugged replica kept its requests although others could answer."""
     async with (
@@ -160,6 +160,7 @@ async def test_a_500_counts_against_its_replica_and_is_not_retried():
         assert ejected(gateway) == 1
 
 
+@pytest.mark.capability("RD-9")
 @pytest.mark.parametrize(
     "dead", [die_with(500, "EngineDeadError", "gone"), die_with(503, "ServiceUnavailableError", "the engine stopped")]
 )

@@ -317,7 +317,7 @@ async def test_a_changed_served_name_serves_both_names_until_no_old_replica_is_l
             assert new.bodies[-1]["model"] == "renamed"
 
 
-@pytest.mark.capability("RD-8")
+@pytest.mark.capability("RD-8", "RD-9")
 async def test_requests_without_a_first_byte_move_when_their_hung_replica_becomes_unready():
     """Chaos C2: they waited up to 69 s, though healthy replicas stood by."""
     async with (

@@ -1,5 +1,7 @@
 """What a whole operator posts about replicas that fail, and about a change of leader: once, and with the cause."""
 
+import pytest
+
 from slipway_kube.resources import EVENTS, PODS
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
@@ -16,6 +18,7 @@ def warnings(cluster: SimulatedCluster) -> list[str]:
     return [event["reason"] for event in cluster.server.objects(EVENTS, NAMESPACE) if event["type"] == "Warning"]
 
 
+@pytest.mark.capability("RD-9")
 def test_a_server_that_is_killed_and_started_again_is_told_with_its_exit_code(tmp_path):
     """C4: after kill -9 of a replica the only event was ReplicaReady."""
 

@@ -83,7 +83,7 @@ async def test_two_processes_serve_and_the_engine_does_not_outlive_the_other_one
         assert await texts(replica, http) == said, "an engine on a thread serves alike"
 
 
-@pytest.mark.capability("API-3", "RD-3")
+@pytest.mark.capability("API-3", "RD-3", "RD-9")
 async def test_when_the_engine_process_is_killed_streams_hear_of_it_and_the_replica_ends():
     async with serving() as replica, httpx.AsyncClient(timeout=60) as http:
         await replica.ready()

@@ -44,26 +44,26 @@ IMAGE_ERRORS: Final = frozenset(
 
 
 class Stage(Enum):
-    """Where a replica stands between its creation and its end; the value completes a sentence about the replica."""
+    """Where a replica stands between its creation and its end; `core/service/problems.py` has the sentences."""
 
-    STUCK = "was deleted, but its node does not end it"
-    TERMINATING = "is being deleted"
-    DEAD = "has ended"
-    DRAINING = "is draining"
-    LOST = "is on a node that does not answer"
-    READY = "is ready"
-    UNREADY = "is not ready at the moment"
-    UNHEALTHY = "was ready and has not been for too long"
-    OVERDUE = "did not become ready in time"
-    IMAGE_ERROR = "cannot pull its image"
-    CONFIG_ERROR = "lacks a part of its environment"
-    CRASHING = "keeps crashing"
-    UNSCHEDULABLE = "waits for a node"
-    LOADING = "is loading"
+    STUCK = "Stuck"
+    TERMINATING = "Terminating"
+    DEAD = "Dead"
+    DRAINING = "Draining"
+    LOST = "Lost"
+    READY = "Ready"
+    UNREADY = "Unready"
+    UNHEALTHY = "Unhealthy"
+    OVERDUE = "Overdue"
+    IMAGE_ERROR = "ImageError"
+    CONFIG_ERROR = "ConfigError"
+    CRASHING = "Crashing"
+    UNSCHEDULABLE = "Unschedulable"
+    LOADING = "Loading"
 
     @property
     def is_live(self) -> bool:
-        """Whether it holds its slot: it serves, or may serve one day without anybody's doing."""
+        """Whether it holds its slot: it serves, or may serve one day without a change from outside."""
         return self not in _GONE
 
     @property

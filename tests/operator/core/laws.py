@@ -1,11 +1,13 @@
 """The laws that hold at every step of a simulated cluster, whatever happens to it."""
 
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from slipway_api import names
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
 from slipway_operator.core.observed import Observed
+from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.plan import Plan
 from slipway_operator.core.service.replicas import SCALING_DOWN
 from tests.builders import UID
@@ -26,6 +28,43 @@ def check_slots(world: "SimulatedCluster") -> None:
     assert all(count <= 2 for count in counts.values()), f"a slot has more than two live replicas: {counts}"
     if not world.faults and not world.was_cordoned:
         assert all(count == 1 for count in counts.values()), f"two live replicas on one slot: {counts}"
+
+
+def check_doubles_end(world: "SimulatedCluster") -> None:
+    """A slot has two live replicas for no longer than one may take to start and the other to drain.
+
+    A replica that started and stands still is told from one that starts after replaceAfterUnhealthySeconds.
+    The time of a replica that waits for a node, whose node is silent, or that was disturbed begins again; and while no
+    more are ready than the service needs, both may stay.
+    """
+    if world.service is None:
+        return
+    spec = world.service.spec
+    limit = timedelta(
+        seconds=spec.runtime.startup_timeout_seconds
+        + spec.availability.replace_after_unhealthy_seconds
+        + spec.drain.timeout_seconds
+        + GRACE_AFTER_DRAIN_SECONDS
+        + 2 * world.cache_lag
+    )
+    slots: dict[tuple[str, int], list[SimulatedPod]] = {}
+    for pod in world.live:
+        slots.setdefault((pod.replica.revision, pod.replica.slot), []).append(pod)
+    doubled = {slot: pods for slot, pods in slots.items() if len(pods) > 1}
+    is_short = len(world.ready) <= world.desired - spec.rollout.rolling_update.max_unavailable
+    known = {} if is_short else world.doubled_since
+    world.doubled_since = {slot: known.get(slot, world.now) for slot in doubled}
+    for slot, pods in doubled.items():
+        since = max(world.doubled_since[slot], *(_start_begins(world, pod) for pod in pods))
+        assert world.now <= since + limit, f"two live replicas on {slot} since {since}: {world.log[-20:]}"
+
+
+def _start_begins(world: "SimulatedCluster", pod: "SimulatedPod") -> datetime:
+    node = world.nodes.get(pod.replica.node)
+    if node is None or not node.ready:
+        return world.now
+    moments = (pod.replica.scheduled_at, node.ready_since, pod.disturbed_until)
+    return max(moment for moment in moments if moment is not None)
 
 
 def check_victims(made: Plan, observed: Observed) -> None:
@@ -54,6 +93,7 @@ def check_total(world: "SimulatedCluster") -> None:
         pod
         for pod in here
         if pod.replica.state == names.STATE_DRAINING
+        and pod.replica.phase not in ("Failed", "Succeeded")  # what has ended holds no GPU, drained or not
         and not pod.replica.drain_reason.startswith(SCALING_DOWN)
         and not (pod.replica.deleted_at and world.now >= pod.replica.deleted_at + GONE_AFTER)
     ]

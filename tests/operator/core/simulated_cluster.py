@@ -36,7 +36,7 @@ from slipway_operator.core.observed import (
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
-from tests.operator.core import laws
+from tests.operator.core import laws, quiet_time
 from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.stale_cache import StaleCache
 
@@ -76,10 +76,11 @@ class SimulatedCluster:
         self.default_image = DEFAULTS.runtime_image
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
-        self._cache = StaleCache()
+        self.cache = StaleCache()
         self._failed_at: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
         self._next_uid = 0
+        self.doubled_since: dict[tuple[str, int], Any] = {}  # by slot: since when it has two live replicas
 
     # --- what the operator sees and does -----------------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ class SimulatedCluster:
             service=self.service,
             replicas=tuple(
                 replace(replica, sample=self.pods[name].sample if name in self.pods else None)
-                for name, replica in self._cache.view(self._actual(), self.now).items()
+                for name, replica in self.cache.view(self._actual(), self.now).items()
             ),
             nodes=dict(self.nodes),
             disrupted=self.disrupted,
@@ -109,11 +110,11 @@ class SimulatedCluster:
     @property
     def cache_lag(self) -> int:
         """Seconds by which caches are behind."""
-        return self._cache.lag
+        return self.cache.lag
 
     @cache_lag.setter
     def cache_lag(self, seconds: int) -> None:
-        self._cache.set_lag(seconds, self._actual())
+        self.cache.set_lag(seconds, self._actual())
 
     def _actual(self) -> dict[str, Replica]:
         return {name: pod.replica for name, pod in self.pods.items()}
@@ -129,7 +130,7 @@ class SimulatedCluster:
         for _ in range(10):
             if self.service is None:
                 return made
-            if self._cache.is_waited_for(self._actual(), self.now):
+            if self.cache.is_waited_for(self._actual(), self.now):
                 self.due = self.now + TICK
                 return made
             made = self._one_pass(die_after)
@@ -267,7 +268,7 @@ class SimulatedCluster:
             ),
             loads_for=self.load_seconds,
         )
-        self._cache.expect(action.name, self.now, lambda replica: replica is not None)
+        self.cache.expect(action.name, self.now, lambda replica: replica is not None)
         laws.check_total(self)
 
     def _drain(self, action: DrainPod) -> None:
@@ -281,7 +282,7 @@ class SimulatedCluster:
                 drain_started=action.started.replace(microsecond=0),
                 drain_reason=action.reason,
             )
-            self._cache.expect(
+            self.cache.expect(
                 action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_DRAINING
             )
         if pod.answers and pod.drain_arrives_at is None:
@@ -301,13 +302,13 @@ class SimulatedCluster:
             age = (self.now - pod.replica.drain_started).total_seconds()
             assert age >= drain.timeout_seconds, f"{action.name} was deleted with {pod.running} streams after {age}s"
         self.end(action.name, grace=action.grace_seconds, takes=2)
-        self._cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
+        self.cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
 
     # --- what the cluster does ---------------------------------------------------------------------------------------
 
-    def tick(self, *, reconcile: bool = True) -> None:
-        """One second passes."""
-        self.now += TICK
+    def tick(self, seconds: int = 1, *, reconcile: bool = True) -> None:
+        """One second passes, or as many in which nothing happens before the last of them."""
+        self.now += TICK * seconds
         self.load(self)
         in_use = sum(bool(pod.replica.node) for pod in self.pods.values())
         for name, pod in list(self.pods.items()):
@@ -317,7 +318,8 @@ class SimulatedCluster:
                 continue
             if not pod.replica.node and pod.replica.phase == "Pending":
                 in_use += self._schedule(pod, in_use)
-            self._run(pod)
+            self._run(pod, seconds)
+        laws.check_doubles_end(self)
         if reconcile and self._is_woken():
             self.reconcile()
 
@@ -325,7 +327,7 @@ class SimulatedCluster:
         """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
         facts = (
             self.service and (self.service.metadata, self.service.spec),
-            tuple(self._cache.view(self._actual(), self.now).values()),
+            tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
         )
         samples = [pod.sample for pod in self.pods.values() if pod.sample and pod.answers]
@@ -347,7 +349,7 @@ class SimulatedCluster:
             self.fail(pod.replica.name, "UnexpectedAdmissionError")
         return 1
 
-    def _run(self, pod: SimulatedPod) -> None:
+    def _run(self, pod: SimulatedPod, seconds: int) -> None:
         node = self.nodes.get(pod.replica.node)
         if node is None or pod.replica.phase in ("Failed", "Succeeded"):
             return
@@ -360,7 +362,7 @@ class SimulatedCluster:
             return
         if pod.replica.phase == "Pending":
             pod.replica = replace(pod.replica, phase="Running", waiting_reason="")
-        pod.loads_for -= 1
+        pod.loads_for -= seconds
         if pod.drain_arrives_at is not None and self.now >= pod.drain_arrives_at:
             pod.drains = True
         flaps = pod.flaps_until is not None and self.now < pod.flaps_until
@@ -374,7 +376,9 @@ class SimulatedCluster:
             pod.waiting = 0  # what waits gets its turn
         if pod.answers and pod.loads_for <= 0:
             answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
-            pod.said = [*pod.said, answer][-1 - pod.late_by :]
+            for ago in reversed(range(min(seconds, pod.late_by + 1))):
+                pod.said.append(replace(answer, at=self.now - TICK * ago))
+            pod.said = pod.said[-1 - pod.late_by :]
             pod.sample = pod.said[0]
 
     def _set_ready(self, pod: SimulatedPod, *, is_ready: bool) -> None:
@@ -388,6 +392,16 @@ class SimulatedCluster:
             self.tick()
         return self
 
+    def skip(self, seconds: int) -> None:
+        """As `run`, but from one moment at which something is due to the next."""
+        end = self.now + TICK * seconds
+        before: Any = None
+        while self.now < end:
+            facts = quiet_time.all_that_may_move(self)
+            quiet = quiet_time.seconds_until_due(self) if facts == before else 1
+            before = facts
+            self.tick(min(quiet, int((end - self.now) / TICK)))
+
     # --- what may go wrong -------------------------------------------------------------------------------------------
 
     def end(self, name: str, *, grace: float = 30, takes: float = 2) -> None:
@@ -400,20 +414,25 @@ class SimulatedCluster:
         self.faults += 1
         pod = self.pods[name]
         pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
-        self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
+        node = self.nodes.get(pod.replica.node)
+        if node is None or node.ready:  # what was lost with its node is replaced for that, without a pause
+            self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
 
     def flap(self, name: str, seconds: float) -> None:
         """Its readiness probe fails for a while, and nothing else."""
         self.pods[name].flaps_until = self.now + timedelta(seconds=seconds)
+        self.pods[name].disturbed_until = self.now + timedelta(seconds=seconds)
 
     def hang(self, name: str) -> None:
         """Its engine stands still; its ports answer."""
         self.faults += 1
         self.pods[name].is_hung = True
+        self.pods[name].disturbed_until = self.now
 
     def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
         self.faults += 1
         pod = self.pods[name]
+        pod.disturbed_until = self.now
         pod.replica = replace(
             pod.replica,
             ready=False,

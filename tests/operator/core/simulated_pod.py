@@ -24,6 +24,7 @@ class SimulatedPod:
     hangs: bool = False  # its kubelet is gone: a deletion never ends
     late_by: int = 0  # seconds that its admin port takes to answer
     flaps_until: Any = None  # its readiness probe fails until then
+    disturbed_until: Any = None  # when the last fault of its own began, or ends
     is_hung: bool = False  # its engine stands still
     drain_arrives_at: Any = None
     said: list[Sample] = field(default_factory=list)  # the answers on their way

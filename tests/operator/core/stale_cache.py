@@ -43,6 +43,10 @@ class StaleCache:
         self._on_the_way = [one for one in self._on_the_way if one[0] > now]
         return dict(self._shown)
 
+    def moments(self) -> list[datetime]:
+        """When something arrives, or is not waited for any more."""
+        return [*(moment for moment, _, _ in self._on_the_way), *(until for _, until in self._expected.values())]
+
     def expect(self, name: str, now: datetime, is_seen: IsSeen) -> None:
         """A write to this pod has been answered."""
         if self.lag:

@@ -1,14 +1,14 @@
 """Whatever happens, in whatever order: the planner ends where the spec wants, and breaks no law on the way.
 
-Each example is a random life of one service in a model cluster: edits, crashes, evictions, lost and cordoned nodes,
-silent replicas, lost status writes, operators that die between two actions. The model checks the laws at every step;
+Each example is a random life of one service in a simulated cluster: edits, crashes, evictions, lost and cordoned
+nodes, silent replicas, lost status writes, operators that die between two actions. It checks the laws at every step;
 when the faults stop, the service must come to rest.
 """
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from slipway_operator.core.service.plan import plan
@@ -188,8 +188,10 @@ def assert_at_rest(world):
     assert made.events == ()
 
 
-@pytest.mark.capability("OP-7")
+@pytest.mark.capability("OP-7", "RD-10")
 @QUICK
+@example(limits=(0, 1), replicas=3, life=[("wait", 20), ("edit", 3), ("evict", 3)])  # what drains is evicted
+@example(limits=(0, 1), replicas=3, life=[("wait", 20), ("edit", 3), ("wait", 10), ("evict", 3), ("wait", 40)])
 @given(limits=LIMITS, replicas=st.one_of(st.none(), st.integers(0, 4)), life=st.lists(STEPS, min_size=1, max_size=12))
 def test_comes_to_rest_where_the_spec_wants_after_any_life(limits, replicas, life):
     world = make(limits, replicas=replicas)

@@ -152,7 +152,7 @@ async def test_another_replica_goes_on_where_the_first_was_left(deployment: Depl
     assert said == list(deployment.answers.values())
 
 
-@pytest.mark.capability("API-19", "API-15")
+@pytest.mark.capability("API-19", "API-15", "RD-9")
 async def test_another_replica_goes_on_when_the_engine_of_the_first_dies(deployment: Deployment):
     """The last test: the first replica is gone afterwards."""
     http = deployment.http

@@ -49,7 +49,7 @@ async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers(
         assert (await replica.chat(max_tokens=1)).status_code == 200
 
 
-@pytest.mark.capability("RD-3")
+@pytest.mark.capability("RD-3", "RD-9")
 async def test_readiness_drops_while_the_step_loop_stalls_with_work_then_health_and_both_return():
     """Chaos C2: a hung engine is restarted by the kubelet."""
     async with a_replica() as replica:
@@ -76,7 +76,7 @@ async def test_readiness_drops_while_the_step_loop_stalls_with_work_then_health_
         assert (await replica.admin("/health")).status_code == 200
 
 
-@pytest.mark.capability("RD-3")
+@pytest.mark.capability("RD-3", "RD-9")
 async def test_a_dead_engine_is_neither_ready_nor_healthy():
     async with a_replica() as replica:
         replica.steps.failure = RuntimeError("broken")

@@ -31,7 +31,6 @@ from slipway_api.runtime_api import ReadyReason
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
 from slipway_operator.core.service import model_access
-from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
@@ -45,6 +44,23 @@ _TERMINATION_MESSAGES: Final = {
         "the model may not be read: {}; check the Secret of spec.model.credentialsSecretRef",
     ),
     names.WORD_DOES_NOT_FIT: (Reason.DOES_NOT_FIT, "the model does not fit: {}"),
+}
+
+_STAGE_SENTENCES: Final = {
+    Stage.STUCK: "{replica} was deleted, but its node does not end it",
+    Stage.TERMINATING: "{replica} is being deleted",
+    Stage.DEAD: "{replica} has ended",
+    Stage.DRAINING: "{replica} is draining",
+    Stage.LOST: "{replica} is on a node that does not answer",
+    Stage.READY: "{replica} is ready",
+    Stage.UNREADY: "{replica} is not ready at the moment",
+    Stage.UNHEALTHY: "{replica} was ready and has not been for too long",
+    Stage.OVERDUE: "{replica} did not become ready in time",
+    Stage.IMAGE_ERROR: "{replica} cannot pull its image",
+    Stage.CONFIG_ERROR: "{replica} lacks a part of its environment",
+    Stage.CRASHING: "{replica} keeps crashing",
+    Stage.UNSCHEDULABLE: "{replica} waits for a node",
+    Stage.LOADING: "{replica} is loading",
 }
 
 # `Back-off pulling image "x": ErrImagePull: not found` -> `not found`
@@ -76,14 +92,14 @@ def find_problems(
     observed: Observed,
     members: Sequence[Member],
     revision: Revision,
-    assignment: Assignment,
+    attempts: Sequence[AttemptStatus],
     *,
     now: datetime,
 ) -> Problems:
     """Finds everything that is wrong, worst first."""
     not_serving = [one for one in members if (one.is_live and not one.is_ready) or one.stage is Stage.LOST]
     not_serving.sort(key=lambda one: (one.stage.severity, one.replica.name))
-    waiting = [status for status in assignment.attempts if status.not_before and now < status.not_before]
+    waiting = [status for status in attempts if status.not_before and now < status.not_before]
     serves = any(one.is_ready and one.replica.revision == revision.hash for one in members)
     return Problems(
         replicas=(
@@ -91,14 +107,14 @@ def find_problems(
             *(_describe_pause(status) for status in waiting),
         ),
         refusals=tuple(_describe_refusal(one) for one in observed.failures),
-        stalled=None if serves else find_stall_cause(observed, members, revision, assignment),
+        stalled=None if serves else find_stall_cause(observed, members, revision, attempts),
         waits_for_gpu=bool(observed.service.spec.resources.gpu.count) and any(map(_is_unschedulable, members)),
         downloads=any(_is_downloading(one) for one in members),
     )
 
 
 def find_stall_cause(
-    observed: Observed, members: Sequence[Member], revision: Revision, assignment: Assignment
+    observed: Observed, members: Sequence[Member], revision: Revision, attempts: Sequence[AttemptStatus]
 ) -> tuple[Reason, str] | None:
     """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
     for failure in observed.failures:
@@ -114,11 +130,11 @@ def find_stall_cause(
             return found
     # The next run, or the next attempt, says nothing before it has looked too.
     by_runtime = {reason for reason, _ in _TERMINATION_MESSAGES.values()}
-    has_failed = any(one.replica.restarts for one in mine) or assignment.attempts
+    has_failed = any(one.replica.restarts for one in mine) or attempts
     if told is not None and told.reason in by_runtime and has_failed:
         return Reason(told.reason), told.message
     until = 1 if was_crash_looping else CRASHES_UNTIL_STALLED
-    failing = max(assignment.attempts, key=lambda status: status.failures, default=None)
+    failing = max(attempts, key=lambda status: status.failures, default=None)
     if failing is not None and failing.failures >= until:
         return Reason.CRASH_LOOPING, _describe_failed_slot(failing)
     return None
@@ -167,7 +183,12 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
             return f"node {replica.node} of {replica.name} does not answer"
         case Stage.LOADING:
             return _describe_start(member, observed)
-    return f"{replica.name} {member.stage.value}"
+    return describe_stage(member)
+
+
+def describe_stage(member: Member) -> str:
+    """Says in which stage this replica is, and nothing about the cause."""
+    return _STAGE_SENTENCES[member.stage].format(replica=member.replica.name)
 
 
 def _describe_unready(member: Member, observed: Observed) -> str:

@@ -25,6 +25,7 @@ from slipway_operator.core.actions import Event, earliest
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
 from slipway_operator.core.observed import Node
 from slipway_operator.core.service.pod import pod_name
+from slipway_operator.core.service.problems import describe_stage
 from slipway_operator.core.service.revision import Revision
 
 FIRST_BACKOFF: Final = timedelta(seconds=10)
@@ -96,14 +97,16 @@ def assign(
     room = max(0, create_up_to - len(kept))
     vacant, waiting = wanted[:room], wanted[room:]
     moving = [slot for slot in kept if slots.should_move(slot, nodes)][: max(0, moves)]
+    # A failure counts though its slot has to wait for room: else the slot would begin again without a pause.
+    failed = [slot for slot in waiting if slots.has_failed(slot)]
 
     creations: list[Creation] = []
     events: list[Event] = []
     remembered = [status for slot in kept if slot not in moving and (status := slots.memory_of(slot))]
     waits = [moment for status in remembered if (moment := slots.forgiven_at(status.slot))]
-    remembered += [recorded for slot in waiting if (recorded := slots.recorded(slot))]
+    remembered += [recorded for slot in waiting if slot not in failed and (recorded := slots.recorded(slot))]
     must_record = False
-    for slot in [*vacant, *moving]:
+    for slot in [*vacant, *moving, *failed]:
         following = slots.next_attempt(slot)
         status = following.status
         if status.attempt or status.failures:
@@ -113,7 +116,7 @@ def assign(
             must_record = True
         elif status.not_before and now < status.not_before:
             waits.append(status.not_before)
-        else:
+        elif slot not in failed:
             creations.append(Creation(slot, status.attempt, following.because or f"slot {slot} has no replica"))
 
     return Assignment(
@@ -121,7 +124,7 @@ def assign(
         leaving=(
             *((member, reason) for slot, reason in victims.items() for member in slots.live[slot]),
             *slots.superseded(victims, nodes),
-            *slots.ended(vacant),
+            *slots.ended(wanted),
             *slots.lost_and_not_needed(keep_at_most),
         ),
         attempts=tuple(sorted(remembered, key=lambda status: status.slot)),
@@ -196,6 +199,11 @@ class _Slots:
         """The slot's entry in status."""
         return self._recorded.get(slot)
 
+    def has_failed(self, slot: int) -> bool:
+        """Whether the slot's last replica is over without our asking."""
+        group = self.all.get(slot, [])
+        return bool(group) and self._is_over(group[-1])
+
     def should_move(self, slot: int, nodes: Mapping[str, Node]) -> bool:
         """Whether the slot's only replica is on a cordoned node."""
         return len(self.live[slot]) == 1 and is_cordoned(self.live[slot][0].replica, nodes)
@@ -268,14 +276,14 @@ class _Slots:
             leaving += [(one, f"{staying.replica.name} serves in its slot") for one in others]
         return leaving
 
-    def ended(self, vacant: Sequence[int]) -> list[tuple[Member, str]]:
+    def ended(self, wanted: Sequence[int]) -> list[tuple[Member, str]]:
         """Replicas that ended. One to be replaced is deleted once status has the next attempt, so it counts once."""
         leaving = []
         for slot, group in self.all.items():
             recorded = self._recorded.get(slot)
             for member in group:
                 has_successor = recorded is not None and recorded.attempt > member.replica.attempt
-                if self._is_over(member) and (has_successor or slot not in vacant):
+                if self._is_over(member) and (has_successor or slot not in wanted):
                     leaving.append((member, _end_of(member)))
         return leaving
 
@@ -344,13 +352,13 @@ def _end_of(member: Member) -> str:
         return f"{replica.name} {UNHEALTHY_SINCE} {replica.unready_since or replica.created_at:%H:%M:%S} UTC"
     if member.is_ready:
         return f"{replica.name} has to leave node {replica.node}, which is cordoned"
-    return f"{replica.name} {member.stage.value}"
+    return describe_stage(member)
 
 
 def _why_cheapest(group: Sequence[Member]) -> str:
     member = group[-1]
     if not member.is_ready:
-        return f"and it {member.stage.value}"
+        return f"because {describe_stage(member)}"
     if member.replica.sample is None:
         return "and it does not say what it serves"
     return f"and it serves the fewest requests ({member.replica.sample.requests})"

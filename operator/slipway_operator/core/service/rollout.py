@@ -24,6 +24,7 @@ from slipway_api.inference_service import RollingUpdate
 from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
 from slipway_operator.core.observed import Node
+from slipway_operator.core.service.problems import describe_stage
 from slipway_operator.core.service.replicas import SCALING_DOWN
 
 REPLACED: Final = "a newer revision replaces it"
@@ -136,7 +137,7 @@ def _old_that_may_go(
     must_stay = max(0, desired - limits.max_unavailable)
 
     # A broken replica is removed at once: the new revision may be waiting for its GPU.
-    leaving = [(member, f"an old revision's replica that {member.stage.value}") for member in hopeless]
+    leaving = [(member, f"a newer revision replaces it: {describe_stage(member)}") for member in hopeless]
     # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
     leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]

@@ -256,7 +256,7 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     conditions = service.status.conditions
     if service.status.update_revision != decided.revision.hash:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
-    problems = find_problems(observed, decided.members, decided.revision, decided.assignment, now=now)
+    problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
     stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
 
     def write(type: ConditionType, status: ConditionStatus | bool, reason: Reason, message: str) -> None:

@@ -23,6 +23,7 @@ def start_broken_rollout(world):
     return world.run(30)
 
 
+@pytest.mark.capability("RD-10")
 def test_a_readiness_probe_that_fails_once_during_a_rollout_drains_nothing():
     """Finding 1: the replicas are older than startupTimeout, and not ready for a second."""
     world = running(runtime={"startupTimeoutSeconds": 60})
@@ -112,6 +113,7 @@ def test_the_old_name_is_served_until_a_replica_answers_to_the_new_one():
     assert world.manifests[pod.replica.name]["metadata"]["annotations"]["slipway.dev/served-name"] == "new"
 
 
+@pytest.mark.capability("RD-10")
 @pytest.mark.parametrize(("replicas", "unavailable"), [(1, 1), (3, 1)])
 def test_a_node_that_dies_while_its_pod_drains_does_not_stop_a_rollout_without_surge(replicas, unavailable):
     """Finding 4: the pod that its node never ends stops counting."""
@@ -126,6 +128,7 @@ def test_a_node_that_dies_while_its_pod_drains_does_not_stop_a_rollout_without_s
     assert {pod.replica.revision for pod in world.ready} == {world.service.status.update_revision}
 
 
+@pytest.mark.capability("RD-10")
 def test_a_partition_from_all_nodes_creates_and_deletes_nothing():
     """Finding 5: all nodes are silent for a minute; afterwards the same replicas serve."""
     world = running(3, nodes=3)
@@ -142,6 +145,7 @@ def test_a_partition_from_all_nodes_creates_and_deletes_nothing():
     assert len(world.ready) == 3
 
 
+@pytest.mark.capability("RD-10")
 def test_a_replacement_that_is_not_needed_any_more_is_cancelled():
     """Finding 5: without a spare GPU it would wait for ever beside the original."""
     world = running(2, gpus=2)
@@ -156,6 +160,7 @@ def test_a_replacement_that_is_not_needed_any_more_is_cancelled():
     assert world.service.status.attempts == ()
 
 
+@pytest.mark.capability("RD-10")
 def test_a_device_plugin_that_refuses_is_asked_less_and_less():
     """Finding 6: one GPU node whose device plugin refuses every pod."""
     world = SimulatedCluster(a_service(), nodes=1)
@@ -183,6 +188,7 @@ def test_replicas_that_find_no_node_limit_the_autoscaler_for_as_long_as_they_wai
     assert "waits for a node" in world.condition("WorkloadAvailable").message
 
 
+@pytest.mark.capability("RD-9")
 def test_a_hung_engine_is_replaced_after_the_stated_time():
     """Chaos C2: within replaceAfterUnhealthySeconds, a backoff and a start."""
     world = running(2, availability={"replaceAfterUnhealthySeconds": 60}, drain={"timeoutSeconds": 30})
@@ -199,6 +205,7 @@ def test_a_hung_engine_is_replaced_after_the_stated_time():
     assert len(world.pods) == 2
 
 
+@pytest.mark.capability("RD-9", "RD-10")
 def test_engines_that_all_hang_are_replaced_one_at_a_time():
     """Chaos C2: a cause outside of them must not empty the service."""
     world = running(3)
@@ -211,6 +218,7 @@ def test_engines_that_all_hang_are_replaced_one_at_a_time():
     assert len(world.ready) == len(world.pods) == 3
 
 
+@pytest.mark.capability("RD-9")
 def test_without_surge_a_hung_engine_makes_room_for_its_replacement():
     """Chaos C2: and the replacement waits until the room is there."""
     limits = {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
@@ -223,6 +231,7 @@ def test_without_surge_a_hung_engine_makes_room_for_its_replacement():
     assert name not in world.pods, "the slot's next attempt has another name"
 
 
+@pytest.mark.capability("RD-10")
 def test_victims_go_one_by_one_with_caches_that_lag():
     """Finding 11: a sample that reorders the victims drains no second replica."""
     world = running(5)
@@ -238,6 +247,7 @@ def test_victims_go_one_by_one_with_caches_that_lag():
     assert len(world.ready) == len(world.pods) == 3
 
 
+@pytest.mark.capability("RD-10")
 def test_an_hour_of_failures_writes_no_more_than_it_must():
     """Nothing that keeps failing is written about each second."""
     world = running(2)

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from slipway_api.conditions import ConditionStatus, find_condition
+from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Capacity, Node
 from slipway_operator.core.service.plan import plan
+from slipway_operator.core.service.problems import describe_stage
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
 
 GATED = {"credentialsSecretRef": {"name": "hf"}}
@@ -304,3 +306,12 @@ def test_during_a_rollout_the_new_revision_speaks_for_the_service():
 
     assert plan(seen(newer, old, new), T0).status.capacity.max_sequences == 10
     assert plan(seen(newer, old), T0).status.capacity.max_sequences == 5
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_every_stage_has_a_sentence_that_names_the_replica_and_not_the_identifier(stage):
+    replica = a_pod().replica
+    sentence = describe_stage(Member(replica, stage))
+    assert sentence.startswith(f"{replica.name} ")
+    assert stage.value.isidentifier()
+    assert stage.value not in sentence

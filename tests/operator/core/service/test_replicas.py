@@ -122,6 +122,21 @@ def test_the_next_attempt_is_recorded_before_it_is_created_and_before_the_dead_o
     assert created(third) == [(0, 1)]
 
 
+def test_a_failure_counts_though_its_slot_has_to_wait_for_room():
+    """During a rollout the room may be needed elsewhere; the slot's next replica still comes after a pause."""
+    dead = pod().failed("Error")
+    first = look(dead, create_up_to=0)
+    assert (created(first), leaving(first), first.must_record) == ([], [], True)
+    (status,) = first.attempts
+    assert (status.attempt, status.failures, status.not_before) == (1, 1, T0 + seconds(10))
+
+    second = look(dead, create_up_to=0, attempts=first.attempts)
+    assert (leaving(second), second.attempts) == (["chat-rrrrr-0-0"], first.attempts)
+    third = look(attempts=first.attempts, create_up_to=0, now=T0 + seconds(20))
+    assert (created(third), third.attempts) == ([], first.attempts)
+    assert created(look(attempts=first.attempts, now=T0 + seconds(20))) == [(0, 1)]
+
+
 @pytest.mark.parametrize("reason", ["Error", "Evicted", "UnexpectedAdmissionError", "OutOfcpu", "OutOfnvidia.com/gpu"])
 def test_no_end_is_followed_by_a_new_replica_at_once(reason):
     """Finding 6: a node whose device plugin refuses every pod is not offered one each second."""
