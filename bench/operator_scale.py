@@ -29,17 +29,26 @@ from slipway_api.runtime_api import BlockCounts, QueueCounts, Signals, State
 from slipway_kube.auth import Connection, StaticCredentials
 from slipway_kube.client import Client
 from slipway_kube.objects import Pod
-from slipway_kube.resources import DISRUPTION_BUDGETS, INFERENCE_SERVICES, NODES, PODS, SERVICES
+from slipway_kube.resources import (
+    CONTROLLER_REVISIONS,
+    DISRUPTION_BUDGETS,
+    INFERENCE_SERVICES,
+    NETWORK_POLICIES,
+    NODES,
+    PODS,
+    SERVICES,
+)
 from slipway_operator import handlers as handlers
 from slipway_operator.clock import Clock
 from slipway_operator.controller.executor import _with_digest as with_digest
-from slipway_operator.core.actions import AddFinalizer, ApplyChild, CreatePod
-from slipway_operator.core.observed import Defaults, Observed
+from slipway_operator.core.actions import AddFinalizer, ApplyChild, CreatePod, CreateRevision
+from slipway_operator.core.observed import Defaults, Network, Observed, StoredRevision
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.observer import replica
+from slipway_operator.inputs.revisions import ControllerRevision, revision_facts
 from slipway_operator.keepalive import KeptConnections
 from slipway_operator.manager import Manager
-from slipway_operator.masters import Masters
+from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import direct
 from slipway_operator.settings import OperatorSettings
@@ -49,6 +58,7 @@ NAMESPACE = "team"
 PODS_OF_A_SERVICE = 10
 NODES_OF_EIGHT = 8
 STEADY_SECONDS = 30.0
+IDLE_SECONDS = 20.0
 CHANGES = 50
 PATIENCE_SECONDS = 300.0
 
@@ -57,15 +67,16 @@ Object = dict[str, Any]
 
 def measure(services: int = 1000) -> Section:
     """All figures."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "current").write_text("a-master-for-the-benchmark")
+        (Path(folder) / "current").write_text("a-key-for-the-benchmark")
         return asyncio.run(_measure(services, Path(folder)))
 
 
 # --- the other side, in a process of its own ------------------------------------------------------------------------
 
 
-def settle(server: DiscoverableApiServer, number: int, masters: Masters) -> None:
+def settle(server: DiscoverableApiServer, number: int, masters: Masters, gateway_keys: GatewayKeys) -> None:
     """Put one service that is as it should be: what the operator would come to, by its own plan."""
     name, now = f"chat-{number}", datetime.now(UTC)
     spec = {
@@ -76,6 +87,7 @@ def settle(server: DiscoverableApiServer, number: int, masters: Masters) -> None
     body = server.put(INFERENCE_SERVICES, {"metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec})
     pods: dict[str, Object] = {}
     applied: dict[str, str] = {}
+    revisions: list[StoredRevision] = []
     for _ in range(12):
         service = InferenceService.model_validate(body)
         replicas = tuple(
@@ -85,8 +97,15 @@ def settle(server: DiscoverableApiServer, number: int, masters: Masters) -> None
             service=service,
             replicas=replicas,
             applied=applied,
-            defaults=Defaults(runtime_image="slipway/runtime:0.1.0", gateway_url="http://gateway"),
+            revisions=tuple(revisions),
+            defaults=Defaults(
+                runtime_image="slipway/runtime:0.1.0",
+                gateway_url="http://gateway",
+                network=Network(release_namespace="slipway-system"),
+            ),
             token_digests=masters.digests,
+            serving_digests=gateway_keys.digests,
+            nonce_seed=b"of the benchmark",
         )
         decided = plan(observed, now)
         for action in decided.actions:
@@ -94,9 +113,13 @@ def settle(server: DiscoverableApiServer, number: int, masters: Masters) -> None
                 case AddFinalizer(finalizer=finalizer):
                     body = body | {"metadata": body["metadata"] | {"finalizers": [finalizer]}}
                 case ApplyChild():
-                    kinds = {kind.kind: kind for kind in (SERVICES, DISRUPTION_BUDGETS)}
+                    kinds = {kind.kind: kind for kind in (SERVICES, DISRUPTION_BUDGETS, NETWORK_POLICIES)}
                     server.put(kinds[action.manifest["kind"]], with_digest(action))
                     applied[action.key] = action.digest
+                case CreateRevision():
+                    stored = server.put(CONTROLLER_REVISIONS, action.manifest)
+                    raw = msgspec.json.encode(stored)
+                    revisions.append(revision_facts(msgspec.json.decode(raw, type=ControllerRevision)))
                 case CreatePod():
                     pods[action.name] = server.put(PODS, running(action.manifest, number, len(pods)))
         assert decided.status is not None
@@ -157,13 +180,13 @@ STATE_REPLY = AdminPort._reply(
 
 async def serve(services: int, folder: Path) -> None:
     """The API server with everything in it, and the admin ports; serves until its input ends."""
-    masters = Masters(folder)
+    masters, gateway_keys = Masters(folder), GatewayKeys(folder)
     async with DiscoverableApiServer() as server:
         for number in range(services * PODS_OF_A_SERVICE // NODES_OF_EIGHT + 1):
             ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
             server.put(NODES, {"metadata": {"name": f"node-{number}"}, "status": {"conditions": [ready]}})
         for number in range(services):
-            settle(server, number, masters)
+            settle(server, number, masters, gateway_keys)
         server.store.history.clear()
         ports = await asyncio.get_running_loop().create_server(AdminPort, "0.0.0.0", 0, backlog=4096)
         print(server.url, ports.sockets[0].getsockname()[1], flush=True)
@@ -179,7 +202,9 @@ async def _measure(services: int, folder: Path) -> Section:
         connection = Connection(url, StaticCredentials())
         metrics, connections, stop = OperatorMetrics(), KeptConnections(), asyncio.Event()
         async with Client(connection) as client:
-            settings = OperatorSettings(master_directory=folder, gateway_url="http://gateway")
+            settings = OperatorSettings(
+                master_directory=folder, gateway_key_directory=folder, gateway_url="http://gateway"
+            )
             # The Lease is in another API server and never expires: a slow machine must not end the measurement.
             lease_client, clock = DiscoverableApiServer().client(), Clock(lease=lambda: 0.0)
             manager = Manager(settings, client, lease_client, direct(connections, port=port), metrics, clock=clock)
@@ -204,6 +229,7 @@ async def _measure(services: int, folder: Path) -> Section:
             at_rest = _writes(metrics) - writes
             silent = sum(one.value for one in metrics.signal_errors.collect()[0].samples)
             latencies = sorted(await _latencies(manager, client, services))
+            idle = await _cpu_without_scraping(manager)
             stop.set()
             await operator
     ages.sort()
@@ -215,6 +241,7 @@ async def _measure(services: int, folder: Path) -> Section:
             Figure("start to synced", synced, "s", "lists, Lease, one pass of every service; a shared machine"),
             Figure("its CPU", synced_cpu, "s"),
             Figure("steady CPU", steady, "cores", f"{STEADY_SECONDS:.0f} s, every pod busy and asked for its signals"),
+            Figure("steady CPU, scraping off", idle, "cores", f"{IDLE_SECONDS:.0f} s"),
             Figure("age of samples, p99", ages[int(len(ages) * 0.99)], "s", "when looked at, once a second"),
             Figure("age of samples, worst", ages[-1], "s"),
             Figure("calls that were not answered", silent, "", "since the start; a deadline is 2 s"),
@@ -244,6 +271,16 @@ async def _latencies(manager: Manager, client: Client, services: int) -> list[fl
         await client.merge_patch(path, {"spec": {"replicas": PODS_OF_A_SERVICE + 1}})
         latencies.append(await asyncio.wait_for(came, PATIENCE_SECONDS) - begun)
     return latencies
+
+
+async def _cpu_without_scraping(manager: Manager) -> float:
+    """Cores that the operator uses while no replica is asked for its signals."""
+    for uid in list(manager._scraper._targets):
+        manager._scraper.forget(uid)
+    await asyncio.sleep(IDLE_SECONDS / 4)  # calls under way end
+    cpu, wall = time.process_time(), time.monotonic()
+    await asyncio.sleep(IDLE_SECONDS)
+    return (time.process_time() - cpu) / (time.monotonic() - wall)
 
 
 def _ages(manager: Manager) -> Iterator[float]:
