@@ -313,7 +313,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The last word of an engine, before or after it was there."""
+    """The exit reason of an engine, before or after it was ready."""
 
     error: str
     trace: str = ""  # where it happened, for the log; empty when the sentence says it all

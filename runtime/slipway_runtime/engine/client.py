@@ -64,7 +64,7 @@ Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
 
 
 class EngineClient:
-    """Hands requests to the engine and its outputs to whoever asked.
+    """Sends requests to the engine and its outputs to their callers.
 
     - `generate` raises before anything is queued: Refused, Overloaded (with the time to come back), Draining,
       EngineDead. Afterwards the stream always ends with one Output that has a finish reason for each answer.

@@ -69,7 +69,7 @@ class Sleeper(Protocol):
 
 
 class Engine:
-    """A scheduler and something that executes its plans, stepped by whoever owns it."""
+    """A scheduler and an executor of its plans, stepped by their owner."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Engine:
         return self._scheduler.has_work and not self._scheduler.is_stalled
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Whom the engine's own threads wake when one of them has something to tell."""
+        """The callback with which the engine's own threads wake the step loop."""
         for part in (self._adapters, self._grammars):
             if part is not None:
                 part.wake = wake
@@ -227,7 +227,7 @@ class Engine:
         return self._follow(outputs, now + seconds, in_flight=in_flight)
 
     def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
-        """The last words of those whose step there was no memory for. Nothing is being executed."""
+        """The final outputs of the requests whose step ran out of memory. Nothing is being executed."""
         self._shortages += 1
         if self._shortages > MOST_SHORTAGES:
             raise error

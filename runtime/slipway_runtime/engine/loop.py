@@ -20,7 +20,7 @@ class Engine(Protocol):
         """Whether a step would do or tell anything."""
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Whom the engine's own threads wake when one of them has something to tell."""
+        """The callback with which the engine's own threads wake the step loop."""
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue."""

@@ -136,7 +136,7 @@ def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterS
 
 
 def adapter_loading(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> Adapters[HostAdapter]:
-    """Who reads adapters beside the steps."""
+    """The loader that reads adapters concurrently with the steps."""
     base_digest = cache(lambda: weights_digest(plan.model_path))  # reads all weights: only if an adapter names a base
 
     def read(path: Path, digest: str) -> HostAdapter:

@@ -56,7 +56,7 @@ class Leader:
         return order
 
     def wait_for_the_end(self) -> None:
-        """Whose it was, rank 0 knows; and then it ends us."""
+        """Block until rank 0, which knows the cause, ends this process."""
         threading.Event().wait()
 
     def _listen(self) -> None:

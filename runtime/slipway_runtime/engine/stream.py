@@ -1,4 +1,4 @@
-"""The outputs of one request, for whoever asked: ends by itself, and aborts the request when it is closed early.
+"""The outputs of one request, for its caller: ends by itself, and aborts the request when it is closed early.
 
 Where they are not read, the request is paused; the few outputs that were on their way then still come in.
 """

@@ -82,7 +82,7 @@ def may_go(adapter: Adapter) -> bool:
 
 
 def least_in_the_way(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | None:
-    """Who has the place that it needs next, a slot or memory, and the fewest requests that would miss it."""
+    """The adapter to evict for this one: it holds the slot or memory needed, and the fewest requests need it."""
     wants_slot = adapter.state is AdapterState.HOST
     there = (a for a in others if a is not adapter and (a.slot != BASE_SLOT if wants_slot else is_in(a)))
     return min(there, key=lambda a: (a.pinned, a.rows, a.requests, a.digest), default=None)

@@ -1,4 +1,4 @@
-"""Who holds which block of KV cache, and which blocks can be shared.
+"""Block pool of the KV cache: which sequence holds which block, and which blocks can be shared.
 
 A block holds the keys and values of `block_size` consecutive tokens, and is in exactly one state:
 

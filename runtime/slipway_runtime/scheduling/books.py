@@ -1,4 +1,4 @@
-"""Who is here, and what they hold: rows, blocks, a share, an adapter. Every way in and out, once each.
+"""Request table: the requests of the scheduler with their rows, blocks, shares and adapters.
 
     add ──> waiting ──(start)──> running ──(close)──> ended ──(retire)──> gone
                ^                    │
@@ -205,7 +205,7 @@ class Books:
     def abort(
         self, request_id: str, reason: FinishReason, now: float, index: int | None, *, told: bool = False
     ) -> None:
-        """End a request, or one of its answers, wherever it is. `told`: somebody else says its last word."""
+        """End a request, or one of its answers, wherever it is. `told`: its final output is sent elsewhere."""
         for sequence in self._requests.get(request_id, []).copy():
             if index is None or index == sequence.index:
                 (self.close if told else self.end)(sequence, reason, now)
@@ -219,7 +219,7 @@ class Books:
                 self.end(sequence, FinishReason.TIMEOUT, now)
 
     def end_waiting(self, adapter: str, error: str, now: float) -> None:
-        """End whoever waits for an adapter that will not come."""
+        """End the requests that wait for an adapter that cannot be loaded."""
         for answers in list(self._requests.values()):
             for sequence in answers.copy():
                 if sequence.adapter == adapter and sequence.state is State.WAITING:

@@ -60,7 +60,7 @@ def accept(
 
 
 def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> Output:
-    """The last word of an answer that is not finished by a token."""
+    """The final output of an answer that is not finished by a token."""
     told = sequence.first_token_at is not None
     return Output(
         request_id=sequence.request.id,

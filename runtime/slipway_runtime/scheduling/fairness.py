@@ -1,4 +1,4 @@
-"""Who is served next when not everybody can be: shares of tenants and adapters, and priorities that age. Pure.
+"""Order of waiting requests: fair shares of tenants and adapters, and priorities that age. Pure.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024): each tenant has a counter of
 the work done for it, divided by its weight, and the one with the smallest counter goes first. So two tenants that both

@@ -1,4 +1,4 @@
-"""Who finds whose KV: what may be published, what comes back from host memory, and whose blocks a fork may share."""
+"""Prefix cache lookups: which blocks are published, which return from host memory, which a fork may share."""
 
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ def _publish(sequence: Sequence, index: int, block: int, key: bytes, parent: byt
 
 
 def fork_source(sequence: Sequence) -> Sequence | None:
-    """Whose blocks hold all but its last token, the partly filled one included; None: compute, or look for prefixes."""
+    """The sequence whose blocks hold all but the last token, the partial block included; None: compute the prompt."""
     leader = sequence.leader
     if leader is None or leader.state is not State.RUNNING or sequence.num_output_tokens:
         return None

@@ -207,7 +207,7 @@ class Residency:
         return tuple(wanted)
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Whose host copies may be forgotten, unless they have come back meanwhile."""
+        """The adapters whose host copies may be dropped, unless they were loaded again meanwhile."""
         dropped, self._dropped = self._dropped, []
         return tuple(digest for digest in dict.fromkeys(dropped) if not self._is_in_memory(digest))
 
@@ -304,7 +304,7 @@ class Residency:
             self.version += 1
 
     def _is_soon(self, adapter: Adapter) -> bool:
-        """Whether it would run soon: whoever waits in memory takes it from the KV of those who run."""
+        """Whether it would run soon: an adapter that waits in memory takes KV from running requests."""
         others = self._adapters.values()
         staged = sum(a.requests > 0 and a.rows == 0 and holds_memory(a) for a in others)
         most = min(STAGED, self.max_adapters) if self.dependency_aware else self.max_adapters

@@ -1,4 +1,4 @@
-"""Who goes first when memory is short: adapters and prefixes on the same scales. Pure.
+"""Eviction cost of adapters and prefixes, in one unit, so that both share one memory budget. Pure.
 
 With `apart`, adapters are a plain LRU and prefixes are none of its business: the baseline.
 """

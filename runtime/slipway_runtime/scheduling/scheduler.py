@@ -231,7 +231,7 @@ class Scheduler:
         return outputs + last_words
 
     def give_up(self, reason: FinishReason, error: str, now: float) -> list[Output]:
-        """What is in flight was not computed, and is not any more: whoever is in it ends, and the others go on."""
+        """The steps in flight were not computed: their requests end, and the others go on."""
         self.pool.now = now
         books = self._books
         lost, self._in_flight = [row for flight in self._in_flight for row in flight.rows], deque()
@@ -341,7 +341,7 @@ class Scheduler:
         self._end_hopeless(digest, now)
 
     def adapter_failed(self, digest: str, error: str, now: float) -> None:
-        """It could not be read: whoever waits for it ends with that error."""
+        """The adapter could not be read: requests that wait for it end with that error."""
         self._adapters.failed(digest, error)
         self._end_hopeless(digest, now)
 
@@ -363,7 +363,7 @@ class Scheduler:
         return self.residency.take_wanted() if self.residency is not None else ()
 
     def take_dropped_adapters(self) -> tuple[str, ...]:
-        """Whose host copies may be forgotten."""
+        """The adapters whose host copies may be dropped."""
         return self.residency.take_dropped() if self.residency is not None else ()
 
     @property

@@ -90,7 +90,7 @@ class WaitingQueue:
 
 
 def _least_served(shares: list[Share]) -> Iterator[Share]:
-    """Who was served least comes first; the rest is put in order only when somebody asks."""
+    """The least served share first; the others are sorted only when they are asked for."""
     if len(shares) > 1:
         first = min(shares, key=_served)
         yield first

@@ -34,7 +34,7 @@ _B = TypeVar("_B", bound=Body)
 
 
 async def token_required(http: Request) -> None:
-    """Refuse whoever does not hold the token."""
+    """Refuse requests without the admin token."""
     digests: tuple[str, ...] = http.app.state.admin_token_digests
     if digests and not token_matches(http.headers.get(names.HEADER_ADMIN_TOKEN, ""), digests):
         raise ApiError(401, f"the header {names.HEADER_ADMIN_TOKEN} is missing or wrong")

@@ -100,7 +100,7 @@ class Answering:
         self._writers += [self._shape.writer(choice.index, prompt) for choice in generation.choices]
         if before is not None:
             self._before[generation.choices[0].index] = before
-        self._replica.opened(request.id)
+        self._replica.opened(request.id, choices=request.n)
         self._http.state.admitted = True  # from here on its record says how it ended
 
     async def abandon(self) -> None:

@@ -14,7 +14,7 @@ LONGEST_DEADLINE_SECONDS: Final = 86_400.0  # no answer takes a day
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, how urgently, and whether it is the gateway that wants to be able to go on elsewhere."""
+    """Tenant, priority and deadline of a request, and whether the gateway asked for token ids."""
 
     tenant: str = ""
     priority: int | None = None

@@ -68,7 +68,7 @@ class ChatWriter:
         self._echo = body.messages[-1].text if body.echo and body.continue_final_message else ""
 
     def opening(self) -> list[dict[str, Any]]:
-        """Who speaks."""
+        """The author of a message."""
         return [self._choice({"delta": {"role": "assistant", "content": self._echo}})]
 
     def piece(self, delta: Delta) -> list[dict[str, Any]]:

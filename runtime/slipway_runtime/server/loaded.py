@@ -1,4 +1,4 @@
-"""Who answers, and with what: the identity of a replica, and everything it holds once its model is there."""
+"""The loaded model: the identity of a replica, and all that it holds once its model is loaded."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who answers: the same words in headers, bodies and metrics."""
+    """The names of a replica's model, the same in headers, bodies and metrics."""
 
     model: str
     revision: str = ""

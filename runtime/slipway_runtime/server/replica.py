@@ -197,9 +197,15 @@ class Replica:
             raise unavailable(_ASLEEP)
         return self.loaded
 
-    def opened(self, request_id: str) -> None:
-        """A request has entered the engine."""
-        if not self._open:
+    def opened(self, request_id: str, *, choices: int = 1) -> None:
+        """A request has entered the engine, which counts each of its choices.
+
+        The engine is busy from now on if it was idle. Where it has made no step since it became busy, and still counts
+        requests that left without one, it hangs: then each request that comes and leaves must not begin the time anew.
+        """
+        stats = self.stats()
+        was_idle = stats.running + stats.waiting <= choices or stats.last_step_at >= self._busy_since
+        if not self._open and was_idle:
             self._busy_since = self.clock()
         self._open.add(request_id)
 

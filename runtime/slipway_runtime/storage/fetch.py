@@ -88,7 +88,7 @@ def fetch(
 
 
 def release(directory: Path, *, cache: Path) -> None:
-    """Who fetched the directory needs it no longer: when nobody does, the cache may evict it to make room."""
+    """Release a fetched directory: when no process uses it, the cache may evict it."""
     Cache(cache).release(directory)
 
 

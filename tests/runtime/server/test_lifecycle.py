@@ -76,6 +76,25 @@ async def test_readiness_drops_while_the_step_loop_stalls_with_work_then_health_
         assert (await replica.admin("/health")).status_code == 200
 
 
+@pytest.mark.capability("RD-9")
+async def test_requests_that_come_and_leave_do_not_hide_a_hung_engine():
+    """A gateway moves requests away from a hung replica, and tries it with one at a time."""
+    async with a_replica() as replica:
+        assert (await replica.chat(max_tokens=2)).status_code == 200
+        replica.clock.ahead += 3600
+        replica.steps.hold()
+        for sent in range(1, 5):
+            asking = asyncio.create_task(replica.chat(max_tokens=2))
+            await replica.until(lambda stats, sent=sent: stats.running + stats.waiting >= sent)
+            assert (await replica.admin("/health")).status_code == 200
+            replica.clock.ahead += 35
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        assert (await replica.admin("/health")).status_code == 503
+        replica.steps.let_go()
+
+
 @pytest.mark.capability("RD-3", "RD-9")
 async def test_a_dead_engine_is_neither_ready_nor_healthy():
     async with a_replica() as replica:
