@@ -34,6 +34,15 @@ ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; i
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
 ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
 
+# Annotations on an InferenceService, written by its user; each acts only while the revision that it names is the update
+# (rollback-to: while it is in status.revisions).
+ANNOTATION_PROMOTE: Final = f"{GROUP}/promote"
+ANNOTATION_ABORT: Final = f"{GROUP}/abort"
+ANNOTATION_ROLLBACK_TO: Final = f"{GROUP}/rollback-to"
+
+# On a pod: comma-separated names of the adapters that were loaded and answered a probe; the gateway routes by it.
+ANNOTATION_ADAPTERS: Final = f"{GROUP}/adapters"
+
 # Every part serves clients on one port and its operators on another.
 SERVING_PORT: Final = 8000
 ADMIN_PORT: Final = 8001
@@ -76,6 +85,9 @@ PATH_ADAPTERS: Final = "/adapters"
 PATH_MODEL: Final = "/model"
 PATH_SLEEP: Final = "/sleep"
 PATH_WAKE_UP: Final = "/wake_up"
+# Paths of a gateway's admin port.
+PATH_DEMAND: Final = "/internal/demand"
+PATH_OUTCOMES: Final = "/internal/outcomes"
 
 # Inside a runtime pod.
 RUN_DIRECTORY: Final = "/run/slipway"

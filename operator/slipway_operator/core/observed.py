@@ -6,7 +6,7 @@ stored in `service.status` or in pod metadata, because those survive the operato
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from slipway_api import names
@@ -158,6 +158,40 @@ class PastRecommendation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What clients ask of one service at all gateways."""
+
+    at: datetime
+    """When the oldest of the reports that were added up was received."""
+    waiting_requests: int = 0
+    """Requests that gateways hold because no replica is ready."""
+    waiting_bytes: int = 0
+    longest_wait: timedelta = timedelta()
+    open_requests: int = 0
+    """Requests sent to replicas and unfinished."""
+    idle_since: datetime | None = None
+    """When the last request arrived or ended; None: no gateway has seen one since its start."""
+    complete: bool = True
+    """Whether every gateway that is known has reported within the last seconds; else nothing may count as idle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """The outcomes of requests that one revision answered between two moments, added up over all gateways."""
+
+    requests: int = 0
+    errors: int = 0
+    ttft: tuple[int, ...] = ()
+    """Time to first token: counts per bucket of `gateway_api.OUTCOME_BUCKETS`, and one above; not cumulated."""
+    itl: tuple[int, ...] = ()
+    output_tokens: int = 0
+
+
+OutcomesSince = Callable[[datetime], Mapping[str, Outcomes]]
+"""Since a moment -> outcomes by hash of the revision; gateways that do not answer are missing from the sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """The namespaces from which the ports of replicas may be reached, as set by the installation."""
 
@@ -196,6 +230,11 @@ class Observed:
     serving_digests: ServingDigests
     nonce_seed: bytes
     """Random bytes of this pass, from which the core derives nonces."""
+
+    demand: Demand | None = None
+    """Requests at the gateways; None: no gateway has reported since this operator began to lead."""
+    outcomes_since: OutcomesSince | None = None
+    """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
     ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
