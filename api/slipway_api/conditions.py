@@ -90,6 +90,7 @@ class EventReason(StrEnum):
     DRAIN_TIMED_OUT = "DrainTimedOut"
     NAME_CONFLICT = "NameConflict"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    ADVICE = "Advice"
 
     @property
     def type(self) -> str:

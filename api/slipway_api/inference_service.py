@@ -111,6 +111,16 @@ class Routing(Struct):
     gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
 
 
+class Profile(StrEnum):
+    """The kind of load that a service is for."""
+
+    CHAT = "chat"
+    CODING = "coding"
+    VOICE = "voice"
+    BATCH = "batch"
+    LONG_CONTEXT = "long-context"
+
+
 class Availability(Struct):
     """How failed replicas are replaced."""
 
@@ -141,6 +151,11 @@ class InferenceServiceSpec(Struct):
             ".resources.gpu.count",
         ),
         Rule(
+            "!has(self.model.shape) || self.model.shape.kvHeads % self.runtime.tensorParallelSize == 0",
+            "runtime.tensorParallelSize must divide model.shape.kvHeads: each GPU holds whole heads",
+            ".runtime.tensorParallelSize",
+        ),
+        Rule(
             _POOL_WITHIN_LIMIT,
             "runtime.kvCache.bytes must be below resources.limits.memory, because without a GPU the KV cache is "
             "part of the container's memory",
@@ -166,6 +181,9 @@ class InferenceServiceSpec(Struct):
 
     model: Model
     """The model, its served name and its credentials."""
+    profile: Profile | None = None
+    """The kind of load: chat, coding, voice, batch or long-context. It fills runtime.maxNumSeqs,
+    runtime.maxNumBatchedTokens and runtime.speculation where they are at their default. Absent: fills nothing."""
     runtime: Runtime = Runtime()
     """How a replica runs the model."""
     resources: Resources = Resources()

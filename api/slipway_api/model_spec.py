@@ -116,6 +116,32 @@ class WarmPrompt(Struct):
     """The first messages of a chat, often only the system message; the chat template makes a prompt of them."""
 
 
+class Shape(Struct):
+    """Sizes of the model, from which its memory is planned before a replica starts."""
+
+    model_config = cel_rules(
+        Rule("self.heads % self.kvHeads == 0", "heads must be a multiple of kvHeads", ".kvHeads"),
+        Rule(
+            "has(self.headDim) && self.headDim > 0 || self.hiddenSize % self.heads == 0",
+            "headDim is needed where hiddenSize is no multiple of heads",
+            ".headDim",
+        ),
+    )
+
+    layers: int = Field(ge=1, le=1000)
+    """num_hidden_layers of its config.json."""
+    hidden_size: int = Field(ge=1, le=1_000_000)
+    """hidden_size."""
+    heads: int = Field(ge=1, le=10_000)
+    """num_attention_heads."""
+    kv_heads: int = Field(ge=1, le=10_000)
+    """num_key_value_heads: the KV cache has keys and values of these alone."""
+    head_dim: int = Field(default=0, ge=0, le=10_000)
+    """head_dim; 0: hiddenSize divided by heads."""
+    parameters: int = Field(ge=1, le=100_000_000_000_000)
+    """Number of weights, such as 8030261248."""
+
+
 class Model(Struct):
     """The model, its served name and its credentials."""
 
@@ -154,5 +180,8 @@ class Model(Struct):
     """A Jinja chat template that replaces the model's own."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Default sampling parameters of requests; part of the revision."""
+    shape: Shape | None = None
+    """Sizes of the model, for planning before any replica starts. Absent: the runtime plans when it has loaded the
+    configuration. Not part of the revision."""
     warm_prompts: Annotated[tuple[WarmPrompt, ...], bounded_list(at_most=16)] = ()
     """Prefixes that many requests share, such as a system message: computed before a replica is ready."""

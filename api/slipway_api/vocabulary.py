@@ -91,6 +91,7 @@ EVENTS: Final = {
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
     EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
+    EventReason.ADVICE: "A setting works and is likely to be regretted, such as an image without a fixed tag.",
 }
 
 LIMITS: Final = {

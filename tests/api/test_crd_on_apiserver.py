@@ -190,6 +190,38 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "tensorParallelSize in body should be less than or equal to 16",
     ),
     (
+        "key-value heads that GPUs cannot divide",
+        {
+            "model": {
+                "shape": {"layers": 2, "hiddenSize": 64, "heads": 6, "kvHeads": 3, "headDim": 8, "parameters": 9}
+            },
+            "runtime": {"tensorParallelSize": 2},
+            "resources": {"gpu": {"count": 2}},
+        },
+        "tensorParallelSize must divide model.shape.kvHeads",
+    ),
+    (
+        "heads that do not share key-value heads evenly",
+        {
+            "model": {
+                "uri": "hf://org/m@1",
+                "shape": {"layers": 2, "hiddenSize": 64, "heads": 4, "kvHeads": 3, "parameters": 9},
+            }
+        },
+        "heads must be a multiple of kvHeads",
+    ),
+    (
+        "a shape without the size of a head",
+        {
+            "model": {
+                "uri": "hf://org/m@1",
+                "shape": {"layers": 2, "hiddenSize": 65, "heads": 4, "kvHeads": 2, "parameters": 9},
+            }
+        },
+        "headDim is needed",
+    ),
+    ("a profile that there is not", {"profile": "games"}, 'Unsupported value: "games"'),
+    (
         "adapters over several GPUs",
         {"runtime": {"tensorParallelSize": 2, "lora": {}}, "resources": {"gpu": {"count": 2}}},
         "lora needs tensorParallelSize 1",

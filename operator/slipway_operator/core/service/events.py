@@ -15,6 +15,7 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
+from slipway_operator.core.service.advice import find_advice
 from slipway_operator.core.service.problems import describe_replica
 from slipway_operator.core.service.status import Decided
 
@@ -28,6 +29,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
         *_failure_events(observed, decided),
         *_ready_events(before, observed.ready_before, decided),
         *find_warnings(before, after),
+        *find_advice(observed.service),
     )
 
 

@@ -17,6 +17,7 @@ from slipway_api import names
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStatus
+from slipway_api.memory import DoesNotFit
 from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
@@ -36,9 +37,11 @@ from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
 from slipway_operator.core.service.events import find_events, find_warnings, ready_names
+from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.invalid import invalid_status
 from slipway_operator.core.service.pod import build_pod, pod_name
 from slipway_operator.core.service.problems import find_capacity_shortage
+from slipway_operator.core.service.profiles import apply_profile
 from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
 from slipway_operator.core.service.revision import (
     Revision,
@@ -124,7 +127,11 @@ def plan(observed: Observed, now: datetime) -> Plan:
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(*steps.events, *decided.assignment_events, *find_events(observed, status, decided)),
+        events=(
+            *steps.events,
+            *decided.assignment_events,
+            *find_events(observed, status, decided),
+        ),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
         recommendations=scaling.recommendations if scaling else (),
         ready=ready_names(members),
@@ -158,7 +165,7 @@ def _assign_update(
         [member for member in members if member.replica.revision == revision.hash],
         service=service.metadata.name,
         revision=revision,
-        create_up_to=rolling.create_up_to,
+        create_up_to=0 if isinstance(check_fit(revision.apply_to(service).spec), DoesNotFit) else rolling.create_up_to,
         keep_at_most=desired,
         moves=rolling.moves,
         attempts=service.status.attempts,
@@ -238,7 +245,7 @@ def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> 
         policy,
         readings,
         past,
-        max_num_seqs=service.spec.runtime.max_num_seqs,
+        max_num_seqs=apply_profile(service.spec).runtime.max_num_seqs,
         capacity_shortage=find_capacity_shortage(observed, members),
         now=now,
     )

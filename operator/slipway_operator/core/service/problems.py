@@ -4,6 +4,7 @@ The reason of Stalled is what only a person can change:
 
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
+| the model does not fit its hardware, by arithmetic      | DoesNotFit         |
 | the API server refuses pods: over quota                 | QuotaExceeded      |
 | the API server refuses pods: not valid                  | InvalidSpec        |
 | the kubelet cannot pull the image                       | ImagePullFailed    |
@@ -27,10 +28,12 @@ from typing import Final
 from slipway_api import names
 from slipway_api.conditions import Condition, ConditionType, Reason, find_condition
 from slipway_api.inference_status import AttemptStatus
+from slipway_api.memory import DoesNotFit
 from slipway_api.runtime_api import ReadyReason
 from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
 from slipway_operator.core.service import model_access
+from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.revision import Revision
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
@@ -117,6 +120,8 @@ def find_stall_cause(
     observed: Observed, members: Sequence[Member], revision: Revision, attempts: Sequence[AttemptStatus]
 ) -> tuple[Reason, str] | None:
     """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
+    if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
+        return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
     for failure in observed.failures:
         if is_quota_refusal(failure):
             return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"

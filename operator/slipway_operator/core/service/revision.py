@@ -23,16 +23,19 @@ from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.inference_status import RevisionStatus
 from slipway_operator.core.actions import CreateRevision, DeleteRevision
 from slipway_operator.core.observed import StoredRevision
+from slipway_operator.core.service.profiles import apply_profile
 
 HASH_LENGTH: Final = 10
 SHORT_LENGTH: Final = 5  # in the names of pods
 # Kubernetes' alphabet for generated names: no vowels, so no words; no digit that looks like a letter.
+_NOT_INPUTS: Final[dict[str, Any]] = {"model": {"shape"}}  # it plans; it changes no pod
 _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
 _INPUTS: Final[dict[str, Any]] = {
     "model": True,
     "runtime": True,
     "resources": True,
     "template": True,
+    "profile": True,
     "routing": {"direct_access"},  # pods get the digests of their callers' tokens when they are created
 }
 
@@ -56,12 +59,15 @@ class Revision:
         if self.spec is None:
             return service
         frozen = {part: getattr(self.spec, part) for part in _INPUTS}
+        frozen["model"] = self.spec.model.model_copy(update={"shape": service.spec.model.shape})
         return service.model_copy(update={"spec": service.spec.model_copy(update=frozen)})
 
 
 def inputs(spec: InferenceServiceSpec) -> str:
     """The hash's input: canonical JSON of what the user wrote about the pods, without defaults."""
-    written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=_INPUTS)
+    written = spec.model_dump(
+        mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS
+    )
     written = {section: values for section, values in written.items() if values}
     return json.dumps(written, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
@@ -110,7 +116,9 @@ def create_revision(
     """Store the revision that the spec asks for, before its first pod."""
     if revision.spec is not None:
         return ()
-    spec = service.spec.model_dump(mode="json", by_alias=True, exclude_none=True, include=_INPUTS)
+    spec = apply_profile(service.spec).model_dump(
+        mode="json", by_alias=True, exclude_none=True, include=_INPUTS, exclude=_NOT_INPUTS
+    )
     name = f"{service.metadata.name}-{revision.hash}"
     manifest = {
         "apiVersion": "apps/v1",

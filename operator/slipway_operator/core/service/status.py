@@ -43,10 +43,12 @@ from slipway_api.inference_status import (
     ScalingDecision,
     SignalStatus,
 )
+from slipway_api.memory import Fits
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
+from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
@@ -116,7 +118,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         revisions=_revisions(observed, decided, current),
         attempts=decided.attempts,
         autoscaling=_autoscaling(service, decided, now),
-        capacity=_capacity(decided) or before.capacity,
+        capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
     )
 
 
@@ -193,6 +195,14 @@ def _capacity(decided: Decided) -> CapacityStatus | None:
     return CapacityStatus(
         max_sequences=least.max_sequences, kv_blocks=least.kv_blocks, bytes_per_token=least.bytes_per_token
     )
+
+
+def _planned_capacity(service: InferenceService, decided: Decided) -> CapacityStatus | None:
+    """The capacity by arithmetic, until a replica reports its own."""
+    fit = check_fit(decided.revision.apply_to(service).spec)
+    if not isinstance(fit, Fits):
+        return None
+    return CapacityStatus(max_sequences=fit.max_sequences, kv_blocks=fit.kv_blocks, bytes_per_token=fit.bytes_per_token)
 
 
 # --- autoscaling ------------------------------------------------------------------------------------------------------

@@ -98,6 +98,10 @@ def stalled() -> Said:
     )
 
 
+def likely_to_be_regretted() -> Said:
+    return said_in(passes(a_service(uri="hf://org/model"), ()))
+
+
 def one_name_for_two_services() -> Said:
     service = promised(a_service(created_at=T0), 1)
     older = Namesake(key=ServiceKey("demo", "code"), created_at=T0 - minutes(1))
@@ -168,6 +172,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     below_desired,
     first_start,
     stalled,
+    likely_to_be_regretted,
     one_name_for_two_services,
     life_of_a_fixed_fleet,
     life_of_an_autoscaled_fleet,

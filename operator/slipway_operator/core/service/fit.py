@@ -1,0 +1,142 @@
+"""Decides before any pod whether a model fits its hardware: number formats, and memory by arithmetic.
+
+| known                               | checked                                                                   |
+|-------------------------------------|---------------------------------------------------------------------------|
+| `resources.gpu.product`, catalogue  | the kernels run on it; fp8 where it is asked for                          |
+| ... and `model.shape`               | weights + adapters + reserve + KV cache of one request fit its memory     |
+| `model.shape`, no GPU, memory limit | weights + adapters + reserve + `kvCache.bytes` fit `resources.limits`      |
+
+What is not known is not guessed: the runtime plans again with the checkpoint and the device at hand, and says
+DoesNotFit itself.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from slipway_api.gpu_catalogue import GPUFacts, find_gpu
+from slipway_api.inference_service import InferenceServiceSpec
+from slipway_api.memory import DoesNotFit, Fits, ModelShape, Needs, footprint, plan
+from slipway_api.runtime_spec import Dtype, KVDtype, Quantization
+from slipway_api.types import parse_quantity
+
+GIB: Final = 1 << 30
+
+Fit = Fits | DoesNotFit | None
+"""None: too little is known before the first pod."""
+
+
+def check_fit(spec: InferenceServiceSpec) -> Fit:
+    """Whether the model of this spec fits its hardware."""
+    gpu = spec.resources.gpu
+    if gpu.count == 0:
+        return _check_host(spec)
+    facts = find_gpu(gpu.product) if gpu.product else None
+    if facts is None:
+        return None
+    if (refusal := _unsupported(spec, facts)) is not None:
+        return refusal
+    shape = model_shape(spec)
+    if shape is None or spec.runtime.kv_cache.fixed_bytes is not None:
+        return None  # a pool of fixed size is checked by the runtime, which measures what is beside it
+    planned = _plan(shape, spec, facts, gpus=gpu.count)
+    if isinstance(planned, DoesNotFit):
+        each = " each" if gpu.count > 1 else ""
+        return DoesNotFit(f"on {gpu.count} × {facts.name}{each}: {planned.message}{_more_gpus(shape, spec, facts)}")
+    return planned if spec.runtime.max_model_len else None  # without a length, a count of requests says nothing
+
+
+def _plan(shape: ModelShape, spec: InferenceServiceSpec, facts: GPUFacts, *, gpus: int) -> Fits | DoesNotFit:
+    needs = replace(needs_of(spec), tensor_parallel_size=gpus)
+    utilization = float(spec.runtime.kv_cache.gpu_memory_utilization)
+    return plan(shape, needs, memory_bytes=facts.memory_bytes, utilization=utilization)
+
+
+def _more_gpus(shape: ModelShape, spec: InferenceServiceSpec, facts: GPUFacts) -> str:
+    """The advice to share the model between more GPUs of the same product, where that would do."""
+    for gpus in (2, 4, 8):
+        shares_heads = gpus > spec.resources.gpu.count and shape.kv_heads % gpus == 0
+        if shares_heads and isinstance(_plan(shape, spec, facts, gpus=gpus), Fits):
+            return f", or set resources.gpu.count and runtime.tensorParallelSize to {gpus}"
+    return ""
+
+
+def model_shape(spec: InferenceServiceSpec) -> ModelShape | None:
+    """The planner's view of `model.shape`."""
+    shape = spec.model.shape
+    if shape is None:
+        return None
+    return ModelShape(
+        layers=shape.layers,
+        hidden=shape.hidden_size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim or shape.hidden_size // shape.heads,
+        parameters=shape.parameters,
+    )
+
+
+def needs_of(spec: InferenceServiceSpec) -> Needs:
+    """The planner's view of `spec.runtime`; `auto` is bf16 on a GPU and fp32 on a CPU, as the runtime resolves it."""
+    runtime, on_gpu = spec.runtime, spec.resources.gpu.count > 0
+    automatic = Dtype.BF16 if on_gpu else Dtype.FP32
+    lora = runtime.lora
+    return Needs(
+        dtype=(automatic if runtime.dtype is Dtype.AUTO else runtime.dtype).value,
+        quantization=runtime.quantization.value,
+        kv_dtype=runtime.kv_cache.dtype.value,
+        block_size=runtime.block_size,
+        max_model_len=runtime.max_model_len or runtime.block_size,  # at least a block, where the model decides
+        max_num_seqs=runtime.max_num_seqs,
+        max_num_batched_tokens=runtime.max_num_batched_tokens,
+        max_adapters=lora.max_adapters if lora else 0,
+        max_rank=lora.max_rank if lora else 0,
+        on_gpu=on_gpu,
+        tensor_parallel_size=runtime.tensor_parallel_size,
+    )
+
+
+def _unsupported(spec: InferenceServiceSpec, facts: GPUFacts) -> DoesNotFit | None:
+    capability = ".".join(map(str, facts.compute_capability))
+    if not facts.is_supported:
+        return DoesNotFit(
+            f"{facts.name} has compute capability {capability}, and the runtime's kernels need 8.0 or newer: "
+            "choose another resources.gpu.product"
+        )
+    if facts.has_fp8:
+        return None
+    if spec.runtime.quantization is Quantization.FP8:
+        return DoesNotFit(
+            f"{facts.name} cannot multiply fp8 (compute capability {capability}, fp8 needs 8.9): "
+            "set runtime.quantization to int8"
+        )
+    if spec.runtime.kv_cache.dtype is KVDtype.FP8:
+        return DoesNotFit(
+            f"{facts.name} has no fp8 (compute capability {capability}, fp8 needs 8.9): "
+            "set runtime.kvCache.dtype to int8"
+        )
+    return None
+
+
+def _check_host(spec: InferenceServiceSpec) -> Fit:
+    """Without a GPU, weights and KV cache are part of the container's memory."""
+    shape, limit = model_shape(spec), spec.resources.limits.get("memory")
+    pool = spec.runtime.kv_cache.fixed_bytes
+    if shape is None or limit is None or pool is None:
+        return None
+    memory = int(parse_quantity(str(limit)))
+    host = int(parse_quantity(spec.runtime.kv_cache.host_bytes)) if spec.runtime.kv_cache.host_bytes else 0
+    taken = footprint(shape, needs_of(spec))
+    total = taken.total + pool + host
+    if total <= memory:
+        return None
+    parts = f"weights {_gib(taken.weights)} + reserve {_gib(taken.reserve)} + KV cache {_gib(pool)}"
+    parts += f" + adapter slots {_gib(taken.adapters)}" if taken.adapters else ""
+    parts += f" + host cache {_gib(host)}" if host else ""
+    return DoesNotFit(
+        f"{parts} = {_gib(total)} exceed resources.limits.memory {_gib(memory)}: "
+        "raise the limit, lower runtime.kvCache.bytes, or set runtime.quantization to int8"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

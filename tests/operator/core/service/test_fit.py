@@ -1,0 +1,156 @@
+"""A model that cannot fit is refused by arithmetic before any pod; what is not known is left to the runtime."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipway_api.conditions import ConditionStatus, find_condition
+from slipway_api.memory import DoesNotFit, Fits
+from slipway_operator.core.actions import CreatePod
+from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.plan import plan
+from slipway_operator.core.service.revision import resolve
+from tests.builders import IMAGE, T0, a_pod, a_service, edited, promised, seen, stored
+
+LLAMA_8B = {"layers": 32, "hiddenSize": 4096, "heads": 32, "kvHeads": 8, "parameters": 8_030_261_248}
+LLAMA_70B = {"layers": 80, "hiddenSize": 8192, "heads": 64, "kvHeads": 8, "parameters": 70_553_706_496}
+H100 = "NVIDIA-H100-80GB-HBM3"
+
+
+def on(product: str, *, count: int = 1, shape=LLAMA_8B, **runtime):
+    runtime = {"maxModelLen": 8192, "tensorParallelSize": count, **runtime}
+    return a_service(
+        model={"shape": shape} if shape else {},
+        resources={"gpu": {"count": count, "product": product}},
+        runtime=runtime,
+    )
+
+
+def planned(service):
+    return check_fit(service.spec)
+
+
+@pytest.mark.capability("OP-5", "OP-9")
+def test_an_8b_fits_an_h100_and_the_number_of_its_requests_is_known_before_a_pod():
+    fit = planned(on(H100))
+
+    assert isinstance(fit, Fits)
+    assert fit.bytes_per_token == 131_072
+    assert 50 <= fit.max_sequences <= 64
+
+
+@pytest.mark.capability("OP-5")
+def test_a_70b_on_one_h100_is_refused_with_its_arithmetic():
+    fit = planned(on(H100, shape=LLAMA_70B))
+
+    assert isinstance(fit, DoesNotFit)
+    assert "on 1 × H100 80 GB: weights 131.4" in fit.message
+    assert "one sequence of 8192 tokens at 327680 bytes" in fit.message
+    assert fit.message.endswith("or set resources.gpu.count and runtime.tensorParallelSize to 4")
+
+
+@pytest.mark.capability("OP-5", "DD-2")
+def test_the_same_model_fits_four_of_them():
+    assert isinstance(planned(on(H100, count=4, shape=LLAMA_70B)), Fits)
+
+
+@pytest.mark.capability("OP-9")
+@pytest.mark.parametrize(
+    ("product", "runtime", "message"),
+    [
+        ("NVIDIA-A100-SXM4-80GB", {"quantization": "fp8"}, "cannot multiply fp8.*set runtime.quantization to int8"),
+        ("NVIDIA-A100-SXM4-80GB", {"kvCache": {"dtype": "fp8"}}, "has no fp8.*set runtime.kvCache.dtype to int8"),
+        ("Tesla-T4", {}, "compute capability 7.5.*need 8.0"),
+    ],
+)
+def test_a_number_format_that_the_hardware_lacks_is_refused(product, runtime, message):
+    fit = planned(on(product, shape=None, **runtime))
+
+    assert isinstance(fit, DoesNotFit)
+    assert re.search(message, fit.message)
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        on("", shape=LLAMA_70B),
+        on("NVIDIA-Unheard-Of", shape=LLAMA_70B),
+        on(H100, shape=None),
+        a_service(resources={"gpu": {"count": 0}}),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(service):
+    assert planned(service) is None
+
+
+@pytest.mark.capability("OP-5")
+def test_on_a_cpu_the_weights_count_against_the_memory_limit():
+    resources = {"gpu": {"count": 0}, "limits": {"memory": "16Gi"}}
+    service = a_service(model={"shape": LLAMA_8B}, resources=resources, runtime={"kvCache": {"bytes": "4Gi"}})
+
+    fit = planned(service)
+
+    assert isinstance(fit, DoesNotFit)
+    assert "weights 29.92 GiB" in fit.message  # fp32
+    assert "KV cache 4.00 GiB" in fit.message
+    assert "exceed resources.limits.memory 16.00 GiB" in fit.message
+    quantized = edited(service, runtime={"kvCache": {"bytes": "2Gi"}, "quantization": "int8"})
+    assert planned(quantized) is None
+
+
+@given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]))
+def test_more_devices_never_make_a_model_fit_worse(length, count):
+    one = planned(on(H100, shape=LLAMA_8B, maxModelLen=length * 512))
+    many = planned(on(H100, count=count, shape=LLAMA_8B, maxModelLen=length * 512))
+
+    if isinstance(one, Fits):
+        assert isinstance(many, Fits)
+        assert many.max_sequences >= one.max_sequences
+
+
+@pytest.mark.capability("OP-5")
+def test_no_pod_is_made_for_what_cannot_fit_and_the_condition_has_the_arithmetic():
+    service = promised(on(H100, shape=LLAMA_70B), 1)
+
+    decided = plan(seen(service, revisions=(stored(service),)), T0)
+
+    assert not [one for one in decided.actions if isinstance(one, CreatePod)]
+    stalled = find_condition(decided.status.conditions, "Stalled")
+    assert stalled.reason == "DoesNotFit"
+    assert "no replica is started: on 1 × H100 80 GB: weights 131.4" in stalled.message
+    assert find_condition(decided.status.conditions, "Ready").status is ConditionStatus.FALSE
+
+
+@pytest.mark.capability("OP-5")
+def test_what_serves_stays_while_the_spec_asks_for_what_cannot_fit():
+    serving = promised(on(H100), 1)
+    asked = edited(serving, model={"uri": "hf://org/llama-70b@v1", "shape": LLAMA_70B})
+    revision = resolve(asked, IMAGE)
+    status = asked.status.model_copy(
+        update={
+            "update_revision": revision.hash,
+            "revisions": (*asked.status.revisions, *promised(asked, 1).status.revisions),
+        }
+    )
+    asked = asked.model_copy(update={"status": status})
+
+    decided = plan(seen(asked, a_pod(service=serving).ready(), revisions=(stored(serving), stored(asked))), T0)
+
+    assert not [one for one in decided.actions if isinstance(one, CreatePod)]
+    assert find_condition(decided.status.conditions, "Ready").status is ConditionStatus.TRUE
+    assert find_condition(decided.status.conditions, "Stalled").reason == "DoesNotFit"
+
+
+def test_capacity_is_planned_until_a_replica_reports_its_own():
+    service = promised(on(H100), 1)
+
+    status = plan(seen(service, revisions=(stored(service),)), T0).status
+
+    assert status.capacity.bytes_per_token == 131_072
+    assert status.capacity.max_sequences == planned(on(H100)).max_sequences
+
+
+def test_the_shape_of_a_model_is_no_part_of_its_revision():
+    assert resolve(on(H100), IMAGE).hash == resolve(on(H100, shape=None), IMAGE).hash
