@@ -193,7 +193,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "key-value heads that GPUs cannot divide",
         {
             "model": {
-                "shape": {"layers": 2, "hiddenSize": 64, "heads": 6, "kvHeads": 3, "headDim": 8, "parameters": 9}
+                "uri": "hf://org/m@1",
+                "shape": {"layers": 2, "hiddenSize": 64, "heads": 6, "kvHeads": 3, "headDim": 8, "parameters": 9},
             },
             "runtime": {"tensorParallelSize": 2},
             "resources": {"gpu": {"count": 2}},
