@@ -1,0 +1,291 @@
+"""The command `kubectl slipway`: status, promote, pause, abort, rollback, drain, why-scale, simulate, plan, bundle.
+
+Verbs that change something write what their user could write with kubectl: a field of the spec or an annotation. They
+need no access to the operator, and work while it is away.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import slipway_api
+from slipway_api import names
+from slipway_api.inference_service import InferenceService
+from slipway_cli.bundle import write_bundle
+from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
+from slipway_cli.explain import explain_plan, explain_scaling, explain_status
+from slipway_cli.simulation import ReplicaModel, Result, simulate
+from slipway_cli.traces import BadInputError, read_service, read_trace
+
+NOTHING_TO_DO: Final = 3  # exit code of a verb that would have no effect
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+out = Console(highlight=False)
+
+
+class Output(StrEnum):
+    """Form of the output."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+Name = Annotated[str, typer.Argument(help="Name of the InferenceService.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace; default: that of the context.")]
+Context = Annotated[str, typer.Option("--context", help="Context of the kubeconfig; default: the current one.")]
+Form = Annotated[Output, typer.Option("--output", "-o", help="table, or json for programs.")]
+Manifest = Annotated[Path, typer.Option("--filename", "-f", help="Manifest with one InferenceService.")]
+
+
+@app.command()
+def status(name: Name, namespace: Namespace = "", context: Context = "", output: Form = Output.TABLE) -> None:
+    """Show where a service stands: readiness, replicas, revisions and their traffic."""
+    found = explain_status(Cluster(namespace, context).service(name))
+    if output is Output.JSON:
+        return _print_json(found)
+    out.print(f"{found['name']}  Ready={found['ready']} {found['reason']}: {found['message']}", soft_wrap=True)
+    if not found["upToDate"]:
+        out.print("the operator has not followed the newest change of the spec yet")
+    replicas = found["replicas"]
+    out.print(f"replicas: {replicas['ready']} of {replicas['desired']} ready, {replicas['draining']} draining")
+    _print_table(("REVISION", "ROLE", "TRAFFIC", "READY", "IMAGE"), found["revisions"], _revision_row)
+    return _print_table(("CONDITION", "STATUS", "REASON", "MESSAGE"), found["conditions"], _values)
+
+
+@app.command()
+def why_scale(name: Name, namespace: Namespace = "", context: Context = "", output: Form = Output.TABLE) -> None:
+    """Explain the number of replicas: the last decision, its numbers, its limits, and those before it."""
+    found = explain_scaling(Cluster(namespace, context).service(name))
+    if output is Output.JSON:
+        return _print_json(found)
+    out.print(f"{found['name']}: {found['desired']} replicas, decided by {found['decidedBy']}")
+    out.print(found["because"], soft_wrap=True)
+    if found["limitedBy"]:
+        out.print(f"the metrics ask for {found['recommended']}; limited by {found['limitedBy']}")
+    _print_table(("METRIC", "VALUE", "TARGET", "REPLICAS"), found["metrics"], _values)
+    return _print_table(("TIME", "FROM", "TO", "REASON"), found["history"], _values)
+
+
+@app.command()
+def promote(name: Name, namespace: Namespace = "", context: Context = "") -> None:
+    """Let the canary skip its remaining steps: the new revision gets all traffic."""
+    cluster = Cluster(namespace, context)
+    _annotate(cluster, name, names.ANNOTATION_PROMOTE, _rolling(cluster.service(name)))
+
+
+@app.command()
+def abort(name: Name, namespace: Namespace = "", context: Context = "") -> None:
+    """Roll back the rollout that runs: the stable revision gets all traffic, the new one is not tried again."""
+    cluster = Cluster(namespace, context)
+    _annotate(cluster, name, names.ANNOTATION_ABORT, _rolling(cluster.service(name)))
+
+
+@app.command()
+def rollback(
+    name: Name,
+    revision: Annotated[str, typer.Option("--to", help="Hash, or its beginning; see `status`.")],
+    namespace: Namespace = "",
+    context: Context = "",
+) -> None:
+    """Go back to a revision that status lists; set the spec back too, or the next change rolls forward again."""
+    cluster = Cluster(namespace, context)
+    known = [one.hash for one in cluster.service(name).status.revisions if one.hash.startswith(revision)]
+    if len(known) != 1:
+        _fail(f"{len(known)} revisions of {name} begin with {revision}")
+    _annotate(cluster, name, names.ANNOTATION_ROLLBACK_TO, known[0])
+
+
+@app.command()
+def pause(
+    name: Name,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on instead.")] = False,
+    namespace: Namespace = "",
+    context: Context = "",
+) -> None:
+    """Hold the rollout where it is (spec.rollout.paused); --resume goes on."""
+    Cluster(namespace, context).patch("InferenceService", name, {"spec": {"rollout": {"paused": not resume}}})
+    out.print(f"{name}: the rollout {'goes on' if resume else 'is paused'}")
+
+
+@app.command()
+def drain(
+    name: Name,
+    pod: Annotated[str, typer.Argument(help="Name of the replica's pod.")],
+    namespace: Namespace = "",
+    context: Context = "",
+) -> None:
+    """Drain one replica and replace it, through the eviction API: refused while others are missing."""
+    cluster = Cluster(namespace, context)
+    if pod not in [one["metadata"]["name"] for one in cluster.pods(name)]:
+        _fail(f"{pod} is no replica of {name}")
+    cluster.evict(pod)
+    out.print(f"{pod} is being evicted: it finishes its requests, and another replica takes its place")
+
+
+@app.command(name="simulate")
+def simulate_load(
+    manifest: Manifest,
+    trace: Annotated[Path, typer.Option(help="CSV: seconds,requests_per_second[,prompt_tokens,output_tokens].")],
+    seconds: Annotated[float, typer.Option(help="Length; default: two minutes beyond the last row.")] = 0.0,
+    cold_start: Annotated[float, typer.Option(help="Seconds from pod to ready.")] = 60.0,
+    token_seconds: Annotated[float, typer.Option(help="Seconds between two tokens of a request.")] = 0.03,
+    kv_tokens: Annotated[int, typer.Option(help="Tokens that the KV cache of a replica holds.")] = 200_000,
+    output: Form = Output.TABLE,
+) -> None:
+    """Replay a load against a manifest: the operator's own decisions in virtual time. Needs no cluster."""
+    loads = read_trace(trace)
+    model = ReplicaModel(cold_start=timedelta(seconds=cold_start), token_seconds=token_seconds, kv_tokens=kv_tokens)
+    result = simulate(read_service(manifest), loads, model, seconds=seconds or loads[-1].seconds + 120)
+    if output is Output.JSON:
+        return _print_json(_result(result))
+    _print_table(("AT", "EVENT", "REASON"), list(result.changes), lambda row: (f"{row[0]:.0f}s", row[1], row[2]))
+    peak = max(moment.desired for moment in result.moments)
+    longest = max(moment.waiting for moment in result.moments)
+    out.print(
+        f"{result.requests} requests, {result.unfinished} unfinished at the end; at most {peak} replicas, "
+        f"{result.replica_hours:.2f} replica hours; longest queue {longest}; "
+        f"wait before the first token p50 {result.wait_p50:.1f}s, p95 {result.wait_p95:.1f}s",
+        soft_wrap=True,
+    )
+    return None
+
+
+@app.command()
+def plan(
+    manifest: Manifest,
+    gpu_hour_cost: Annotated[float, typer.Option(help="Price of one GPU for an hour.")] = 0.0,
+    output: Form = Output.TABLE,
+) -> None:
+    """Print memory, concurrency and cost of a manifest, and whether it fits. Needs no cluster."""
+    found = explain_plan(read_service(manifest), gpu_hour_cost=gpu_hour_cost)
+    if output is Output.JSON:
+        _print_json(found)
+    else:
+        out.print(f"{found['name']}: {found['message']}", soft_wrap=True)
+        flat = {key: value for key, value in found.items() if isinstance(value, dict)}
+        rows = [(key, ", ".join(f"{name} {one}" for name, one in value.items())) for key, value in flat.items()]
+        _print_table(("PART", "VALUES"), rows, lambda row: row)
+        for sentence in found["advice"]:
+            out.print(f"advice: {sentence}", soft_wrap=True)
+    if found["fits"] is False:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bundle(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("slipway-bundle.tar.gz"),
+    namespace: Namespace = "",
+    context: Context = "",
+) -> None:
+    """Write a support bundle: objects, pods, events, versions. No secrets, no prompts."""
+    cluster = Cluster(namespace, context)
+    files: dict[str, Any] = {
+        "versions": {"kubectl-slipway": slipway_api.__version__, "kubernetes": cluster.server_version()},
+        "pods": cluster.pods(),
+        "events": cluster.events(),
+        "revisions": cluster.revisions(),
+    }
+    files |= {plural: cluster.objects(kind) for kind, plural in KINDS.items()}
+    written = write_bundle(path, files)
+    out.print(f"wrote {path}: {', '.join(written)}")
+
+
+@app.command()
+def cleanup(
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only list.")] = False,
+    context: Context = "",
+) -> None:
+    """Release objects that Slipway's finalizer holds although its operator is gone. For after an uninstall."""
+    cluster = Cluster(context=context)
+    held = [
+        (kind, body) for kind in KINDS for body in with_our_finalizer(cluster.objects(kind, all_namespaces=True))
+    ]  # fmt: skip
+    for kind, body in held:
+        metadata = body["metadata"]
+        if yes:
+            cluster.remove_finalizer(kind, body)
+        out.print(f"{'released' if yes else 'held'}: {kind} {metadata['namespace']}/{metadata['name']}")
+    if not held:
+        out.print("nothing is held by Slipway's finalizer")
+    elif not yes:
+        out.print("run again with --yes, when the operator is uninstalled: pods then go without draining")
+
+
+def main() -> None:
+    """Run the plugin; errors are one sentence on stderr and exit code 1."""
+    try:
+        app()
+    except (ClusterError, BadInputError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(1)
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _rolling(service: InferenceService) -> str:
+    """The hash of the revision that rolls out; ends the command where nothing does."""
+    status = service.status
+    if not status.update_revision or status.update_revision == status.current_revision:
+        typer.echo(f"{service.metadata.name}: nothing rolls out", err=True)
+        raise typer.Exit(NOTHING_TO_DO)
+    return status.update_revision
+
+
+def _annotate(cluster: Cluster, name: str, annotation: str, revision: str) -> None:
+    cluster.patch("InferenceService", name, {"metadata": {"annotations": {annotation: revision}}})
+    out.print(f"{name}: {annotation}={revision}")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_table(headers: tuple[str, ...], rows: list[Any], cells: Callable[[Any], tuple[Any, ...]]) -> None:
+    if not rows:
+        return
+    table = Table(*headers, box=None, pad_edge=False, header_style="")
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in cells(row)))
+    out.print(table)
+
+
+def _values(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.values())
+
+
+def _revision_row(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["hash"], row["role"], f"{row['weight']}%", row["ready"], row["image"]
+
+
+def _result(result: Result) -> dict[str, Any]:
+    return {
+        "requests": result.requests,
+        "unfinished": result.unfinished,
+        "waitSeconds": {"p50": result.wait_p50, "p95": result.wait_p95},
+        "replicaHours": round(result.replica_hours, 3),
+        "changes": [{"seconds": at, "reason": reason, "message": message} for at, reason, message in result.changes],
+        "moments": [
+            {
+                "seconds": one.seconds,
+                "desired": one.desired,
+                "ready": one.ready,
+                "running": one.running,
+                "waiting": one.waiting,
+            }
+            for one in result.moments
+        ],
+    }

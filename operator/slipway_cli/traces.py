@@ -1,0 +1,71 @@
+"""Reads what `simulate` and `plan` are given: manifests, and traces of load as CSV."""
+
+import csv
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from slipway_api.inference_service import InferenceService
+from slipway_cli.simulation import Load
+
+
+class BadInputError(Exception):
+    """A file that cannot be used; the message names the file, the place and what is wrong."""
+
+
+def read_service(path: Path) -> InferenceService:
+    """The only InferenceService of a manifest."""
+    try:
+        documents = [one for one in yaml.safe_load_all(path.read_text()) if isinstance(one, dict)]
+    except (OSError, yaml.YAMLError) as exc:
+        raise BadInputError(f"{path}: {exc}") from exc
+    found = [one for one in documents if one.get("kind") == InferenceService.KIND]
+    if len(found) != 1:
+        raise BadInputError(f"{path}: {len(found)} InferenceServices; one is needed")
+    try:
+        return InferenceService.parse(_with_namespace(found[0]))
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadInputError(f"{path}: {where}: {first['msg']}") from exc
+
+
+def read_trace(path: Path) -> list[Load]:
+    """The rows of a CSV with the columns seconds, requests_per_second and, if wanted, prompt_tokens, output_tokens."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(_rows(path, csv.DictReader(file)))
+    except OSError as exc:
+        raise BadInputError(f"{path}: {exc}") from exc
+    if not rows:
+        raise BadInputError(f"{path}: no rows")
+    if any(after.seconds <= before.seconds for before, after in pairwise(rows)):
+        raise BadInputError(f"{path}: seconds must grow from row to row")
+    return rows
+
+
+def _rows(path: Path, reader: "csv.DictReader[str]") -> Iterator[Load]:
+    needed = {"seconds", "requests_per_second"}
+    missing = needed - set(reader.fieldnames or ())
+    if missing:
+        raise BadInputError(f"{path}: no column {', '.join(sorted(missing))}")
+    for row in reader:
+        try:
+            tokens = {name: int(row[name]) for name in ("prompt_tokens", "output_tokens") if row.get(name)}
+            load = Load(seconds=float(row["seconds"]), requests_per_second=float(row["requests_per_second"]), **tokens)
+        except ValueError as exc:
+            raise BadInputError(f"{path}, line {reader.line_num}: {exc}") from exc
+        if load.requests_per_second < 0 or load.prompt_tokens < 0 or load.output_tokens < 1:
+            raise BadInputError(f"{path}, line {reader.line_num}: loads are not negative, and an answer has a token")
+        yield load
+
+
+def _with_namespace(document: dict[str, Any]) -> dict[str, Any]:
+    metadata = document.get("metadata")
+    if not isinstance(metadata, dict):
+        return document
+    return document | {"metadata": {"namespace": "default"} | metadata}

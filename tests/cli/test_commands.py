@@ -1,0 +1,133 @@
+"""Verbs that need no cluster: what they print, in both forms, and what they say to bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from slipway_cli.explain import explain_plan, explain_scaling, explain_status
+from slipway_cli.main import app
+from slipway_cli.traces import BadInputError, read_service, read_trace
+from slipway_operator.core.service.plan import plan
+from tests.builders import T0, a_pod, a_service, promised, seen
+
+SHAPE = {"layers": 32, "hiddenSize": 4096, "heads": 32, "kvHeads": 8, "parameters": 8_030_261_248}
+
+
+def manifest(path: Path, **spec) -> Path:
+    body = {
+        "apiVersion": "slipway.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "chat"},
+        "spec": {"model": {"uri": "hf://org/model@1", "shape": SHAPE}, **spec},
+    }
+    file = path / "chat.yaml"
+    file.write_text(yaml.safe_dump(body))
+    return file
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.capability("BM-4")
+def test_plan_prints_memory_concurrency_and_cost(tmp_path):
+    file = manifest(
+        tmp_path,
+        runtime={"maxModelLen": 8192},
+        resources={"gpu": {"product": "NVIDIA-H100-80GB-HBM3"}},
+        autoscaling={"minReplicas": 2, "maxReplicas": 5},
+    )
+
+    result = run("plan", "-f", file, "--gpu-hour-cost", 2.0, "-o", "json")
+
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["fits"] is True
+    assert found["memoryGiB"]["weights"] == pytest.approx(14.96, abs=0.01)
+    assert found["kvCache"]["bytesPerToken"] == 131_072
+    assert found["costPerMonth"] == {"min": 2 * 730 * 2.0, "max": 5 * 730 * 2.0}
+
+
+@pytest.mark.capability("BM-4", "OP-5")
+def test_plan_fails_where_the_model_does_not_fit_and_says_the_arithmetic(tmp_path):
+    file = manifest(
+        tmp_path, runtime={"maxModelLen": 8192}, resources={"gpu": {"product": "NVIDIA-A100-SXM4-80GB-MIG-1g.10gb"}}
+    )
+
+    result = run("plan", "-f", file)
+
+    assert result.exit_code == 1
+    assert "weights 14.96 GiB" in result.output
+
+
+@pytest.mark.capability("BM-3")
+def test_simulate_prints_changes_and_waits(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("seconds,requests_per_second\n0,1\n60,80\n120,0\n")
+    file = manifest(tmp_path, autoscaling={"maxReplicas": 3})
+
+    found = json.loads(run("simulate", "-f", file, "--trace", trace, "--cold-start", 10, "-o", "json").output)
+    table = run("simulate", "-f", file, "--trace", trace, "--cold-start", 10)
+
+    assert found["changes"][0]["reason"] == "ScaledUp"
+    assert found["requests"] == 60 + 80 * 60
+    assert "replica hours" in table.output
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("seconds\n0\n", "no column requests_per_second"),
+        ("seconds,requests_per_second\n", "no rows"),
+        ("seconds,requests_per_second\n5,1\n5,2\n", "seconds must grow"),
+        ("seconds,requests_per_second\n0,many\n", "line 2"),
+        ("seconds,requests_per_second\n0,-1\n", "loads are not negative"),
+        ("seconds,requests_per_second,output_tokens\n0,1,x\n", "line 2"),
+    ],
+)
+def test_a_bad_trace_is_one_sentence(tmp_path, text, sentence):
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+
+    with pytest.raises(BadInputError, match=sentence):
+        read_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("kind: Pod\n", "0 InferenceServices"),
+        ("kind: InferenceService\nmetadata: {name: a}\nspec: {}\n", "spec.model"),
+        ("a: [", "chat.yaml"),
+    ],
+)
+def test_a_bad_manifest_is_one_sentence(tmp_path, text, sentence):
+    file = tmp_path / "chat.yaml"
+    file.write_text(text)
+
+    with pytest.raises(BadInputError, match=sentence):
+        read_service(file)
+
+
+@pytest.mark.capability("OP-6")
+def test_status_and_why_scale_say_what_the_status_says():
+    service = promised(a_service(autoscaling={"maxReplicas": 3}), 1)
+    status = plan(seen(service, a_pod(service=service).ready().says(waiting=9)), T0).status
+    service = service.model_copy(update={"status": status})
+
+    shown, scaled = explain_status(service), explain_scaling(service)
+
+    assert (shown["ready"], shown["revisions"][0]["weight"]) == ("True", 100)
+    assert scaled["desired"] == 3
+    assert scaled["history"][0]["reason"] == scaled["because"]
+    assert "QueueDepth 9.00 > 2.00" in scaled["because"]
+
+
+def test_a_manifest_without_a_shape_is_not_guessed():
+    found = explain_plan(a_service(replicas=2))
+
+    assert found["fits"] is None
+    assert found["replicas"] == {"min": 2, "max": 2}

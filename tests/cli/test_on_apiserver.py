@@ -1,0 +1,119 @@
+"""The verbs against a real API server, as a user runs them: by the plugin's command and a kubeconfig."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster.access import Access
+
+pytestmark = pytest.mark.apiserver
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+NAMESPACE = "cli-tests"
+STABLE, UPDATE = "stable1234", "update5678"
+SERVICE = {
+    "apiVersion": "slipway.dev/v1alpha1",
+    "kind": "InferenceService",
+    "metadata": {"name": "chat", "namespace": NAMESPACE, "finalizers": ["slipway.dev/drain", "example.com/theirs"]},
+    "spec": {"model": {"uri": "hf://org/model@1"}},
+}
+ROLLING = {
+    "observedGeneration": 1,
+    "desiredReplicas": 2,
+    "readyReplicas": 2,
+    "currentRevision": STABLE,
+    "updateRevision": UPDATE,
+    "revisions": [
+        {"name": "chat-updat", "hash": UPDATE, "weight": 10, "ready": 1},
+        {"name": "chat-stabl", "hash": STABLE, "weight": 90, "ready": 1, "served": True},
+    ],
+    "conditions": [
+        {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Available",
+            "message": "2 of 2 replicas are ready",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def namespace(apiserver: Access) -> Iterator[Access]:
+    apiserver.serve_kinds(CRDS)
+    apiserver.kubectl("create", "namespace", NAMESPACE)
+    yield apiserver
+    apiserver.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture
+def api(namespace: Access) -> Iterator[Access]:
+    apiserver = namespace
+    apiserver.kubectl("apply", "-f", "-", stdin=json.dumps(SERVICE))
+    status = json.dumps({"status": ROLLING})
+    apiserver.kubectl("patch", "infsvc", "chat", "-n", NAMESPACE, "--subresource=status", "--type=merge", "-p", status)
+    yield apiserver
+    released = json.dumps({"metadata": {"finalizers": []}})
+    apiserver.kubectl("patch", "infsvc", "chat", "-n", NAMESPACE, "--type=merge", "-p", released)
+    apiserver.kubectl("delete", "infsvc", "chat", "-n", NAMESPACE)
+
+
+def run(api: Access, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from slipway_cli.main import main; main()", *arguments]
+    environment = os.environ | {"KUBECONFIG": str(api.kubeconfig)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def annotations(api: Access) -> dict[str, str]:
+    body = json.loads(api.kubectl("get", "infsvc", "chat", "-n", NAMESPACE, "-o", "json"))
+    return body["metadata"].get("annotations", {})
+
+
+@pytest.mark.capability("OP-7")
+def test_a_user_sees_steers_and_bundles_a_service(api, tmp_path):
+    shown = json.loads(run(api, "status", "chat", "-n", NAMESPACE, "-o", "json").stdout)
+    assert [(one["role"], one["weight"]) for one in shown["revisions"]] == [("update", 10), ("stable", 90)]
+    assert "2 of 2 ready" in run(api, "status", "chat", "-n", NAMESPACE).stdout
+
+    for verb, annotation, revision in (("promote", "promote", UPDATE), ("abort", "abort", UPDATE)):
+        assert run(api, verb, "chat", "-n", NAMESPACE).returncode == 0
+        assert annotations(api)[f"slipway.dev/{annotation}"] == revision
+    assert run(api, "rollback", "chat", "--to", "stab", "-n", NAMESPACE).returncode == 0
+    assert annotations(api)["slipway.dev/rollback-to"] == STABLE
+    unknown = run(api, "rollback", "chat", "--to", "zzz", "-n", NAMESPACE)
+    assert (unknown.returncode, unknown.stderr) == (1, "error: 0 revisions of chat begin with zzz\n")
+
+    bundle = tmp_path / "bundle.tar.gz"
+    assert run(api, "bundle", str(bundle), "-n", NAMESPACE).returncode == 0
+    with tarfile.open(bundle) as archive:
+        names = {member.name.removeprefix("slipway-bundle/") for member in archive.getmembers()}
+    assert {"inferenceservices.json", "pods.json", "events.json", "versions.json"} <= names
+
+
+@pytest.mark.capability("PL-5")
+def test_cleanup_releases_what_a_gone_operator_holds_and_leaves_other_finalizers(api):
+    listed = run(api, "cleanup")
+    assert f"held: InferenceService {NAMESPACE}/chat" in listed.stdout
+
+    assert run(api, "cleanup", "--yes").returncode == 0
+
+    body = json.loads(api.kubectl("get", "infsvc", "chat", "-n", NAMESPACE, "-o", "json"))
+    assert body["metadata"]["finalizers"] == ["example.com/theirs"]
+    assert f"{NAMESPACE}/chat" not in run(api, "cleanup").stdout
+
+
+def test_what_does_not_work_is_one_sentence(api):
+    missing = run(api, "status", "nothing", "-n", NAMESPACE)
+    not_a_replica = run(api, "drain", "chat", "no-such-pod", "-n", NAMESPACE)
+
+    assert missing.returncode == 1
+    assert missing.stderr == (
+        f'error: InferenceService {NAMESPACE}/nothing: inferenceservices.slipway.dev "nothing" not found\n'
+    )
+    assert not_a_replica.stderr == "error: no-such-pod is no replica of chat\n"
