@@ -19,7 +19,7 @@ from pathlib import Path
 from e2e.cluster.paths import HERE, cache_folder
 from e2e.cluster.toolchain import find_go
 
-SOURCES = ("go.mod", "go.sum", "main.go", "stream.go")
+SOURCES = ("go.mod", "go.sum", "kstatus.go", "main.go", "stream.go")
 RECIPE = "1"  # part of the hash: raise it when the way of building changes what comes out
 PACKAGES = 2250  # about as many are compiled, the first time; only for the progress line
 EXPLAIN = (

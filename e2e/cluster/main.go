@@ -1,6 +1,6 @@
 // Command controlplane is every Kubernetes component of the local cluster in one
 // binary: etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kubelet,
-// kubectl, helm, and the streaming half of the process runtime (stream.go).
+// kubectl, helm, kstatus (kstatus.go), and the streaming half of the process runtime (stream.go).
 //
 // The component is the first argument, or the name of the symlink it is called by.
 // Run one process per component: each one's constructor installs signal handlers
@@ -43,7 +43,7 @@ var cobraCommands = map[string]func() *cobra.Command{
 }
 
 // plainCommands parse their own flags.
-var plainCommands = map[string]func(args []string) error{"etcd": runEtcd, "stream": runStream}
+var plainCommands = map[string]func(args []string) error{"etcd": runEtcd, "stream": runStream, "kstatus": runKstatus}
 
 func main() {
 	name, args := filepath.Base(os.Args[0]), os.Args[1:]
@@ -56,7 +56,7 @@ func main() {
 	}
 	run, ok := plainCommands[name]
 	if !ok {
-		fmt.Fprintln(os.Stderr, "usage: controlplane {etcd|kube-apiserver|kube-controller-manager|kube-scheduler|kubelet|kubectl|helm|stream} [flags]")
+		fmt.Fprintln(os.Stderr, "usage: controlplane {etcd|kube-apiserver|kube-controller-manager|kube-scheduler|kubelet|kubectl|helm|stream|kstatus} [flags]")
 		os.Exit(2)
 	}
 	if err := run(args); err != nil {
