@@ -5,6 +5,7 @@ back, device plugins refuse, admin ports stay silent or answer late. It checks t
 step, so a story or a random walk only has to move it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,12 +25,15 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
 )
 from slipway_operator.core.observed import (
+    Demand,
     Failure,
     Node,
     Observed,
+    OutcomesSince,
     PastRecommendation,
     Replica,
     Sample,
+    ScalingMemory,
     StoredRevision,
     is_disruption,
 )
@@ -61,6 +65,9 @@ class SimulatedCluster:
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
         self.recommendations: tuple[PastRecommendation, ...] = ()
+        self.scaling_memory = ScalingMemory()
+        self.demand: Callable[[SimulatedCluster], Demand | None] = lambda world: None  # what gateways report
+        self.outcomes_since: OutcomesSince | None = None
         self.asking_since = T0
         self.ready_before: frozenset[str] | None = None
         self.told: set[tuple[str, str, str]] = set()  # type, status and reason of every condition that there ever was
@@ -100,6 +107,9 @@ class SimulatedCluster:
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
+            scaling_memory=self.scaling_memory,
+            demand=self.demand(self),
+            outcomes_since=self.outcomes_since,
             asking_since=self.asking_since,
             ready_before=self.ready_before,
             taken_names=self.taken,
@@ -155,7 +165,7 @@ class SimulatedCluster:
         if die_after is not None:
             self.restart_operator()
             return made
-        self.recommendations = made.recommendations
+        self.recommendations, self.scaling_memory = made.recommendations, made.scaling_memory
         if self.service is not None and made.status is not None and not self.lose_status_writes:
             # Through JSON, as the API server would give it back: whole seconds, no absent fields.
             status = type(made.status).model_validate_json(
@@ -181,7 +191,7 @@ class SimulatedCluster:
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
-        self.ready_before = None
+        self.ready_before, self.scaling_memory = None, ScalingMemory()
         self.asking_since = self.now
         for pod in self.pods.values():
             pod.sample = None  # what replicas told the leader before
@@ -324,8 +334,10 @@ class SimulatedCluster:
             self.reconcile()
 
     def _is_woken(self) -> bool:
-        """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
+        """As in the shell: by a change of the service, a pod, a node or demand, a sample that matters, or the clock."""
+        demand = self.demand(self)
         facts = (
+            demand and (demand.waiting_requests, demand.open_requests, demand.complete),
             self.service and (self.service.metadata, self.service.spec),
             tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),
