@@ -23,6 +23,7 @@ from slipway_operator.core.actions import (
     DrainPod,
     Event,
     RemoveFinalizer,
+    UndrainPod,
 )
 from slipway_operator.core.observed import (
     Demand,
@@ -73,6 +74,7 @@ class SimulatedCluster:
         self.told: set[tuple[str, str, str]] = set()  # type, status and reason of every condition that there ever was
         self.load = lambda world: None  # sets running, waiting and kv of the ready pods
         self.lose_status_writes = False
+        self.lose_labels = False  # a runtime takes requests again, and its pod's label is not written
         self.image_is_broken = False
         self.faults = 0  # those that take replicas away: what is left may be less than the rollout wants
         self.was_cordoned = False  # a replica may have been doubled to move it
@@ -213,6 +215,8 @@ class SimulatedCluster:
                 self._create(action, observed)
             case DrainPod():
                 self._drain(action)
+            case UndrainPod():
+                self._undrain(action)
             case DeletePod():
                 self._delete(action, observed)
             case ApplyChild():
@@ -299,6 +303,18 @@ class SimulatedCluster:
             pod.drain_arrives_at = self.now + timedelta(seconds=pod.late_by)
         if pod.drain_arrives_at == self.now:
             pod.drains = True
+
+    def _undrain(self, action: UndrainPod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at or not pod.answers or pod.is_ending:
+            return  # the call fails, and the label stays
+        pod.drains, pod.drain_arrives_at = False, None
+        if self.lose_labels:
+            return
+        pod.replica = replace(pod.replica, state=names.STATE_SERVING, drain_started=None, drain_reason="")
+        self.cache.expect(
+            action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_SERVING
+        )
 
     def _delete(self, action: DeletePod, observed: Observed) -> None:
         pod = self.pods.get(action.name)

@@ -9,7 +9,7 @@ Read `plan` from top to bottom; each line is a module of its own. Three rules ho
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -48,6 +48,7 @@ from slipway_operator.core.service.revision import (
 )
 from slipway_operator.core.service.rollout import Revisions, RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.service.undrain import take_back
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
@@ -80,6 +81,16 @@ def plan(observed: Observed, now: datetime) -> Plan:
     stable = _stable_revision(service, revision, stored)
     target = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
     desired = target.desired
+    taken_back = take_back(
+        members,
+        revision=revision.hash,
+        desired=desired,
+        limits=_limits(observed),
+        nodes=observed.nodes,
+        asked_back=observed.scaling_memory.asked_back,
+        now=now,
+    )
+    members = taken_back.members
     rolling = rollout.step(
         members,
         revisions=Revisions(
@@ -108,6 +119,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and revision.spec is not None:
+        steps += taken_back.steps
         steps += _create(observed, decided)
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
@@ -126,7 +138,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         events=(*steps.events, *decided.assignment_events, *find_events(observed, status, decided)),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
         recommendations=target.recommendation.recommendations if target.recommendation else (),
-        scaling_memory=target.memory,
+        scaling_memory=replace(target.memory, asked_back=taken_back.asked_back if may_act else {}),
         ready=ready_names(members),
     )
 
