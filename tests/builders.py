@@ -15,6 +15,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus
 from slipway_operator.core.observed import (
     Defaults,
+    Demand,
     Failure,
     Namesake,
     Node,
@@ -22,6 +23,7 @@ from slipway_operator.core.observed import (
     PastRecommendation,
     Replica,
     Sample,
+    ScalingMemory,
     StoredRevision,
 )
 from slipway_operator.core.service.pod import pod_name
@@ -211,6 +213,8 @@ def seen(
     ready_before: frozenset[str] | None = None,
     disrupted: bool = False,
     revisions: tuple[StoredRevision, ...] | None = None,
+    demand: Demand | None = None,
+    scaling_memory: ScalingMemory | None = None,
 ) -> Observed:
     """The snapshot of a service and these pods; what the spec asks for is stored, unless `revisions` says otherwise."""
     return Observed(
@@ -230,6 +234,8 @@ def seen(
         namesakes=namesakes,
         fault=fault,
         ready_before=ready_before,
+        demand=demand,
+        scaling_memory=scaling_memory or ScalingMemory(),
     )
 
 

@@ -63,8 +63,11 @@ class Reason(StrEnum):
     METRICS_FRESH = "MetricsFresh"
     METRICS_STALE = "MetricsStale"
     METRICS_MISSING = "MetricsMissing"
+    ADVISORY = "Advisory"
     EXTERNAL = "External"
+    PAUSED = "Paused"
     LIMITED_BY_MAX = "LimitedByMax"
+    LIMITED_BY_BUDGET = "LimitedByBudget"
     LIMITED_BY_CAPACITY = "LimitedByCapacity"
 
 
@@ -77,6 +80,8 @@ class EventReason(StrEnum):
     REPLICA_DRAINED = "ReplicaDrained"
     SCALED_UP = "ScaledUp"
     SCALED_DOWN = "ScaledDown"
+    SCALED_TO_ZERO = "ScaledToZero"
+    ACTIVATED = "Activated"
     ROLLOUT_STARTED = "RolloutStarted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
     INVALID_SPEC = "InvalidSpec"
@@ -89,6 +94,8 @@ class EventReason(StrEnum):
     REPLICA_REPLACED = "ReplicaReplaced"
     DRAIN_TIMED_OUT = "DrainTimedOut"
     NAME_CONFLICT = "NameConflict"
+    ACTIVATION_TIMED_OUT = "ActivationTimedOut"
+    BUDGET_EXCEEDED = "BudgetExceeded"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     ADVICE = "Advice"
 
@@ -106,6 +113,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.REPLICA_DRAINED,
         EventReason.SCALED_UP,
         EventReason.SCALED_DOWN,
+        EventReason.SCALED_TO_ZERO,
+        EventReason.ACTIVATED,
         EventReason.ROLLOUT_STARTED,
         EventReason.ROLLOUT_COMPLETED,
     }

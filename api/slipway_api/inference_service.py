@@ -128,6 +128,14 @@ class Availability(Struct):
     """A replica that was ready and is not ready for this long is replaced, one replica at a time."""
 
 
+class Budget(Struct):
+    """What the service may cost."""
+
+    max_gpus: int = Field(alias="maxGPUs", ge=1, le=16_000)
+    """Most GPUs of all desired replicas together. It limits autoscaling also where minReplicas or a schedule asks for
+    more, and the number that is written through /scale; a rollout's surge comes on top."""
+
+
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -168,14 +176,26 @@ class InferenceServiceSpec(Struct):
             ".runtime.kvCache.hostBytes",
         ),
         Rule(
-            "!has(self.autoscaling) || self.autoscaling.mode == 'External' || !has(self.replicas)",
-            "replicas must be absent where autoscaling decides; set one of the two, or autoscaling.mode: External",
+            "!has(self.autoscaling) || self.autoscaling.mode in ['External', 'Advisory'] || !has(self.replicas)",
+            "replicas must be absent where autoscaling decides; set one of the two, or autoscaling.mode: External or "
+            "Advisory",
             ".replicas",
         ),
         Rule(
             "!has(self.autoscaling) || self.autoscaling.mode != 'External' || has(self.replicas)",
             "autoscaling.mode External needs replicas: the number to start with, which kubectl scale, an HPA or KEDA "
             "then writes",
+        ),
+        Rule(
+            "!has(self.budget) || self.resources.gpu.count <= self.budget.maxGPUs",
+            "budget.maxGPUs must allow one replica: at least resources.gpu.count",
+            ".budget.maxGPUs",
+        ),
+        Rule(
+            "!has(self.budget) || has(self.autoscaling) || !has(self.replicas) || "
+            "self.replicas * self.resources.gpu.count <= self.budget.maxGPUs",
+            "replicas times resources.gpu.count must not exceed budget.maxGPUs",
+            ".replicas",
         ),
     )
 
@@ -191,7 +211,8 @@ class InferenceServiceSpec(Struct):
     template: Template = Template()
     """An overlay for the pods, within an allow-list."""
     replicas: int | None = Field(default=None, ge=0, le=1000)
-    """A fixed number of replicas, or with autoscaling.mode External the one written through /scale. Absent: 1."""
+    """A fixed number of replicas, with autoscaling.mode Advisory too, or with External the one written through /scale.
+    Absent: 1, or with autoscaling what the autoscaler decides."""
     autoscaling: Autoscaling | None = None
     """The autoscaler's limits, metrics and behavior."""
     rollout: Rollout = Rollout()
@@ -202,6 +223,8 @@ class InferenceServiceSpec(Struct):
     """How requests reach the replicas."""
     availability: Availability = Availability()
     """How failed replicas are replaced."""
+    budget: Budget | None = None
+    """What the service may cost."""
 
 
 class InferenceService(Struct):
@@ -248,10 +271,12 @@ class InferenceService(Struct):
 
     @property
     def fixed_replicas(self) -> int | None:
-        """The number of replicas the spec fixes, 1 where it says nothing; None where the autoscaler decides."""
-        if self.spec.autoscaling and self.spec.autoscaling.mode is ScalingMode.ACTIVE:
-            return None
-        return 1 if self.spec.replicas is None else self.spec.replicas
+        """The number of replicas that the spec fixes, 1 without autoscaling; None where status has the number."""
+        if self.spec.autoscaling is None:
+            return 1 if self.spec.replicas is None else self.spec.replicas
+        if self.spec.autoscaling.mode in (ScalingMode.EXTERNAL, ScalingMode.ADVISORY):
+            return self.spec.replicas
+        return None
 
     @property
     def is_being_deleted(self) -> bool:

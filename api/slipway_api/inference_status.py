@@ -83,9 +83,12 @@ class AutoscalingStatus(Struct):
     """The last decision of the autoscaler, and why."""
 
     recommended_replicas: int | None = Field(default=None, ge=0)
-    """The number of replicas that the metrics ask for, before limits."""
+    """The number of replicas that the metrics ask for, before limits; in mode Advisory the number that Slipway would
+    set."""
     limited_by: str = Field(default="", max_length=128)
     """The limit because of which the decision differs from the recommendation; absent: none."""
+    active_schedule: str = Field(default="", max_length=63)
+    """The schedule whose minReplicas holds now; absent: none."""
     signals: Annotated[tuple[SignalStatus, ...], bounded_list(at_most=8, key="type")] = ()
     """The metrics behind the last decision."""
     history: Annotated[tuple[ScalingDecision, ...], bounded_list(at_most=5)] = ()

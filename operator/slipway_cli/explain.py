@@ -9,9 +9,9 @@ from slipway_api.conditions import ConditionType, find_condition
 from slipway_api.gpu_catalogue import find_gpu
 from slipway_api.inference_service import InferenceService
 from slipway_api.memory import GIB, DoesNotFit, Fits, footprint
+from slipway_operator.core.profiles import apply_profile
 from slipway_operator.core.service.advice import find_advice
 from slipway_operator.core.service.fit import check_fit, model_shape, needs_of
-from slipway_operator.core.service.profiles import apply_profile
 
 HOURS_OF_A_MONTH: Final = 730
 

@@ -15,8 +15,8 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("warmPool", "budget", "slo", "suspend", "restartAt", "experimental"),
-    *("hostnames", "gatewayRef", "scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
+    *("warmPool", "gpuHourCost", "slo", "suspend", "restartAt", "experimental"),
+    *("hostnames", "gatewayRef", "canary", "gates", "paused", "handover", "engine"),
     *("cache", "upgradePolicy", "upgradeWindow"),
     *("podDisruptionBudget", "maxNodeDrainBlockSeconds", "protectStartup"),
 }

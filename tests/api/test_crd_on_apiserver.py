@@ -133,10 +133,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("both replicas and autoscaling", {"replicas": 2, "autoscaling": {"maxReplicas": 3}}, "replicas must be absent"),
     ("External without replicas", {"autoscaling": {"mode": "External", "maxReplicas": 3}}, "External needs replicas"),
     ("min above max", {"autoscaling": {"minReplicas": 5, "maxReplicas": 3}}, "must not exceed maxReplicas"),
-    ("min zero", {"autoscaling": {"minReplicas": 0, "maxReplicas": 3}}, "greater than or equal to 1"),
     ("no max", {"autoscaling": {"minReplicas": 1}}, "spec.autoscaling.maxReplicas: Required value"),
-    ("no metrics", {"autoscaling": {"maxReplicas": 3, "metrics": []}}, "needs at least one metric"),
-    ("unknown mode", {"autoscaling": {"maxReplicas": 3, "mode": "Paused"}}, 'supported values: "Active", "External"'),
+    ("no metrics", {"autoscaling": {"maxReplicas": 3, "metrics": []}}, "need at least one metric"),
+    ("unknown mode", {"autoscaling": {"maxReplicas": 3, "mode": "Off"}}, 'supported values: "Active", "Advisory"'),
     (
         "CPU as a metric",
         {"autoscaling": {"maxReplicas": 3, "metrics": [{"type": "CPUUtilization", "target": "0.5"}]}},

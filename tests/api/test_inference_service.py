@@ -33,6 +33,9 @@ def test_the_served_name_defaults_to_the_name_of_the_resource():
         ({"replicas": 0}, 0),
         ({"autoscaling": {"maxReplicas": 4}}, None),
         ({"autoscaling": {"mode": "External", "maxReplicas": 4}, "replicas": 2}, 2),
+        ({"autoscaling": {"mode": "Advisory", "maxReplicas": 4}, "replicas": 2}, 2),
+        ({"autoscaling": {"mode": "Advisory", "maxReplicas": 4}}, None),
+        ({"autoscaling": {"mode": "Paused", "maxReplicas": 4}}, None),
     ],
 )
 def test_the_number_of_replicas_is_fixed_unless_the_autoscaler_decides(spec, replicas):

@@ -52,6 +52,8 @@ class Runtime:
     kv_usage: float = 0.0
     draining: bool = False
     drained_with: list[int | None] = field(default_factory=list)
+    state_at_undrain: list[str] = field(default_factory=list)  # the pod's label when it was asked to serve again
+    is_ending: bool = False  # it drains for good, whatever it is asked
 
 
 class Severable(InProcessClient):
@@ -332,6 +334,12 @@ class SimulatedCluster:
             runtime.draining = True
             runtime.drained_with.append(msgspec.json.decode(body or b"{}").get("timeoutSeconds"))
             drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
+            return 200, drain.wire()
+        if path == names.PATH_UNDRAIN:
+            labels = pod["metadata"]["labels"]
+            runtime.state_at_undrain.append(labels[names.LABEL_STATE])
+            runtime.draining = runtime.is_ending
+            drain = DrainStatus(draining=runtime.draining, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
         self.sampled.append((self.time(), replica.pod))
         signals = Signals(

@@ -128,6 +128,59 @@ def test_a_replica_drains_with_its_requests_before_it_is_deleted(tmp_path):
     run_in_virtual_time(story())
 
 
+@pytest.mark.capability("AS-6")
+def test_a_draining_replica_is_labelled_as_serving_only_after_its_runtime_accepts_again(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=2)
+            cluster.start_operator()
+            await ready(cluster, replicas=2)
+            before = set(cluster.serving("chat"))
+            for name in before:
+                cluster.runtimes[name].running = 2
+            cluster.apply("chat", replicas=1)
+            await cluster.until(lambda: any(one.draining for one in cluster.runtimes.values()), "the drain")
+            [victim] = [name for name, one in cluster.runtimes.items() if one.draining]
+            cluster.apply("chat", replicas=2)
+            await ready(cluster, replicas=2)
+
+            assert set(cluster.serving("chat")) == before, "the same replicas, and no other"
+            assert set(cluster.runtimes[victim].state_at_undrain) == {names.STATE_DRAINING}
+            [pod] = [one for one in cluster.pods("chat") if one["metadata"]["name"] == victim]
+            assert names.ANNOTATION_DRAIN_STARTED not in pod["metadata"]["annotations"]
+            assert names.ANNOTATION_DRAIN_REASON not in pod["metadata"]["annotations"]
+            assert names.ANNOTATION_ADMIN_NONCE in pod["metadata"]["annotations"]
+            await cluster.quiet(5)
+            assert await cluster.quiet(60) == [], "and it rests"
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("AS-6")
+def test_a_replica_that_refuses_to_serve_again_is_replaced_and_never_routed_to(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=2)
+            cluster.start_operator()
+            await ready(cluster, replicas=2)
+            for name in cluster.serving("chat"):
+                cluster.runtimes[name].running = 2
+                cluster.runtimes[name].is_ending = True
+            cluster.apply("chat", replicas=1)
+            await cluster.until(lambda: any(one.draining for one in cluster.runtimes.values()), "the drain")
+            [victim] = [name for name, one in cluster.runtimes.items() if one.draining]
+            cluster.apply("chat", replicas=2)
+            since = cluster.time()
+            await cluster.until(lambda: len(cluster.serving("chat")) == 2, "another replica")
+
+            assert victim not in cluster.serving("chat")
+            assert cluster.time() - since < 20
+            [pod] = [one for one in cluster.pods("chat") if one["metadata"]["name"] == victim]
+            assert pod["metadata"]["labels"][names.LABEL_STATE] == names.STATE_DRAINING
+
+    run_in_virtual_time(story())
+
+
 def test_a_changed_model_surges_one_and_drains_one_until_all_are_new(tmp_path):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:

@@ -351,3 +351,66 @@ def test_capacity_is_counted_in_requests_of_full_length(facts, sequences):
     capacity = Capacity.of(a_state(**facts))
 
     assert (capacity.max_sequences if capacity else None) == sequences
+
+
+@pytest.mark.capability("AS-10")
+def test_a_burst_on_an_idle_service_is_seen_within_two_seconds_of_the_gateways_word():
+    """Item 9: an idle replica was asked every 15 s, so the first reaction to a burst took as long."""
+    fleet = Fleet()
+    fleet.load = {"a": 0, "b": 0, "other": 0}
+    fleet.services = {"other": "code"}
+
+    async def burst() -> tuple[float, int]:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(60)
+        fleet.news.clear()
+        calls_of_others = fleet.calls_of("other")
+        begun = asyncio.get_running_loop().time()
+        fleet.scraper.ask_service("chat")  # the request is at the gateway, and reaches its replica a moment later
+        await asyncio.sleep(0.5)
+        fleet.load["b"] = 40
+        while not fleet.news["chat"]:  # noqa: ASYNC110  virtual time: it costs nothing to look
+            await asyncio.sleep(0.01)
+        seen_after = asyncio.get_running_loop().time() - begun
+        task.cancel()
+        return seen_after, fleet.calls_of("other") - calls_of_others
+
+    seen_after, calls_of_others = run_in_virtual_time(burst())
+
+    assert seen_after <= 2.1
+    assert calls_of_others <= 1, "replicas of other services are left alone"
+
+
+def test_every_report_of_a_gateway_costs_no_call():
+    fleet = Fleet()
+    fleet.load = {"a": 0}
+
+    async def reports() -> int:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(60)
+        before = fleet.calls_of("a")
+        for _ in range(1000):
+            fleet.scraper.ask_service("chat")
+            fleet.scraper.ask_service("a service without replicas")
+            await asyncio.sleep(0.01)
+        task.cancel()
+        return fleet.calls_of("a") - before
+
+    assert run_in_virtual_time(reports()) <= 7, "ten seconds at the busy pace"
+
+
+def test_after_a_burst_that_was_none_the_idle_pace_returns():
+    fleet = Fleet()
+    fleet.load = {"a": 0}
+
+    async def quiet() -> int:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(60)
+        fleet.scraper.ask_service("chat")
+        await asyncio.sleep(30)
+        before = fleet.calls_of("a")
+        await asyncio.sleep(60)
+        task.cancel()
+        return fleet.calls_of("a") - before
+
+    assert 3 <= run_in_virtual_time(quiet()) <= 5

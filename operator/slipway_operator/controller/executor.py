@@ -37,9 +37,10 @@ from slipway_operator.core.actions import (
     DrainPod,
     Failure,
     RemoveFinalizer,
+    UndrainPod,
 )
 from slipway_operator.metrics import OperatorMetrics
-from slipway_operator.replica_client import ReplicaClient, address_of
+from slipway_operator.replica_client import Address, ReplicaClient, ReplicaRefused, address_of
 
 log = structlog.get_logger()
 
@@ -146,6 +147,8 @@ class Executor:
                 if not action.marked:
                     await self._mark_draining(key, action)
                 self._ask_to_drain(key, stored, action)
+            case UndrainPod():
+                self._ask_to_serve_again(key, stored, action)
             case DeletePod():
                 await self._writer.delete(
                     resources.PODS,
@@ -297,6 +300,41 @@ class Executor:
         )
         self._calls.start(key, action.uid, drain)
 
+    def _ask_to_serve_again(self, key: Key, stored: StoredObject, action: UndrainPod) -> None:
+        """POST /undrain in the background, and label the pod as serving once the runtime has said that it accepts.
+
+        Calls about one pod are made one after the other, so no drain that was asked for earlier comes in between.
+        """
+        pod = self._pod_of(key.namespace, action.name)
+        if pod is None or pod.uid != action.uid or not pod.status.pod_ip:
+            return
+        address = address_of(pod)
+        if address.owner_uid == stored.uid:
+            self._calls.start(key, action.uid, partial(self._undrain, key, action, address))
+
+    async def _undrain(self, key: Key, action: UndrainPod, address: Address) -> None:
+        answer = await self._replicas.undrain(address)
+        if answer.draining:
+            raise ReplicaRefused(200, f"{action.name} drains although it was asked to serve again")
+        body: dict[str, Any] = {
+            "metadata": {
+                "name": action.name,
+                "namespace": key.namespace,
+                "uid": action.uid,
+                # Server-side apply removes what this manager set and does not name any more: the drain's annotations.
+                "labels": {names.LABEL_STATE: names.STATE_SERVING},
+            }
+        }
+        await self._writer.label(
+            resources.PODS,
+            key.namespace,
+            action.name,
+            body,
+            label=names.LABEL_STATE,
+            field_manager=names.FIELD_MANAGER_META,
+            owner=key,
+        )
+
     def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: tuple[Action, ...]) -> Execution:
         self._count(action, "refused")
         failure = Failure(
@@ -316,7 +354,7 @@ def _describe(action: Action) -> str:
 def _object_of(action: Action) -> str:
     """The name of the object that the action is about."""
     match action:
-        case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
+        case CreatePod() | DrainPod() | UndrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
             return action.name
         case ApplyChild():
             return action.key

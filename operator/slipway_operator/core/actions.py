@@ -55,6 +55,18 @@ class DrainPod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndrainPod:
+    """POST /undrain; once the runtime accepts requests again, label `state=serving` and remove the two annotations.
+
+    Both in the background. The plan repeats it until the label is seen, or does without this replica.
+    """
+
+    name: str
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeletePod:
     """DELETE with `preconditions.uid` and an explicit grace. NotFound and a wrong uid are success."""
 
@@ -93,7 +105,15 @@ class DeleteRevision:
 
 
 Action = (
-    AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild | CreateRevision | DeleteRevision
+    AddFinalizer
+    | RemoveFinalizer
+    | CreatePod
+    | DrainPod
+    | UndrainPod
+    | DeletePod
+    | ApplyChild
+    | CreateRevision
+    | DeleteRevision
 )
 
 

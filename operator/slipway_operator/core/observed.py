@@ -192,6 +192,20 @@ OutcomesSince = Callable[[datetime], Mapping[str, Outcomes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingMemory:
+    """What autoscaling remembers from one pass to the next; a new leader starts without it, and waits longer."""
+
+    quiet_since: datetime | None = None
+    """Since when this leader knows of no request; None: there are some, or nothing is known yet."""
+    unheard_since: datetime | None = None
+    """Since when not every gateway reports; None: they do."""
+    waiting: int = 0
+    """Requests that gateways held in the last pass."""
+    asked_back: Mapping[str, datetime] = field(default_factory=dict)
+    """uid of a draining replica -> when it was first asked to serve again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """The namespaces from which the ports of replicas may be reached, as set by the installation."""
 
@@ -237,6 +251,8 @@ class Observed:
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
+    scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)
+    """`Plan.scaling_memory` of the last pass; empty after a takeover."""
     ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
     asking_since: datetime | None = None  # when this operator began to ask replicas for signals; None: long ago
     taken_names: frozenset[str] = frozenset()  # pod names whose POST met a 409 by a pod that is not ours

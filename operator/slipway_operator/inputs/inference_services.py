@@ -1,7 +1,7 @@
 """The controller's kind InferenceService: builds `Observed` from caches, returns the core's plan as a `Decision`."""
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import cast
 
@@ -26,6 +26,7 @@ class Carried:
     """In-memory state that one pass passes to the next; a new leader starts without it."""
 
     recommendations: tuple[seen.PastRecommendation, ...] = ()
+    scaling: seen.ScalingMemory = field(default_factory=seen.ScalingMemory)
     ready: frozenset[str] | None = None
 
 
@@ -108,6 +109,7 @@ class InferenceServices:
         return replace(
             observed,
             recommendations=carried.recommendations,
+            scaling_memory=carried.scaling,
             ready_before=carried.ready,
             taken_names=memory.taken_names,
             applied=dict(memory.applied),
@@ -125,7 +127,9 @@ class InferenceServices:
             events=decided.events,
             pod_uids={one.name: one.uid for one in observed.replicas},
             requeue_after=decided.requeue_after,
-            carried=Carried(recommendations=decided.recommendations, ready=decided.ready),
+            carried=Carried(
+                recommendations=decided.recommendations, scaling=decided.scaling_memory, ready=decided.ready
+            ),
         )
 
     def _note_ages(self, observed: Observed) -> None:

@@ -3,16 +3,18 @@
 A replica's capacity does not change while it runs, so it is read once, after the first answer of the replica.
 
 Busy and draining replicas are asked every 2 s, idle ones every 15 s, each at its own moment within the interval so
-that a fleet's calls spread out. When a replica does not answer, its last sample stays and grows old; the core decides
-what that means. Calls are shared fairly between services, and replicas that were silent last time wait in a queue of
-their own: a namespace that drops our packets delays the samples of no other.
+that a fleet's calls spread out. What a gateway says of new requests wakes the idle replicas of the service at once: the
+first reaction to a burst does not wait for the end of an idle interval. When a replica does not answer, its last sample
+stays and grows old; the core decides what that means. Calls are shared fairly between services, and replicas that were
+silent last time wait in a queue of their own: a namespace that drops our packets delays the samples of no other.
 """
 
 import asyncio
 import contextlib
 import heapq
 import zlib
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -28,6 +30,7 @@ log = structlog.get_logger()
 
 BUSY_SECONDS = 2.0
 IDLE_SECONDS = 15.0
+DEMANDED_SECONDS = 10.0  # at the busy pace after a gateway said that there are requests
 CALLS_PER_SECOND = 3000.0  # as many as one core allows: 10,000 busy replicas every 3.3 s, samples below 5 s
 BATCH_SECONDS = 0.01  # calls that are due within so short a time begin together
 
@@ -35,7 +38,7 @@ CALLS, CALLS_OF_A_SERVICE = 256, 32
 SILENT_CALLS, SILENT_CALLS_OF_A_SERVICE = 32, 2
 
 AddressT = TypeVar("AddressT")
-KeyT = TypeVar("KeyT")
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Scraper(Generic[AddressT, KeyT]):
         self._on_error = on_error
         self._now = now
         self._targets: dict[str, Target[AddressT, KeyT]] = {}
+        self._of_service: defaultdict[KeyT, set[str]] = defaultdict(set)
+        self._demanded_until: dict[KeyT, float] = {}
         self._samples: dict[str, Sample] = {}
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []  # the entries of `_due`, and outdated ones
@@ -119,7 +124,9 @@ class Scraper(Generic[AddressT, KeyT]):
     def watch(self, target: Target[AddressT, KeyT]) -> None:
         """Scrape this replica from now on, or under its new address or state."""
         is_known = target.uid in self._targets
+        self._leave_service(target.uid)
         self._targets[target.uid] = target
+        self._of_service[target.service].add(target.uid)
         if not is_known:
             self._plan_visit(target.uid, _loop_time() + _phase(target.uid) * self._busy_seconds())
         elif target.is_draining and target.uid not in self._in_flight:
@@ -128,6 +135,7 @@ class Scraper(Generic[AddressT, KeyT]):
 
     def forget(self, uid: str) -> None:
         """Stop scraping this replica, because its pod is deleted."""
+        self._leave_service(uid)
         for known in (self._targets, self._samples, self._due):
             known.pop(uid, None)
         self._silent.discard(uid)
@@ -136,6 +144,19 @@ class Scraper(Generic[AddressT, KeyT]):
         """Scrape this replica now, because an action changed its state."""
         if uid in self._targets and uid not in self._in_flight:
             self._plan_visit(uid, _loop_time())
+
+    def ask_service(self, service: KeyT) -> None:
+        """Scrape the idle replicas of a service now and for a while at the busy pace: a gateway has requests for it.
+
+        Safe to call with every report of a gateway: a replica that is due within the busy interval is not asked again.
+        """
+        uids, now = self._of_service.get(service, set()), _loop_time()
+        if not uids:
+            return
+        self._demanded_until[service] = now + DEMANDED_SECONDS
+        for uid in uids:
+            if uid not in self._in_flight and uid in self._due and self._due[uid] > now + self._busy_seconds():
+                self._plan_visit(uid, now)
 
     async def run(self) -> None:
         """Scrape until cancelled."""
@@ -215,9 +236,19 @@ class Scraper(Generic[AddressT, KeyT]):
             log.debug("no state", replica=str(target.address), error=str(exc))
             return None
 
+    def _leave_service(self, uid: str) -> None:
+        known = self._targets.get(uid)
+        if known is None:
+            return
+        self._of_service[known.service].discard(uid)
+        if not self._of_service[known.service]:
+            del self._of_service[known.service]
+            self._demanded_until.pop(known.service, None)
+
     def _interval(self, target: Target[AddressT, KeyT], sample: Sample | None) -> float:
         is_moving = target.is_draining or target.is_starting
-        is_busy = is_moving or sample is None or sample.draining or sample.requests > 0
+        is_demanded = _loop_time() < self._demanded_until.get(target.service, 0.0)
+        is_busy = is_moving or is_demanded or sample is None or sample.draining or sample.requests > 0
         return self._busy_seconds() if is_busy else IDLE_SECONDS
 
     def _busy_seconds(self) -> float:

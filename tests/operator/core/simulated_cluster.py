@@ -5,6 +5,7 @@ back, device plugins refuse, admin ports stay silent or answer late. It checks t
 step, so a story or a random walk only has to move it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,14 +23,18 @@ from slipway_operator.core.actions import (
     DrainPod,
     Event,
     RemoveFinalizer,
+    UndrainPod,
 )
 from slipway_operator.core.observed import (
+    Demand,
     Failure,
     Node,
     Observed,
+    OutcomesSince,
     PastRecommendation,
     Replica,
     Sample,
+    ScalingMemory,
     StoredRevision,
     is_disruption,
 )
@@ -61,11 +66,15 @@ class SimulatedCluster:
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
         self.recommendations: tuple[PastRecommendation, ...] = ()
+        self.scaling_memory = ScalingMemory()
+        self.demand: Callable[[SimulatedCluster], Demand | None] = lambda world: None  # what gateways report
+        self.outcomes_since: OutcomesSince | None = None
         self.asking_since = T0
         self.ready_before: frozenset[str] | None = None
         self.told: set[tuple[str, str, str]] = set()  # type, status and reason of every condition that there ever was
         self.load = lambda world: None  # sets running, waiting and kv of the ready pods
         self.lose_status_writes = False
+        self.lose_labels = False  # a runtime takes requests again, and its pod's label is not written
         self.image_is_broken = False
         self.faults = 0  # those that take replicas away: what is left may be less than the rollout wants
         self.was_cordoned = False  # a replica may have been doubled to move it
@@ -100,6 +109,9 @@ class SimulatedCluster:
             serving_digests=serving_digests,
             nonce_seed=b"a seed for tests",
             recommendations=self.recommendations,
+            scaling_memory=self.scaling_memory,
+            demand=self.demand(self),
+            outcomes_since=self.outcomes_since,
             asking_since=self.asking_since,
             ready_before=self.ready_before,
             taken_names=self.taken,
@@ -155,7 +167,7 @@ class SimulatedCluster:
         if die_after is not None:
             self.restart_operator()
             return made
-        self.recommendations = made.recommendations
+        self.recommendations, self.scaling_memory = made.recommendations, made.scaling_memory
         if self.service is not None and made.status is not None and not self.lose_status_writes:
             # Through JSON, as the API server would give it back: whole seconds, no absent fields.
             status = type(made.status).model_validate_json(
@@ -181,7 +193,7 @@ class SimulatedCluster:
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
-        self.ready_before = None
+        self.ready_before, self.scaling_memory = None, ScalingMemory()
         self.asking_since = self.now
         for pod in self.pods.values():
             pod.sample = None  # what replicas told the leader before
@@ -203,6 +215,8 @@ class SimulatedCluster:
                 self._create(action, observed)
             case DrainPod():
                 self._drain(action)
+            case UndrainPod():
+                self._undrain(action)
             case DeletePod():
                 self._delete(action, observed)
             case ApplyChild():
@@ -290,6 +304,18 @@ class SimulatedCluster:
         if pod.drain_arrives_at == self.now:
             pod.drains = True
 
+    def _undrain(self, action: UndrainPod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at or not pod.answers or pod.is_ending:
+            return  # the call fails, and the label stays
+        pod.drains, pod.drain_arrives_at = False, None
+        if self.lose_labels:
+            return
+        pod.replica = replace(pod.replica, state=names.STATE_SERVING, drain_started=None, drain_reason="")
+        self.cache.expect(
+            action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_SERVING
+        )
+
     def _delete(self, action: DeletePod, observed: Observed) -> None:
         pod = self.pods.get(action.name)
         if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at:
@@ -324,8 +350,10 @@ class SimulatedCluster:
             self.reconcile()
 
     def _is_woken(self) -> bool:
-        """As in the shell: by a change of the service, a pod or a node, by a sample that matters, or by the clock."""
+        """As in the shell: by a change of the service, a pod, a node or demand, a sample that matters, or the clock."""
+        demand = self.demand(self)
         facts = (
+            demand and (demand.waiting_requests, demand.open_requests, demand.complete),
             self.service and (self.service.metadata, self.service.spec),
             tuple(self.cache.view(self._actual(), self.now).values()),
             tuple(self.nodes.values()),

@@ -21,6 +21,7 @@ from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.actions import earliest
 from slipway_operator.core.observed import PastRecommendation
+from slipway_operator.core.scaling.limits import Bounds, bounds_of
 from slipway_operator.core.scaling.signals import (
     TIME_TO_ANSWER,
     Readings,
@@ -41,7 +42,7 @@ SEVERAL_CHANGES: Final = (
 class Past:
     """The earlier decisions that this one depends on."""
 
-    current: int  # the number decided last; 0: none yet
+    current: int  # the number decided last; 0: none yet, or scaled to zero
     history: tuple[ScalingDecision, ...] = ()  # changes, newest first
     recommendations: tuple[PastRecommendation, ...] = ()  # oldest first; () after a takeover
     silent_since: datetime | None = None  # since when no replica has answered
@@ -59,28 +60,41 @@ class Recommendation:
     verdict: Reason = Reason.METRICS_FRESH  # of condition ScalingActive
     is_active: bool | None = True  # its status; None: unknown, nothing to measure yet
     keeps_condition: bool = False  # no sample can have arrived yet: the condition stays as it is
+    is_activation: bool = False  # requests wait for a service without replicas
+    active_schedule: str = ""  # whose minReplicas holds
     values: tuple[Value, ...] = ()
     recommendations: tuple[PastRecommendation, ...] = ()  # the window, an argument of the next decision
     again_at: datetime | None = None  # when time alone may change the answer
 
 
 def decide(
-    policy: Autoscaling, readings: Readings, past: Past, *, max_num_seqs: int, capacity_shortage: str, now: datetime
+    policy: Autoscaling,
+    readings: Readings,
+    past: Past,
+    *,
+    max_num_seqs: int,
+    capacity_shortage: str,
+    now: datetime,
+    bounds: Bounds | None = None,
 ) -> Recommendation:
-    """Decides the number of replicas. `capacity_shortage` is why the last ones could not be placed: none is added."""
-    bounded = min(max(past.current, policy.min_replicas), policy.max_replicas)
+    """Decides the number of replicas, which is at least 1: `core.scaling.zero` decides about none.
+
+    `capacity_shortage` is why the last ones could not be placed: none is added. `bounds` are the limits that hold now,
+    where a schedule or a budget sets others than the policy's own.
+    """
+    bounds = bounds or bounds_of(policy)
+    bounded = bounds.clamp(past.current)
     if bounded != past.current:
         # New limits hold at once, without evidence and without windows: the user has decided.
-        why = "there are no replicas yet" if past.current == 0 else f"it was {past.current}"
-        return _within_new_limits(policy, readings, past, bounded, why, now)
+        return _within_new_limits(policy, bounds, readings, past, bounded, now)
     if readings.ready == 0:
         return _hold(policy, past, now, reason=f"no replica is ready yet: holding {bounded}", is_active=None)
     if not readings.metered and readings.unasked:
         return _before_the_first_answers(policy, readings, past, now)
     if not readings.metered:
-        return _without_metrics(policy, readings, past, now)
+        return _without_metrics(policy, bounds, readings, past, now)
     return _with_metrics(
-        policy, readings, past, max_num_seqs=max_num_seqs, capacity_shortage=capacity_shortage, now=now
+        policy, bounds, readings, past, max_num_seqs=max_num_seqs, capacity_shortage=capacity_shortage, now=now
     )
 
 
@@ -114,12 +128,12 @@ def _joined(newer: ScalingDecision, older: ScalingDecision) -> ScalingDecision:
 
 
 def _within_new_limits(
-    policy: Autoscaling, readings: Readings, past: Past, bounded: int, why: str, now: datetime
+    policy: Autoscaling, bounds: Bounds, readings: Readings, past: Past, bounded: int, now: datetime
 ) -> Recommendation:
-    limits = f"minReplicas {policy.min_replicas}, maxReplicas {policy.max_replicas}"
+    why = "there are no replicas yet" if past.current == 0 else f"it was {past.current}"
     return Recommendation(
         desired=bounded,
-        reason=f"{past.current}→{bounded}: {limits}, and {why}",
+        reason=f"{past.current}→{bounded}: {bounds}, and {why}",
         recommended=bounded,
         verdict=Reason.METRICS_FRESH if readings.metered else Reason.METRICS_MISSING,
         is_active=True if readings.metered else None,
@@ -128,7 +142,14 @@ def _within_new_limits(
 
 
 def _with_metrics(
-    policy: Autoscaling, readings: Readings, past: Past, *, max_num_seqs: int, capacity_shortage: str, now: datetime
+    policy: Autoscaling,
+    bounds: Bounds,
+    readings: Readings,
+    past: Past,
+    *,
+    max_num_seqs: int,
+    capacity_shortage: str,
+    now: datetime,
 ) -> Recommendation:
     current, up, down = past.current, policy.behavior.scale_up, policy.behavior.scale_down
     values = tuple(value for metric in policy.metrics if (value := measure(metric, readings)))
@@ -142,9 +163,11 @@ def _with_metrics(
         )
         for value in values
     }
-    recommended = max(wanted_by.values(), default=current)
+    # Latency asks for more or holds; without a metric of load nothing could say that fewer would do.
+    has_load = any(not value.is_latency for value in wanted_by)
+    recommended = max([*wanted_by.values(), *(() if has_load else (current,))])
 
-    within = min(max(recommended, policy.min_replicas), policy.max_replicas)
+    within = bounds.clamp(recommended)
     window = _remember(past, policy, within, now)
     stabilised = _stabilise(within, current, window, up, down, now)
     paced = _pace(stabilised, current, past.history, up, down, now)
@@ -157,9 +180,9 @@ def _with_metrics(
         limited_by = Limit.SCALE_UP_RATE if stabilised > current else Limit.SCALE_DOWN_RATE
     elif stabilised != within:
         limited_by = Limit.STABILIZATION_WINDOW
-    elif recommended > policy.max_replicas:
-        limited_by = Limit.LIMITED_BY_MAX
-    elif recommended < policy.min_replicas:
+    elif recommended > bounds.ceiling:
+        limited_by = bounds.ceiling_limit
+    elif recommended < bounds.floor:
         limited_by = Limit.MIN_REPLICAS
 
     return Recommendation(
@@ -167,7 +190,7 @@ def _with_metrics(
         reason=_evidence(desired, current, wanted_by, readings, limited_by, recommended, capacity_shortage, now),
         recommended=recommended,
         limited_by=limited_by,
-        verdict=_verdict(policy, past, readings, limited_by, recommended, capacity_shortage),
+        verdict=_verdict(bounds, past, readings, limited_by, recommended, capacity_shortage),
         values=values,
         recommendations=window,
         again_at=_next_decision_at(policy, window, past.history, now) if desired != within else None,
@@ -188,12 +211,14 @@ def _before_the_first_answers(policy: Autoscaling, readings: Readings, past: Pas
     )
 
 
-def _without_metrics(policy: Autoscaling, readings: Readings, past: Past, now: datetime) -> Recommendation:
+def _without_metrics(
+    policy: Autoscaling, bounds: Bounds, readings: Readings, past: Past, now: datetime
+) -> Recommendation:
     """Holds the number while no ready replica answers; after a long time the fallback counts, if it is more."""
     missing = policy.missing_metrics
     since = past.silent_since or now
     patience = timedelta(seconds=missing.max_hold_seconds)
-    fallback = min(missing.fallback_replicas or 0, policy.max_replicas)
+    fallback = min(missing.fallback_replicas or 0, bounds.ceiling)
     if now >= since + patience and fallback > past.current:
         reason = (
             f"{past.current}→{fallback}: no sample from {readings.ready} ready pods "
@@ -310,7 +335,7 @@ def _next_decision_at(
 
 
 def _verdict(
-    policy: Autoscaling,
+    bounds: Bounds,
     past: Past,
     readings: Readings,
     limited_by: Limit | None,
@@ -320,11 +345,11 @@ def _verdict(
     """The reason of ScalingActive. A limit that was reached stays until it no longer matters, so that load that
     hovers around a target does not repeat the warning: until fewer replicas are wanted, or there is capacity again.
     """
-    if limited_by in (Limit.LIMITED_BY_MAX, Limit.LIMITED_BY_CAPACITY):
+    if limited_by in (Limit.LIMITED_BY_MAX, Limit.LIMITED_BY_BUDGET, Limit.LIMITED_BY_CAPACITY):
         return Reason(limited_by.value)
-    is_at_max = past.current == policy.max_replicas and recommended >= past.current
-    if past.verdict == Reason.LIMITED_BY_MAX and is_at_max:
-        return Reason.LIMITED_BY_MAX
+    is_at_max = past.current == bounds.ceiling and recommended >= past.current
+    if is_at_max and past.verdict == bounds.ceiling_limit.value:
+        return Reason(bounds.ceiling_limit.value)
     if past.verdict == Reason.LIMITED_BY_CAPACITY and capacity_shortage and recommended >= past.current:
         return Reason.LIMITED_BY_CAPACITY
     return Reason.METRICS_STALE if readings.silent else Reason.METRICS_FRESH

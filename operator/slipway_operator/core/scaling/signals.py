@@ -1,8 +1,9 @@
 """Reads the load of a service from the samples of its replicas, with the autoscaler's rules for what is missing.
 
-Two metrics, both of the requests themselves: the live share of the KV cache (mean over replicas) and the waiting
-requests (sum ÷ replicas). CPU, GPU and memory utilization are not among them: a replica that decodes at its best
-looks busy to all three.
+All metrics are of the requests themselves: the live share of the KV cache (mean over replicas), the waiting requests
+with those that gateways hold, the running requests (sum ÷ replicas), and the time to first token that the gateways saw
+(`core.scaling.latency`). CPU, GPU and memory utilization are not among them: a replica that decodes at its best looks
+busy to all three.
 
 | replica                       | scaling up  | scaling down | why                                               |
 |-------------------------------|-------------|--------------|---------------------------------------------------|
@@ -26,6 +27,7 @@ from math import ceil
 from slipway_api.autoscaling import Metric, MetricType
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Replica, Sample
+from slipway_operator.core.scaling.latency import Latency, replicas_for_latency
 
 TIME_TO_ANSWER = timedelta(seconds=10)  # for the first question to a replica: until then it is not silent
 ROUNDING = 1e-9  # 0.8 × 3 / 0.8 is a little more than 3
@@ -40,6 +42,8 @@ class Readings:
     unasked: int = 0  # ready replicas whose first answer may still be on its way
     pending: int = 0  # replicas that are wanted and not ready yet
     broken: int = 0  # replicas that may never serve
+    held_by_gateways: int = 0  # requests that wait at gateways
+    ttft_p95: Latency | None = None  # None: too few requests to tell
 
     @property
     def ready(self) -> int:
@@ -59,12 +63,17 @@ class Readings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One metric over all metered replicas."""
+    """One metric over all metered replicas, or over the last requests."""
 
     type: MetricType
-    value: float  # mean per replica
+    value: float  # mean per replica; of a latency the percentile in seconds
     target: float
-    samples: int
+    samples: int  # replicas; of a latency, requests
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether it is a latency of requests, which says nothing about what fewer replicas could do."""
+        return self.type is MetricType.TTFT_P95_SECONDS
 
     @property
     def ratio(self) -> float:
@@ -110,12 +119,18 @@ def _is_unasked(replica: Replica, asking_since: datetime | None, now: datetime) 
 
 
 def measure(metric: Metric, readings: Readings) -> Value | None:
-    """The metric's value, or None without any sample."""
+    """The metric's value, or None where it cannot be known."""
+    target = float(metric.target)
+    if metric.type is MetricType.TTFT_P95_SECONDS:
+        ttft = readings.ttft_p95
+        return Value(type=metric.type, value=ttft.seconds, target=target, samples=ttft.requests) if ttft else None
     if not readings.metered:
         return None
     total = sum(_of(metric.type, sample) for sample in readings.metered)
+    if metric.type is MetricType.QUEUE_DEPTH:
+        total += readings.held_by_gateways
     samples = len(readings.metered)
-    return Value(type=metric.type, value=total / samples, target=float(metric.target), samples=samples)
+    return Value(type=metric.type, value=total / samples, target=target, samples=samples)
 
 
 def replicas_for(value: Value, readings: Readings, *, current: int, tolerance_up: float, tolerance_down: float) -> int:
@@ -124,6 +139,16 @@ def replicas_for(value: Value, readings: Readings, *, current: int, tolerance_up
     2 replicas at 0.93, target 0.80: ratio 1.16 → ceil(1.16 × 2) = 3. With a third one loading: (0.93 + 0.93 + 0) ÷ 3
     = 0.62, which is below the target: what is coming is enough, so nothing changes.
     """
+    if value.is_latency:
+        return replicas_for_latency(
+            value.ratio,
+            ready=readings.ready,
+            pending=readings.pending,
+            broken=readings.broken,
+            current=current,
+            tolerance_up=tolerance_up,
+            tolerance_down=tolerance_down,
+        )
 
     def within_tolerance(ratio: float) -> bool:
         return -tolerance_down - ROUNDING <= ratio - 1 <= tolerance_up + ROUNDING
@@ -155,9 +180,11 @@ def live_demand(values: Sequence[Value], readings: Readings, *, max_num_seqs: in
     """
     requests = sum(sample.requests for sample in readings.metered)
     fits = [ceil(requests / max_num_seqs)]
-    fits += [ceil(value.value * value.samples / value.target - ROUNDING) for value in values]
+    fits += [ceil(value.value * value.samples / value.target - ROUNDING) for value in values if not value.is_latency]
     return max(fits) + readings.unmetered
 
 
 def _of(type: MetricType, sample: Sample) -> float:
-    return sample.kv_usage if type is MetricType.KV_CACHE_UTILIZATION else float(sample.waiting)
+    if type is MetricType.KV_CACHE_UTILIZATION:
+        return sample.kv_usage
+    return float(sample.waiting if type is MetricType.QUEUE_DEPTH else sample.running)

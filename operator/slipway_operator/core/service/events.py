@@ -17,6 +17,7 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.advice import find_advice
 from slipway_operator.core.service.problems import describe_replica
+from slipway_operator.core.service.scaling_status import scaling_events
 from slipway_operator.core.service.status import Decided
 
 
@@ -24,7 +25,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
     """Finds the events of this pass."""
     before = observed.service.status
     return (
-        *_scaling_events(before, decided),
+        *scaling_events(observed, after, decided.target, ready=len(ready_names(decided.members))),
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
         *_ready_events(before, observed.ready_before, decided),
@@ -36,15 +37,6 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
 def ready_names(members: Iterable[Member]) -> frozenset[str]:
     """The names of the replicas that take requests; the next pass compares with them."""
     return frozenset(member.replica.name for member in members if member.is_ready)
-
-
-def _scaling_events(before: InferenceServiceStatus, decided: Decided) -> list[Event]:
-    was = before.desired_replicas
-    if was is None or was == decided.desired:
-        return []
-    reason = EventReason.SCALED_UP if decided.desired > was else EventReason.SCALED_DOWN
-    sentence = decided.scaling.reason if decided.scaling else f"{was}→{decided.desired}: spec.replicas"
-    return [Event(reason=reason, action="Scale", message=sentence)]
 
 
 def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatus) -> list[Event]:
@@ -121,6 +113,7 @@ _WARNINGS = {
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_MISSING): EventReason.SCALING_HELD,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_MAX): EventReason.SCALING_LIMITED,
+    (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_BUDGET): EventReason.BUDGET_EXCEEDED,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_CAPACITY): EventReason.SCALING_LIMITED,
 }
 

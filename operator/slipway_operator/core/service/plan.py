@@ -9,14 +9,14 @@ Read `plan` from top to bottom; each line is a module of its own. Three rules ho
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api import names
-from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
+from slipway_api.conditions import EventReason
 from slipway_api.inference_service import InferenceService
-from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStatus
+from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.memory import DoesNotFit
 from slipway_operator.core.actions import (
     Action,
@@ -29,9 +29,8 @@ from slipway_operator.core.actions import (
     earliest,
 )
 from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
-from slipway_operator.core.observed import Observed, PastRecommendation
-from slipway_operator.core.scaling import autoscaling, signals
-from slipway_operator.core.scaling.autoscaling import Recommendation
+from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
+from slipway_operator.core.scaling.target import find_target
 from slipway_operator.core.service import rollout
 from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
@@ -41,7 +40,6 @@ from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.invalid import invalid_status
 from slipway_operator.core.service.pod import build_pod, pod_name
 from slipway_operator.core.service.problems import find_capacity_shortage
-from slipway_operator.core.service.profiles import apply_profile
 from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
 from slipway_operator.core.service.revision import (
     Revision,
@@ -52,6 +50,7 @@ from slipway_operator.core.service.revision import (
 )
 from slipway_operator.core.service.rollout import Revisions, RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.service.undrain import take_back
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
@@ -66,6 +65,7 @@ class Plan:
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None  # seconds until something changes by time alone; None: sleep until woken
     recommendations: tuple[PastRecommendation, ...] = ()  # input of the next pass
+    scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)  # input of the next pass
     ready: frozenset[str] | None = None  # input of the next pass; None: not compared in this pass
 
 
@@ -81,8 +81,18 @@ def plan(observed: Observed, now: datetime) -> Plan:
     stored = load_revisions(service, observed.revisions)
     revision = resolve(service, observed.defaults.runtime_image, stored)
     stable = _stable_revision(service, revision, stored)
-    scaling = _autoscale(observed, members, now)
-    desired = scaling.desired if scaling else service.fixed_replicas or 0
+    target = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
+    desired = target.desired
+    taken_back = take_back(
+        members,
+        revision=revision.hash,
+        desired=desired,
+        limits=_limits(observed),
+        nodes=observed.nodes,
+        asked_back=observed.scaling_memory.asked_back,
+        now=now,
+    )
+    members = taken_back.members
     rolling = rollout.step(
         members,
         revisions=Revisions(
@@ -100,8 +110,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     decided = Decided(
         members=members,
         revision=revision,
-        desired=desired,
-        scaling=scaling,
+        target=target,
         rollout=rolling,
         assignment=_assign_update(observed, members, revision, rolling, desired, unhealthy, now),
         stable=stable,
@@ -112,6 +121,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and revision.spec is not None:
+        steps += taken_back.steps
         steps += _create(observed, decided)
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
@@ -127,13 +137,10 @@ def plan(observed: Observed, now: datetime) -> Plan:
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(
-            *steps.events,
-            *decided.assignment_events,
-            *find_events(observed, status, decided),
-        ),
+        events=(*steps.events, *decided.assignment_events, *find_events(observed, status, decided)),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
-        recommendations=scaling.recommendations if scaling else (),
+        recommendations=target.recommendation.recommendations if target.recommendation else (),
+        scaling_memory=replace(target.memory, asked_back=taken_back.asked_back if may_act else {}),
         ready=ready_names(members),
     )
 
@@ -215,47 +222,6 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
 def _names_of_others(observed: Observed) -> frozenset[str]:
     uid = observed.service.metadata.uid
     return frozenset(replica.name for replica in observed.replicas if replica.owner_uid != uid)
-
-
-def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> Recommendation | None:
-    """The autoscaler's recommendation; None where the spec fixes the number of replicas."""
-    service = observed.service
-    policy = service.spec.autoscaling
-    if policy is None or service.fixed_replicas is not None:
-        return None
-    current = service.status.desired_replicas or 0
-    resting = [status for status in service.status.attempts if status.not_before and now < status.not_before]
-    readings = signals.read(
-        members,
-        wanted=current,
-        slots_in_backoff=len(resting),
-        stale_after=timedelta(seconds=policy.missing_metrics.stale_after_seconds),
-        asking_since=observed.asking_since,
-        now=now,
-    )
-    condition = find_condition(service.status.conditions, ConditionType.SCALING_ACTIVE)
-    past = autoscaling.Past(
-        current=current,
-        history=(service.status.autoscaling or AutoscalingStatus()).history,
-        recommendations=observed.recommendations,
-        silent_since=_silent_since(service),
-        verdict=condition.reason if condition else "",
-    )
-    return autoscaling.decide(
-        policy,
-        readings,
-        past,
-        max_num_seqs=apply_profile(service.spec).runtime.max_num_seqs,
-        capacity_shortage=find_capacity_shortage(observed, members),
-        now=now,
-    )
-
-
-def _silent_since(service: InferenceService) -> datetime | None:
-    condition = find_condition(service.status.conditions, ConditionType.SCALING_ACTIVE)
-    if condition is None or condition.status is not ConditionStatus.FALSE:
-        return None
-    return condition.last_transition_time if condition.reason == Reason.METRICS_MISSING else None
 
 
 def _is_recorded(service: InferenceService, revision: Revision, desired: int) -> bool:

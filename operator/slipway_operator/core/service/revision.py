@@ -23,7 +23,7 @@ from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.inference_status import RevisionStatus
 from slipway_operator.core.actions import CreateRevision, DeleteRevision
 from slipway_operator.core.observed import StoredRevision
-from slipway_operator.core.service.profiles import apply_profile
+from slipway_operator.core.profiles import apply_profile
 
 HASH_LENGTH: Final = 10
 SHORT_LENGTH: Final = 5  # in the names of pods

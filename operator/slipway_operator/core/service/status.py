@@ -1,8 +1,7 @@
 """Builds the whole status of a service: counts, revisions, autoscaling and conditions, with what a person can do.
 
 It is written as one, and only when it changed, so no value may change by itself: timestamps but never ages, sentences
-of decisions but never live numbers. The values behind autoscaling change all the time; they are
-refreshed with each decision, otherwise at most every 60 s and only when they moved by a tenth of their target.
+of decisions but never live numbers. What it tells of autoscaling is in `scaling_status`.
 
 | ready replicas | desired | otherwise                             | Ready                                |
 |----------------|---------|---------------------------------------|--------------------------------------|
@@ -19,7 +18,6 @@ refreshed with each decision, otherwise at most every 60 s and only when they mo
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from decimal import Decimal
 from typing import Final
 
 from slipway_api import names
@@ -40,22 +38,21 @@ from slipway_api.inference_status import (
     CapacityStatus,
     InferenceServiceStatus,
     RevisionStatus,
-    ScalingDecision,
-    SignalStatus,
 )
 from slipway_api.memory import Fits
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
-from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
+from slipway_operator.core.scaling.autoscaling import Recommendation
+from slipway_operator.core.scaling.target import Target
 from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.route import route_condition
+from slipway_operator.core.service.scaling_status import autoscaling_status, scaling_condition
 
-REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6
 
 
@@ -65,12 +62,21 @@ class Decided:
 
     members: Sequence[Member]
     revision: Revision
-    desired: int
-    scaling: Recommendation | None  # None: the spec fixes the number
+    target: Target
     rollout: RolloutStep
     assignment: Assignment  # of the revision that the spec asks for
     stable: Revision | None  # the revision that replicas are rebuilt of meanwhile
     stable_assignment: Assignment
+
+    @property
+    def desired(self) -> int:
+        """The desired number of replicas."""
+        return self.target.desired
+
+    @property
+    def scaling(self) -> Recommendation | None:
+        """The autoscaler's recommendation; None where the spec fixes the number."""
+        return self.target.recommendation
 
     @property
     def attempts(self) -> tuple[AttemptStatus, ...]:
@@ -101,9 +107,10 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     updated = [one for one in decided.members if one.is_live and one.replica.revision == decided.revision.hash]
     name = service.metadata.name
     url = f"{observed.defaults.gateway_url.rstrip('/')}/v1"
+    autoscaling = autoscaling_status(service, decided.target, now)
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
-        conditions=_conditions(observed, decided, ready, now),
+        conditions=_conditions(observed, decided, ready, autoscaling, now),
         url=url,
         addresses=_addresses(service, url),
         replicas=len(decided.members),
@@ -117,7 +124,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         update_revision=decided.revision.hash,
         revisions=_revisions(observed, decided, current),
         attempts=decided.attempts,
-        autoscaling=_autoscaling(service, decided, now),
+        autoscaling=autoscaling,
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
     )
 
@@ -205,62 +212,12 @@ def _planned_capacity(service: InferenceService, decided: Decided) -> CapacitySt
     return CapacityStatus(max_sequences=fit.max_sequences, kv_blocks=fit.kv_blocks, bytes_per_token=fit.bytes_per_token)
 
 
-# --- autoscaling ------------------------------------------------------------------------------------------------------
-
-
-def _autoscaling(service: InferenceService, decided: Decided, now: datetime) -> AutoscalingStatus | None:
-    scaling, policy, before = decided.scaling, service.spec.autoscaling, service.status
-    if scaling is None or policy is None:
-        return None
-    known = before.autoscaling or AutoscalingStatus()
-    was = before.desired_replicas
-    history = known.history
-    if was and was != decided.desired:
-        change = ScalingDecision(
-            time=now.replace(microsecond=0), from_=was, to=decided.desired, reason=scaling.reason[:1024]
-        )
-        history = with_change(history, change, policy)
-    if history is known.history and not _moved(known, scaling, now):
-        return known
-    return AutoscalingStatus(
-        recommended_replicas=scaling.recommended,
-        limited_by=scaling.limited_by or "",
-        signals=_signals(scaling, now) or known.signals,
-        history=history,
-    )
-
-
-def _moved(known: AutoscalingStatus, scaling: Recommendation, now: datetime) -> bool:
-    """Whether the values changed by so much that status is written for them."""
-    if not scaling.values:
-        return False
-    shown = {signal.type: signal for signal in known.signals}
-    if {value.type.value for value in scaling.values} != set(shown):
-        return True
-    if any(now - (signal.sampled_time or now) < REFRESH_VALUES_AFTER for signal in shown.values()):
-        return False
-    return any(
-        abs(value.value - float(shown[value.type.value].value or 0)) >= value.target / 10 for value in scaling.values
-    )
-
-
-def _signals(scaling: Recommendation, now: datetime) -> tuple[SignalStatus, ...]:
-    return tuple(
-        SignalStatus(
-            type=value.type.value,
-            value=Decimal(f"{value.value:.2f}"),
-            target=Decimal(f"{value.target:.2f}"),
-            samples=value.samples,
-            sampled_time=now.replace(microsecond=0),
-        )
-        for value in scaling.values
-    )
-
-
 # --- conditions -------------------------------------------------------------------------------------------------------
 
 
-def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime) -> tuple[Condition, ...]:
+def _conditions(
+    observed: Observed, decided: Decided, ready: int, autoscaling: AutoscalingStatus | None, now: datetime
+) -> tuple[Condition, ...]:
     service = observed.service
     generation = service.metadata.generation
     conditions = service.status.conditions
@@ -295,7 +252,7 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     else:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)
 
-    scaling = _scaling_condition(observed, decided)
+    scaling = scaling_condition(service, decided.target, autoscaling)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
@@ -313,7 +270,7 @@ def _readiness(
     """Condition Ready, by the table in the module's docstring."""
     sentence = problems.summarize(ready, decided.desired)
     if decided.desired == 0:
-        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, "no replicas are asked for"
+        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, _why_none(decided)
     if ready >= decided.desired:
         return ConditionStatus.TRUE, Reason.AVAILABLE, sentence
     if ready:
@@ -327,6 +284,12 @@ def _readiness(
     if problems.waits_for_gpu:
         return ConditionStatus.UNKNOWN, Reason.WAITING_FOR_GPU, sentence
     return ConditionStatus.UNKNOWN, Reason.DOWNLOADING_MODEL if problems.downloads else Reason.LOADING, sentence
+
+
+def _why_none(decided: Decided) -> str:
+    if decided.scaling is None or decided.scaling.desired:
+        return "no replicas are asked for"
+    return "no requests come: the first one starts a replica, and is held by the gateway until then"
 
 
 def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reason, str] | None:
@@ -384,24 +347,3 @@ def _is_settled(decided: Decided) -> bool:
     """Whether no rollout and no first start is under way; scaling may take as long as it takes."""
     serves = any(member.is_ready for member in decided.members)
     return decided.desired == 0 or (serves and not decided.rollout.is_rolling)
-
-
-def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionStatus, Reason, str] | None:
-    """Condition ScalingActive: its message is the last decision's sentence, or why none is possible."""
-    spec, before = observed.service.spec, observed.service.status
-    if spec.autoscaling is None:
-        return None
-    scaling = decided.scaling
-    if scaling is None:
-        return ConditionStatus.TRUE, Reason.EXTERNAL, "spec.replicas decides, written through /scale"
-    status = ConditionStatus.UNKNOWN if scaling.is_active is None else ConditionStatus(str(scaling.is_active))
-    was = find_condition(before.conditions, ConditionType.SCALING_ACTIVE)
-    if was is not None and scaling.keeps_condition:
-        return was.status, Reason(was.reason), was.message
-    has_changed = (
-        was is None
-        or was.reason != scaling.verdict
-        or was.status != status
-        or before.desired_replicas != decided.desired
-    )
-    return status, scaling.verdict, scaling.reason if was is None or has_changed else was.message

@@ -10,6 +10,7 @@ from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.observed import PastRecommendation, Sample
 from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Past, Recommendation, decide, with_change
+from slipway_operator.core.scaling.limits import bounds_of
 from slipway_operator.core.scaling.signals import Readings
 from tests.builders import T0, minutes, seconds
 
@@ -28,9 +29,15 @@ def pods(count, *, kv=0.0, waiting=0, running=0, at=T0):
     return tuple(Sample(at=at, kv_usage=kv, running=running, waiting=waiting) for _ in range(count))
 
 
-def ask(rules, readings, *, current, now=T0, capacity_shortage="", **past) -> Recommendation:
+def ask(rules, readings, *, current, now=T0, capacity_shortage="", within_budget=None, **past) -> Recommendation:
     return decide(
-        rules, readings, Past(current=current, **past), max_num_seqs=64, capacity_shortage=capacity_shortage, now=now
+        rules,
+        readings,
+        Past(current=current, **past),
+        max_num_seqs=64,
+        capacity_shortage=capacity_shortage,
+        now=now,
+        bounds=bounds_of(rules, within_budget=within_budget, gpus=within_budget or 0),
     )
 
 
@@ -134,7 +141,8 @@ def test_limits_hold_at_once_and_without_evidence():
 
 @pytest.mark.capability("PF-6", "PF-7")
 def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
-    assert {metric.value for metric in MetricType} == {"KVCacheUtilization", "QueueDepth"}
+    of_load, of_latency = {"KVCacheUtilization", "QueueDepth", "RunningRequests"}, {"TTFTP95Seconds"}
+    assert {metric.value for metric in MetricType} == of_load | of_latency
     of_the_requests = {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
     for_the_status = {"starting", "capacity"}
     assert set(Sample.__dataclass_fields__) == of_the_requests | for_the_status
@@ -284,13 +292,14 @@ HOT, COLD = Readings(metered=pods(2, waiting=9)), Readings(metered=pods(4))
     [
         (Limit.LIMITED_BY_MAX, quick(maxReplicas=3), HOT, {"current": 2}),
         (Limit.MIN_REPLICAS, quick(minReplicas=3), COLD, {"current": 4}),
+        (Limit.LIMITED_BY_BUDGET, quick(), HOT, {"current": 2, "within_budget": 3}),
         (Limit.LIMITED_BY_CAPACITY, quick(), HOT, {"current": 2, "capacity_shortage": "0/2 nodes are available"}),
         (Limit.SCALE_UP_RATE, policy(behavior={"scaleUp": SLOW}), HOT, {"current": 2}),
         (Limit.SCALE_DOWN_RATE, policy(behavior={"scaleDown": SLOW}), COLD, {"current": 4}),
         (Limit.STABILIZATION_WINDOW, policy(), COLD, {"current": 4}),
         (Limit.LIVE_DEMAND, quick(), Readings(metered=pods(4, running=48)), {"current": 4}),
     ],
-    ids=[limit.value for limit in Limit],
+    ids=lambda limit: limit.value if isinstance(limit, Limit) else "",
 )
 def test_each_limit_is_named_where_it_holds_the_number(limit, rules, readings, facts):
     answer = ask(rules, readings, **facts)

@@ -3,6 +3,7 @@
 import pytest
 
 from slipway_api.conditions import ConditionStatus
+from slipway_operator.core.observed import Failure
 from tests.builders import a_service, edited, minutes
 from tests.operator.core.simulated_cluster import SimulatedCluster
 
@@ -231,3 +232,111 @@ def test_steady_load_causes_a_write_a_minute_at_most():
     world.run(minutes(10).total_seconds())
     assert world.desired == 2
     assert world.writes <= 10
+
+
+@pytest.mark.capability("AS-7")
+def test_a_quota_ends_growth_says_so_and_growth_goes_on_when_it_is_raised():
+    """A refused pod is the same as one without a node: no further one is asked for until it is placed."""
+    world = SimulatedCluster(a_service(autoscaling={"maxReplicas": 10}))
+    quota = 2
+
+    def refuse(world):
+        missing = world.desired > quota and len(world.live) <= quota
+        message = 'pods "chat" is forbidden: exceeded quota: gpus, requested: 1, used: 2, limited: 2'
+        refusal = Failure(action="CreatePod chat", reason="Forbidden", message=message, at=world.now)
+        world.failures = (refusal,) if missing else ()
+
+    def create(action, observed, admit=world._create):
+        if len(world.live) < quota:
+            admit(action, observed)
+        else:
+            refuse(world)
+
+    world._create = create
+    world.reconcile()
+    world.run(30)
+    world.load = lambda world: (shared(kv=9, waiting=200)(world), refuse(world))
+    world.run(300)
+
+    assert (world.desired, len(world.pods)) == (3, 2)
+    active = world.condition("ScalingActive")
+    assert active.reason == "LimitedByCapacity"
+    assert "exceeded quota" in active.message
+    assert world.event_reasons().count("ScalingLimited") == 1
+    quota = 20
+    world.run(200)
+    assert len(world.ready) > 3
+
+
+@pytest.mark.capability("AS-7")
+def test_a_restart_of_the_operator_without_free_gpus_asks_for_no_more():
+    world = SimulatedCluster(a_service(autoscaling={"maxReplicas": 10}), gpus=2)
+    world.reconcile()
+    world.run(30)
+    world.load = shared(kv=9, waiting=200)
+    for _ in range(5):
+        world.run(120)
+        world.restart_operator()
+    assert (world.desired, len(world.pods)) == (3, 3)
+
+
+@pytest.mark.capability("AS-7")
+def test_growth_goes_on_when_there_is_room_again():
+    world = SimulatedCluster(a_service(autoscaling={"maxReplicas": 5}), gpus=2)
+    world.reconcile()
+    world.run(30)
+    world.load = shared(kv=9, waiting=200)
+    world.run(120)
+    assert world.desired == 3
+    world.gpus = 10
+    world.run(200)
+    assert len(world.ready) == 5
+    assert world.condition("ScalingActive").reason == "LimitedByMax"
+
+
+@pytest.mark.capability("AS-1")
+def test_running_requests_are_a_metric_for_those_who_know_what_a_replica_can_do():
+    world = fleet(metrics=[{"type": "RunningRequests", "target": "10"}])
+    world.load = shared(running=28)
+    world.run(90)
+    assert len(world.ready) == 3
+    assert world.service.status.autoscaling.history[0].reason.startswith("1→3: RunningRequests 28.00 > 10.00 (1/1 pods")
+    world.load = shared(running=8)
+    world.run(200)
+    assert len(world.ready) == 1
+
+
+@pytest.mark.capability("AS-11")
+def test_a_schedule_raises_the_number_at_its_start_and_gives_it_back_by_the_rules():
+    """Up at once, because the hour is known; down with the window and the rates of every scale-down."""
+    peak = {"name": "peak", "timeZone": "UTC", "start": "30 12 * * *", "durationSeconds": 1800, "minReplicas": 3}
+    world = fleet(schedules=[peak])
+    world.skip(29 * 60 + 20)
+    assert world.desired == 1
+    world.run(20)
+    assert world.desired == 3
+    (event,) = [one for one in world.events if one.reason == "ScaledUp"]
+    assert event.message == "1→3: minReplicas 3 of schedule peak, maxReplicas 3, and it was 1"
+    assert world.service.status.autoscaling.active_schedule == "peak"
+    world.skip(29 * 60)
+    assert len(world.ready) == 3
+    ends = world.now
+    while world.desired > 1:
+        world.tick()
+    # 50 s until the end, the window of 20 s since the last pass before it (15 s at most), and 10 s between two steps.
+    assert 50 + 20 - 15 + 10 <= (world.now - ends).total_seconds() <= 120
+    assert world.event_reasons().count("ScaledDown") == 2
+    assert world.service.status.autoscaling.active_schedule == ""
+
+
+@pytest.mark.capability("AS-11")
+def test_a_new_leader_in_the_middle_of_a_schedule_changes_nothing():
+    noon = {"name": "noon", "start": "0 12 * * *", "durationSeconds": 3600, "minReplicas": 2}
+    world = SimulatedCluster(a_service(autoscaling={"maxReplicas": 5, "schedules": [noon]}))
+    world.reconcile()
+    world.run(60)
+    status = world.service.status
+    for _ in range(3):
+        world.restart_operator()
+        world.run(60)
+    assert world.service.status == status

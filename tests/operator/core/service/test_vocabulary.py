@@ -17,6 +17,7 @@ from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
 from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
+from tests.operator.core.scaling.gateways import Gateways
 from tests.operator.core.simulated_cluster import SimulatedCluster
 
 Said = tuple[set[tuple[str, str, str]], set[str]]  # (type, status, reason) of conditions, and reasons of events
@@ -153,6 +154,31 @@ def scaled_by_others() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def not_deciding() -> Said:
+    advised = watched(a_service(replicas=1, autoscaling={"mode": "Advisory", "maxReplicas": 5}))
+    load(advised, waiting=9)
+    advised.run(120)
+    paused = watched(a_service(autoscaling={"mode": "Paused", "maxReplicas": 5}))
+    return advised.told | paused.told, set(advised.event_reasons())
+
+
+def limited_by_a_budget() -> Said:
+    world = watched(a_service(autoscaling={"maxReplicas": 5}, budget={"maxGPUs": 1}))
+    load(world, waiting=9)
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
+def scaled_to_zero_and_activated_in_vain() -> Said:
+    zero = {"minReplicas": 0, "maxReplicas": 2, "scaleToZero": {"idleSeconds": 60}}
+    world = watched(a_service(autoscaling=zero))
+    gateways = Gateways(patience=10).attach(world)
+    world.run(150)
+    gateways.send(world)
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
     world = SimulatedCluster(service, **cluster)
     world.reconcile()
@@ -178,6 +204,9 @@ SCENARIOS: list[Callable[[], Said]] = [
     life_of_an_autoscaled_fleet,
     autoscaled_without_capacity,
     scaled_by_others,
+    not_deciding,
+    limited_by_a_budget,
+    scaled_to_zero_and_activated_in_vain,
 ]
 
 
