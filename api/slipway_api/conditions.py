@@ -13,7 +13,7 @@ from slipway_api.types import Struct, Time
 
 
 class ConditionType(StrEnum):
-    """The conditions of a service. Reconciling and Stalled are present only while they are True (kstatus)."""
+    """The conditions of a service. Reconciling, Stalled and Suspended are present only while they are True."""
 
     READY = "Ready"
     RECONCILING = "Reconciling"
@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     WORKLOAD_AVAILABLE = "WorkloadAvailable"
     ROUTE_READY = "RouteReady"
     SCALING_ACTIVE = "ScalingActive"
+    SUSPENDED = "Suspended"
 
 
 class ConditionStatus(StrEnum):
@@ -59,6 +60,8 @@ class Reason(StrEnum):
     # RouteReady
     ROUTED = "Routed"
     NAME_CONFLICT = "NameConflict"
+    # Suspended
+    SUSPENDED = "Suspended"
     # ScalingActive
     METRICS_FRESH = "MetricsFresh"
     METRICS_STALE = "MetricsStale"
@@ -79,6 +82,8 @@ class EventReason(StrEnum):
     SCALED_DOWN = "ScaledDown"
     ROLLOUT_STARTED = "RolloutStarted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
     SCALING_HELD = "ScalingHeld"
@@ -87,6 +92,8 @@ class EventReason(StrEnum):
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     REPLICA_REPLACED = "ReplicaReplaced"
+    GPU_FAULT = "GPUFault"
+    NODE_DRAIN_FORCED = "NodeDrainForced"
     DRAIN_TIMED_OUT = "DrainTimedOut"
     NAME_CONFLICT = "NameConflict"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
@@ -107,6 +114,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SCALED_DOWN,
         EventReason.ROLLOUT_STARTED,
         EventReason.ROLLOUT_COMPLETED,
+        EventReason.SUSPENDED,
+        EventReason.RESUMED,
     }
 )
 

@@ -67,6 +67,7 @@ _MEANINGS: Final = {
         (_FALSE, Reason.METRICS_MISSING, "No ready replica reports its load: the number is held."),
         (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
     ),
+    ConditionType.SUSPENDED: ((_TRUE, Reason.SUSPENDED, "spec.suspend is true: replicas drain, and none starts."),),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
@@ -80,6 +81,8 @@ EVENTS: Final = {
     EventReason.SCALED_DOWN: "Fewer replicas are wanted; the evidence in numbers.",
     EventReason.ROLLOUT_STARTED: "A revision begins to replace the one before it.",
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
+    EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
+    EventReason.RESUMED: "spec.suspend became false: replicas start again.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.SCALING_HELD: "No ready replica reports its load, so the number stays.",
@@ -88,6 +91,8 @@ EVENTS: Final = {
     EventReason.MODEL_DOWNLOAD_FAILED: "The model is not there, or may not be read.",
     EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; or none can start; why.",
     EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",
+    EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
+    EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
     EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
@@ -109,7 +114,7 @@ def vocabulary_section() -> str:
     lines = [
         "## Conditions",
         "",
-        "Reconciling and Stalled are present only while they are True (kstatus). The message names the cause.",
+        "Reconciling, Stalled and Suspended are present only while they are True. The message names the cause.",
         "",
         "| condition | status | reason | meaning |",
         "|---|---|---|---|",

@@ -15,10 +15,9 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("profile", "warmPool", "budget", "slo", "suspend", "restartAt", "experimental"),
+    *("profile", "warmPool", "budget", "slo", "experimental"),
     *("hostnames", "gatewayRef", "scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
     *("shape", "cache", "upgradePolicy", "upgradeWindow"),
-    *("podDisruptionBudget", "maxNodeDrainBlockSeconds", "protectStartup"),
 }
 
 

@@ -17,13 +17,15 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
 from slipway_operator.core.service.problems import describe_replica
 from slipway_operator.core.service.status import Decided
+from slipway_operator.core.service.suspension import find_suspension_events, is_suspended
 
 
 def find_events(observed: Observed, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:
     """Finds the events of this pass."""
     before = observed.service.status
     return (
-        *_scaling_events(before, decided),
+        *find_suspension_events(before, after.conditions, decided.members, decided.desired),
+        *(_scaling_events(before, decided) if is_suspended(before) == is_suspended(after) else ()),
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
         *_ready_events(before, observed.ready_before, decided),

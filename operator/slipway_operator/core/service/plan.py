@@ -31,7 +31,7 @@ from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judg
 from slipway_operator.core.observed import Observed, PastRecommendation
 from slipway_operator.core.scaling import autoscaling, signals
 from slipway_operator.core.scaling.autoscaling import Recommendation
-from slipway_operator.core.service import rollout
+from slipway_operator.core.service import disruption, rollout
 from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
@@ -79,7 +79,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
     revision = resolve(service, observed.defaults.runtime_image, stored)
     stable = _stable_revision(service, revision, stored)
     scaling = _autoscale(observed, members, now)
-    desired = scaling.desired if scaling else service.fixed_replicas or 0
+    fixed = 0 if service.spec.suspend else service.fixed_replicas or 0
+    desired = scaling.desired if scaling else fixed
     rolling = rollout.step(
         members,
         revisions=Revisions(
@@ -113,8 +114,15 @@ def plan(observed: Observed, now: datetime) -> Plan:
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
-        actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
+        actions=children(
+            service,
+            desired=desired,
+            applied=observed.applied,
+            network=observed.defaults.network,
+            allows_evictions=disruption.allows_evictions(members, observed.nodes),
+        )
     )
+    steps += disruption.annotate(members, service, observed.nodes, now)
     if may_act:
         populated = {one.replica.revision for one in members}
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
@@ -154,13 +162,14 @@ def _assign_update(
 ) -> Assignment:
     """Assign the slots of the revision that the spec asks for."""
     service = observed.service
+    mine = [member for member in members if member.replica.revision == revision.hash]
     return assign(
-        [member for member in members if member.replica.revision == revision.hash],
+        mine,
         service=service.metadata.name,
         revision=revision,
         create_up_to=rolling.create_up_to,
         keep_at_most=desired,
-        moves=rolling.moves,
+        moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
         nodes=observed.nodes,
@@ -174,13 +183,14 @@ def _assign_stable(
 ) -> Assignment:
     """Assign the stable revision's slots during a rollout: rebuild lost replicas; the rollout decides which drain."""
     service = observed.service
+    mine = [member for member in members if member.replica.revision == stable.hash]
     return assign(
-        [member for member in members if member.replica.revision == stable.hash],
+        mine,
         service=service.metadata.name,
         revision=stable,
         create_up_to=rolling.stable_up_to,
         keep_at_most=rolling.stable_wanted,
-        moves=0,
+        moves=disruption.replaced_at_once(mine),
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
         nodes=observed.nodes,
@@ -201,6 +211,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         startup_timeout=limits.startup_timeout,
         replace_after=limits.replace_after,
         disrupted=limits.disrupted,
+        restart_at=service.restart_moment,
         now=now,
     )
 
@@ -211,10 +222,10 @@ def _names_of_others(observed: Observed) -> frozenset[str]:
 
 
 def _autoscale(observed: Observed, members: Sequence[Member], now: datetime) -> Recommendation | None:
-    """The autoscaler's recommendation; None where the spec fixes the number of replicas."""
+    """The autoscaler's recommendation; None where the spec fixes the number of replicas, or suspends them."""
     service = observed.service
     policy = service.spec.autoscaling
-    if policy is None or service.fixed_replicas is not None:
+    if policy is None or service.fixed_replicas is not None or service.spec.suspend:
         return None
     current = service.status.desired_replicas or 0
     resting = [status for status in service.status.attempts if status.not_before and now < status.not_before]
@@ -274,7 +285,7 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
         if member.stage is Stage.DRAINING or (member.stage is Stage.DEAD and is_unwanted):
             leaving[member.replica.uid] = (member, member.replica.drain_reason or "its revision is not wanted any more")
     if may_begin:
-        empty_nodes = rollout.may_empty_cordoned_node(
+        without_surge = rollout.may_leave_without_surge(
             decided.members,
             desired=decided.desired,
             limits=observed.service.spec.rollout.rolling_update,
@@ -284,7 +295,8 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
             *decided.rollout.leaving,
             *decided.assignment.leaving,
             *decided.stable_assignment.leaving,
-            *((member, f"its node {member.replica.node} is cordoned") for member in empty_nodes),
+            *((member, member.leaves) for member in without_surge),
+            *disruption.ending_with_node(decided.members, _drain_rules(observed.service), now),
         ]
         for member, reason in new:
             leaving.setdefault(member.replica.uid, (member, reason))
@@ -296,14 +308,17 @@ def _one_victim_at_a_time(
 ) -> Steps:
     """Drain the replicas to be removed; of serving ones only one at a time, and only while enough others are ready.
 
-    The caches may lag behind our writes, so the next one is chosen when the caches show that the last one drains.
+    The caches may lag behind our writes, so the next one is chosen when the caches show that the last one drains. What
+    goes with its node is not chosen by us, so it is not counted.
     """
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim = Steps(), False
     spare = sum(one.is_ready for one in decided.members) - max(0, decided.desired - limits.max_unavailable)
     for member, reason in leaving:
-        next_step = drain_replica(member.replica, rules, now, reason=reason)
-        if any(isinstance(action, DrainPod) and not action.marked for action in next_step.actions):
+        next_step = drain_replica(member.replica, disruption.rules_of(member, rules, now), now, reason=reason)
+        if member.ends_at is None and any(
+            isinstance(action, DrainPod) and not action.marked for action in next_step.actions
+        ):
             if has_victim:
                 next_step = Steps(again_at=now + NEXT_VICTIM_AFTER)
             elif member.is_ready and spare <= 0:
@@ -332,6 +347,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             slot=creation.slot,
             attempt=creation.attempt,
             access=port_access(observed, service, name),
+            avoid_node=creation.avoid_node,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         steps += Steps(
@@ -379,6 +395,8 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
         progress_deadline(observed, decided),
+        observed.service.restart_moment,
+        *disruption.drain_moments(decided.members, _drain_rules(observed.service)),
     ]
     if decided.scaling:
         moments += [decided.scaling.again_at, now + LOOK_AT_SIGNALS]

@@ -52,6 +52,7 @@ from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.route import route_condition
+from slipway_operator.core.service.suspension import SUSPENDED, suspended_condition
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6
@@ -200,6 +201,8 @@ def _capacity(decided: Decided) -> CapacityStatus | None:
 
 def _autoscaling(service: InferenceService, decided: Decided, now: datetime) -> AutoscalingStatus | None:
     scaling, policy, before = decided.scaling, service.spec.autoscaling, service.status
+    if service.spec.suspend and policy is not None:
+        return before.autoscaling
     if scaling is None or policy is None:
         return None
     known = before.autoscaling or AutoscalingStatus()
@@ -265,7 +268,9 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
             conditions, type, status, reason.value, message[:4096], generation=generation, now=now
         )
 
-    status, reason, message = _readiness(service.status.conditions, decided, ready, problems, stalled)
+    status, reason, message = _readiness(
+        service.status.conditions, decided, ready, problems, stalled, is_suspended=service.spec.suspend
+    )
     write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
     write(
@@ -285,7 +290,12 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     else:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)
 
-    scaling = _scaling_condition(observed, decided)
+    if suspended := suspended_condition(service):
+        write(ConditionType.SUSPENDED, *suspended)
+    else:
+        conditions = remove_condition(conditions, ConditionType.SUSPENDED)
+
+    scaling = None if suspended else _scaling_condition(observed, decided)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
@@ -299,11 +309,14 @@ def _readiness(
     ready: int,
     problems: Problems,
     stalled: tuple[Reason, str] | None,
+    *,
+    is_suspended: bool,
 ) -> tuple[ConditionStatus, Reason, str]:
     """Condition Ready, by the table in the module's docstring."""
     sentence = problems.summarize(ready, decided.desired)
     if decided.desired == 0:
-        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, "no replicas are asked for"
+        why = SUSPENDED if is_suspended else "no replicas are asked for"
+        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, why
     if ready >= decided.desired:
         return ConditionStatus.TRUE, Reason.AVAILABLE, sentence
     if ready:
