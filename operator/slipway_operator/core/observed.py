@@ -59,6 +59,7 @@ class Sample:
     waiting: int
     draining: bool = False
     starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp
+    not_ready: str = ""  # why it is not, once it was: StepLoopStalled or EngineDead
     capacity: Capacity | None = None  # None: it is loading, or has not reported it yet
 
     @classmethod
@@ -72,6 +73,7 @@ class Sample:
             waiting=signals.waiting,
             draining=signals.draining,
             starting=signals.starting,
+            not_ready=signals.not_ready,
             capacity=capacity,
         )
 
