@@ -127,9 +127,8 @@ class PanicMode:
                 is_used = self._fleet.table.endpoint(name) is not None
                 if use != is_used:
                     self._fleet.set_endpoint(name, one.endpoint if use else None)
-                    log.warning(
-                        "endpoint on a silent node added" if use else "endpoint on a silent node removed", pod=name
-                    )
+                    change = "added" if use else "removed"
+                    log.warning(f"endpoint on a silent node {change}", pod=name)
 
     def _forget(self, name: str) -> _Silent | None:
         service = self._service_of.pop(name, None)

@@ -1,7 +1,7 @@
 """Which errors of CUDA say that the GPU itself failed, and not the program.
 
-An illegal memory access or a failed assertion is a bug of ours: the same GPU computes on after a restart. What is listed
-here is not mended by a restart in place: the operator replaces the replica, preferably on another node.
+An illegal memory access or a failed assertion is a bug of ours: the same GPU computes on after a restart. What is
+listed here is not mended by a restart in place: the operator replaces the replica, preferably on another node.
 """
 
 from typing import Final

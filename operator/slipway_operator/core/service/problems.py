@@ -208,12 +208,12 @@ def _describe_unready(member: Member, observed: Observed) -> str:
 
 
 def _describe_start(member: Member, observed: Observed) -> str:
-    """`chat-x7k2p-0-2 is downloading the model; the attempt before it: chat-x7k2p-0-1 crashed 5 times, …`"""
+    """`chat-x7k2p-0-2 is loading (attempt 3); the attempt before it: chat-x7k2p-0-1 crashed 5 times, …`"""
     replica = member.replica
     activity = "is downloading the model" if _is_downloading(member) else "is loading"
     attempts = observed.service.status.attempts
     earlier = next((one for one in attempts if _is_attempt_of(one, replica) and one.last_end), None)
-    before = f"; the attempt before it: {earlier.last_end}" if earlier else ""
+    before = f" (attempt {replica.attempt + 1}); the attempt before it: {earlier.last_end}" if earlier else ""
     return f"{replica.name} {activity}{before}"
 
 
