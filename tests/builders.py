@@ -146,7 +146,14 @@ class APod:
         return self.but(created_at=at)
 
     def ready(self, since: datetime | None = None) -> "APod":
-        return self.but(phase="Running", ready=True, ready_since=since or self.replica.created_at, pod_ip="10.0.0.1")
+        return self.but(
+            phase="Running",
+            ready=True,
+            ready_since=since or self.replica.created_at,
+            pod_ip="10.0.0.1",
+            safe_to_evict="true",
+            do_not_disrupt="",
+        )
 
     def loading(self) -> "APod":
         return self.but(phase="Running", ready=False, ready_since=None)
@@ -196,7 +203,18 @@ def a_pod(revision: str | Revision = "", *, service: InferenceService | None = N
     if service is not None:
         revision = resolve(service, IMAGE)
     hash = revision.hash if isinstance(revision, Revision) else revision
-    replica = Replica(name="", uid="", owner_uid=UID, revision=hash, slot=0, attempt=0, created_at=T0, node="node-1")
+    replica = Replica(
+        name="",
+        uid="",
+        owner_uid=UID,
+        revision=hash,
+        slot=0,
+        attempt=0,
+        created_at=T0,
+        node="node-1",
+        safe_to_evict="false",
+        do_not_disrupt="true",
+    )
     return APod(replica).slot(0)
 
 

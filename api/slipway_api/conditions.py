@@ -13,7 +13,7 @@ from slipway_api.types import Struct, Time
 
 
 class ConditionType(StrEnum):
-    """The conditions of a service. Reconciling and Stalled are present only while they are True (kstatus)."""
+    """The conditions of a service. Reconciling, Stalled and Suspended are present only while they are True."""
 
     READY = "Ready"
     RECONCILING = "Reconciling"
@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     WORKLOAD_AVAILABLE = "WorkloadAvailable"
     ROUTE_READY = "RouteReady"
     SCALING_ACTIVE = "ScalingActive"
+    SUSPENDED = "Suspended"
 
 
 class ConditionStatus(StrEnum):
@@ -59,6 +60,8 @@ class Reason(StrEnum):
     # RouteReady
     ROUTED = "Routed"
     NAME_CONFLICT = "NameConflict"
+    # Suspended
+    SUSPENDED = "Suspended"
     # ScalingActive
     METRICS_FRESH = "MetricsFresh"
     METRICS_STALE = "MetricsStale"
@@ -84,6 +87,8 @@ class EventReason(StrEnum):
     ACTIVATED = "Activated"
     ROLLOUT_STARTED = "RolloutStarted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
     SCALING_HELD = "ScalingHeld"
@@ -92,6 +97,8 @@ class EventReason(StrEnum):
     MODEL_DOWNLOAD_FAILED = "ModelDownloadFailed"
     REPLICA_UNHEALTHY = "ReplicaUnhealthy"
     REPLICA_REPLACED = "ReplicaReplaced"
+    GPU_FAULT = "GPUFault"
+    NODE_DRAIN_FORCED = "NodeDrainForced"
     DRAIN_TIMED_OUT = "DrainTimedOut"
     NAME_CONFLICT = "NameConflict"
     ACTIVATION_TIMED_OUT = "ActivationTimedOut"
@@ -117,6 +124,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.ACTIVATED,
         EventReason.ROLLOUT_STARTED,
         EventReason.ROLLOUT_COMPLETED,
+        EventReason.SUSPENDED,
+        EventReason.RESUMED,
     }
 )
 

@@ -5,6 +5,7 @@ field (`served_name`, `fixed_replicas`) are resolved here and nowhere else. What
 replica runs it in `runtime_spec`.
 """
 
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -121,11 +122,28 @@ class Profile(StrEnum):
     LONG_CONTEXT = "long-context"
 
 
-class Availability(Struct):
-    """How failed replicas are replaced."""
+class DisruptionBudget(StrEnum):
+    """Whether a PodDisruptionBudget limits evictions."""
 
+    AUTO = "Auto"
+    NONE = "None"
+
+
+class Availability(Struct):
+    """How replicas are protected from disruptions, and how failed ones are replaced."""
+
+    pod_disruption_budget: DisruptionBudget = DisruptionBudget.AUTO
+    """Auto: a PodDisruptionBudget lets one replica be evicted at a time, and a single replica once another one is
+    ready beside it. None: there is no PodDisruptionBudget."""
+    max_node_drain_block_seconds: int = Field(default=1800, ge=0, le=86_400)
+    """How long the PodDisruptionBudget may hold up the drain of a node while no other replica becomes ready; then
+    evictions are allowed, with a warning event."""
+    protect_startup: bool = True
+    """Node scalers leave a node alone while a replica starts on it (cluster-autoscaler, Karpenter)."""
     replace_after_unhealthy_seconds: int = Field(default=120, ge=10, le=86_400)
     """A replica that was ready and is not ready for this long is replaced, one replica at a time."""
+    priority_class_name: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?$", max_length=253)
+    """PriorityClass of the replicas; template.spec.priorityClassName wins. A change rolls out new replicas."""
 
 
 class Budget(Struct):
@@ -136,6 +154,10 @@ class Budget(Struct):
     more, and the number that is written through /scale; a rollout's surge comes on top."""
 
 
+RESTART_PATTERN = (
+    r"^([0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+    r"([.][0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9]))?$"
+)
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -153,6 +175,12 @@ class InferenceServiceSpec(Struct):
     """The desired state of the service: model, runtime, replicas."""
 
     model_config = cel_rules(
+        Rule(
+            "!has(self.restartAt) || self.restartAt == '' || "
+            "timestamp(self.restartAt) > timestamp('1970-01-01T00:00:00Z')",
+            "restartAt must be a moment of the calendar in RFC 3339, such as 2026-05-01T12:00:00Z",
+            ".restartAt",
+        ),
         Rule(
             "self.resources.gpu.count == 0 || self.runtime.tensorParallelSize == self.resources.gpu.count",
             "resources.gpu.count must be 0 (CPU) or equal runtime.tensorParallelSize",
@@ -225,6 +253,12 @@ class InferenceServiceSpec(Struct):
     """How failed replicas are replaced."""
     budget: Budget | None = None
     """What the service may cost."""
+    """How replicas are protected from disruptions, and how failed ones are replaced."""
+    restart_at: str = Field(default="", pattern=RESTART_PATTERN, max_length=40)
+    """A moment in RFC 3339, such as 2026-05-01T12:00:00Z: from then on replicas that are older are replaced, one after
+    the other. A moment in the future waits until then."""
+    suspend: bool = False
+    """true: all replicas drain and none is started, whatever replicas and autoscaling say."""
 
 
 class InferenceService(Struct):
@@ -268,6 +302,15 @@ class InferenceService(Struct):
     def served_name(self) -> str:
         """What clients send as `model`."""
         return self.spec.model.served_name or self.metadata.name
+
+    @property
+    def restart_moment(self) -> datetime | None:
+        """spec.restartAt; None where there is none, or where the calendar has no such day."""
+        try:
+            moment = datetime.fromisoformat(self.spec.restart_at) if self.spec.restart_at else None
+        except ValueError:
+            return None
+        return moment.astimezone(UTC) if moment is not None else None
 
     @property
     def fixed_replicas(self) -> int | None:

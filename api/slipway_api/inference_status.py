@@ -47,6 +47,8 @@ class AttemptStatus(Struct):
     """Failures in a row; they set the backoff."""
     not_before: Time | None = None
     """No new attempt before this moment."""
+    avoid_node: str = Field(default="", max_length=253)
+    """The node whose GPU failed under an attempt of this slot: the next ones prefer other nodes."""
     last_end: str = Field(default="", max_length=256)
     """How the attempt before this one ended: the exit code and the termination message of its server."""
 

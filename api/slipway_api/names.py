@@ -43,6 +43,13 @@ ANNOTATION_ROLLBACK_TO: Final = f"{GROUP}/rollback-to"
 # On a pod: comma-separated names of the adapters that were loaded and answered a probe; the gateway routes by it.
 ANNOTATION_ADAPTERS: Final = f"{GROUP}/adapters"
 
+# On a pod whose node is to be emptied: since when, and since when evictions are no longer held up (RFC 3339).
+ANNOTATION_NODE_LEAVING_SINCE: Final = f"{GROUP}/node-leaving-since"
+ANNOTATION_NODE_DRAIN_FORCED: Final = f"{GROUP}/node-drain-forced"
+# Read by cluster-autoscaler and Karpenter.
+ANNOTATION_SAFE_TO_EVICT: Final = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+ANNOTATION_DO_NOT_DISRUPT: Final = "karpenter.sh/do-not-disrupt"
+
 # Every part serves clients on one port and its operators on another.
 SERVING_PORT: Final = 8000
 ADMIN_PORT: Final = 8001
@@ -99,6 +106,8 @@ EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
 WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "
 WORD_CREDENTIALS_INVALID: Final = "CredentialsInvalid: "
 WORD_DOES_NOT_FIT: Final = "DoesNotFit: "
+# Prefix of the termination message of a runtime whose GPU failed: another node may do better.
+WORD_GPU_FAULT: Final = "GPUFault: "
 
 # Keys of the Secret of spec.model.credentialsSecretRef, and the variables of the same names that the runtime reads.
 CREDENTIALS_OF_SCHEME: Final = {

@@ -61,6 +61,8 @@ class Signals(Body):
     generated_tokens: int = Field(default=0, ge=0)
     prompt_tokens: int = Field(default=0, ge=0)
     starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp, as in Ready.reason
+    # Why it is not ready, once it was: StepLoopStalled or EngineDead, as in Ready.reason; left out while empty.
+    not_ready: str = Field(default="", exclude_if=lambda reason: not reason)
 
     @field_serializer("kv_usage")
     def _four_digits(self, usage: float) -> float:

@@ -74,6 +74,7 @@ _MEANINGS: Final = {
         ),
         (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
     ),
+    ConditionType.SUSPENDED: ((_TRUE, Reason.SUSPENDED, "spec.suspend is true: replicas drain, and none starts."),),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
@@ -89,6 +90,8 @@ EVENTS: Final = {
     EventReason.ACTIVATED: "Requests wait for a service without replicas, so it gets some; how many requests.",
     EventReason.ROLLOUT_STARTED: "A revision begins to replace the one before it.",
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
+    EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
+    EventReason.RESUMED: "spec.suspend became false: replicas start again.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",
@@ -97,6 +100,8 @@ EVENTS: Final = {
     EventReason.MODEL_DOWNLOAD_FAILED: "The model is not there, or may not be read.",
     EventReason.REPLICA_UNHEALTHY: "A replica that served ended, hangs or is on a silent node; or none can start; why.",
     EventReason.REPLICA_REPLACED: "A slot gets another replica; why, and after how many failures.",
+    EventReason.GPU_FAULT: "The server of a replica ended by a fault of its GPU; its successor prefers another node.",
+    EventReason.NODE_DRAIN_FORCED: "A node's drain waited for maxNodeDrainBlockSeconds: evictions are allowed.",
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
     EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
@@ -122,7 +127,7 @@ def vocabulary_section() -> str:
     lines = [
         "## Conditions",
         "",
-        "Reconciling and Stalled are present only while they are True (kstatus). The message names the cause.",
+        "Reconciling, Stalled and Suspended are present only while they are True. The message names the cause.",
         "",
         "| condition | status | reason | meaning |",
         "|---|---|---|---|",

@@ -1,13 +1,16 @@
 """Nodes lose power or the network, and return; the service keeps its replicas, and no running one is deleted."""
 
 import time
+from datetime import UTC, datetime
 
 import pytest
+from kubernetes import client
 
 from e2e import checks
 from e2e.cluster.launch import Cluster
 from e2e.manifests import as_yaml, static
 from e2e.slipway import Slipway, wait_for
+from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -128,6 +131,64 @@ def test_an_old_revision_that_loses_a_node_is_rebuilt_while_the_new_one_is_broke
     service = clean.wait_ready("keeps", replicas=2, timeout=180)
     assert service["status"]["currentRevision"] == before
     assert checks.double_slots(clean, "keeps") == []
+
+
+@pytest.mark.capability("PL-1", "PL-2", "RD-5", "PL-10")
+def test_one_replica_survives_kubectl_drain_and_a_suspension_and_a_restart_keep_their_word(
+    clean: Slipway, breakable: Cluster
+) -> None:
+    """`kubectl drain` cordons and evicts: the PodDisruptionBudget answers 429 until the replacement is ready."""
+    clean.apply(as_yaml(static("single", 1)))
+    clean.wait_ready("single", replicas=1)
+    (old,) = checks.ready_pods(clean, "single")
+    wait_for(
+        "node scalers may evict the replica that is ready",
+        lambda: clean.pods("single")[0].metadata.annotations.get(names.ANNOTATION_SAFE_TO_EVICT) == "true",
+        timeout=30,
+    )
+
+    clean.access.kubectl("cordon", old.spec.node_name)
+    assert not evict(clean, old), "there is no other replica yet"
+    wait_for("the eviction is admitted, or the operator has drained it", lambda: evict(clean, old), timeout=120)
+    assert len(checks.ready_pods(clean, "single")) >= 1, "the replacement serves before the old one leaves"
+    wait_for("the old one is gone", lambda: old.metadata.uid not in checks.uids(clean.pods("single")), timeout=90)
+    (new,) = checks.ready_pods(clean, "single")
+    assert new.spec.node_name != old.spec.node_name
+    assert checks.first_attempts(clean, "single", 3) == []
+    clean.access.kubectl("uncordon", old.spec.node_name)
+
+    restart_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    clean.apply(as_yaml(static("single", 1, restartAt=restart_at)))
+    wait_for(
+        "another pod serves, of the same revision",
+        lambda: (
+            [
+                pod.metadata.labels[names.LABEL_REVISION] == new.metadata.labels[names.LABEL_REVISION]
+                for pod in clean.pods("single")
+                if checks.is_ready(pod) and pod.metadata.uid != new.metadata.uid
+            ]
+            == [True]
+        ),
+        timeout=120,
+    )
+
+    clean.apply(as_yaml(static("single", 1, suspend=True)))
+    wait_for("no replica is left", lambda: clean.pods("single") == [], timeout=120)
+    conditions = {one["type"]: one for one in clean.service("single")["status"]["conditions"]}
+    assert (conditions["Suspended"]["status"], conditions["Ready"]["reason"]) == ("True", "ScaledToZero")
+
+
+def evict(slipway: Slipway, pod: object) -> bool:
+    """POST eviction of the pod; False while its disruption budget forbids it (429)."""
+    metadata = pod.metadata  # type: ignore[attr-defined]
+    body = client.V1Eviction(metadata=client.V1ObjectMeta(name=metadata.name, namespace=metadata.namespace))
+    try:
+        slipway.core.create_namespaced_pod_eviction(metadata.name, metadata.namespace, body)
+    except client.ApiException as error:
+        if error.status not in (404, 429):
+            raise
+        return error.status == 404
+    return True
 
 
 def broken_spec() -> dict[str, object]:

@@ -11,6 +11,7 @@ import structlog
 
 from slipway_api import names
 from slipway_gateway.fleet import Fleet, View
+from slipway_gateway.panic import PanicMode, is_silent
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
@@ -40,16 +41,18 @@ class InferenceService(Object, frozen=True, gc=False):
     status: ServiceStatus = ServiceStatus()
 
 
-def endpoint_of(pod: Pod, port: int = names.SERVING_PORT) -> Endpoint | None:
+def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: bool = False) -> Endpoint | None:
     """The endpoint of this pod, or None while it must not get requests.
 
     Ready, labelled as serving, not being deleted, with an address, and controlled by the InferenceService of its label:
     labels alone would let anyone who may create pods receive the prompts of a service. The operator sets the label to
     draining before it calls the runtime, so a draining pod leaves the table before it stops accepting.
+    With `on_silent_node`, of a pod that is not ready only because its node does not answer.
     """
     serving = pod.labels.get(names.LABEL_STATE) == names.STATE_SERVING
     owner = controlling_service(pod)
-    if owner is None or not (serving and pod.is_ready and pod.status.pod_ip) or pod.is_terminating:
+    is_ready = is_silent(pod) if on_silent_node else pod.is_ready
+    if owner is None or not (serving and is_ready and pod.status.pod_ip) or pod.is_terminating:
         return None
     address = pod.status.pod_ip
     digests = pod.metadata.annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
@@ -105,6 +108,7 @@ class Watch:
         serving_port: int = names.SERVING_PORT,
     ) -> None:
         self._fleet = fleet
+        self._panic = PanicMode(fleet)
         self._serving_port = serving_port
         self._pods = Informer(client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR)
         self._services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces)
@@ -122,6 +126,7 @@ class Watch:
         async with asyncio.TaskGroup() as informers:
             informers.create_task(self._pods.run())
             informers.create_task(self._services.run())
+            informers.create_task(self._panic.run())
 
     def _pod_changed(self, change: Change, old: Pod | None, new: Pod | None) -> None:
         pod = new or old
@@ -129,7 +134,8 @@ class Watch:
         name = f"{pod.namespace}/{pod.name}"
         endpoint = endpoint_of(new, self._serving_port) if new is not None else None
         was_endpoint = self._fleet.table.endpoint(name) is not None
-        self._fleet.set_endpoint(name, endpoint, finishes_requests=finishes_requests(new))
+        silent = endpoint_of(new, self._serving_port, on_silent_node=True) if new is not None else None
+        self._panic.set_endpoint(name, endpoint, silent, finishes_requests=finishes_requests(new))
         if was_endpoint != (endpoint is not None):
             log.info("endpoint added" if endpoint else "endpoint removed", pod=name, change=str(change))
 

@@ -160,6 +160,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     load_seconds: float
     warmup_seconds: float
+    widest_step_seconds: float = 0.0  # a step of max_num_batched_tokens, when it was warm; 0: not measured
     quantization: str = "none"  # of the weights: none, int8, fp8
     kv_dtype: str = ""  # empty: that of the weights
     deterministic: bool = False
@@ -233,6 +234,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer, and do nothing: so an engine without work shows that it is not stuck."""
+
+    call: int
+
+
 class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """With nothing running: weights to host memory (level 1) or away (level 2), the KV cache freed."""
 
@@ -246,7 +253,7 @@ class WakeUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
-Message = Request | Abort | Pause | LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
+Message = Request | Abort | Pause | LoadAdapter | UnloadAdapter | ResetPrefixCache | Ping | Sleep | WakeUp
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

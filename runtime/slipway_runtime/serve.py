@@ -30,6 +30,7 @@ from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.launch import EngineNotLoadedError
+from slipway_runtime.gpu_faults import is_gpu_fault
 from slipway_runtime.loading import LOADER, Fetched, bring, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
@@ -190,7 +191,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         )
         await client.wait_dead()
         log.error("the engine has died", reason=client.error)
-        _leave_word(f"the engine has died: {client.error}")
+        _leave_word(death_word(client.error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 await replica.all_closed()
@@ -215,7 +216,15 @@ def last_word(model_uri: str, error: Exception) -> str:
         return f"{names.WORD_CREDENTIALS_INVALID}{error}"
     if str(error).startswith(names.WORD_DOES_NOT_FIT):
         return str(error)
+    if is_gpu_fault(str(error)):
+        return f"{names.WORD_GPU_FAULT}{error}"
     return f"cannot serve {shown(model_uri)}: {error}"
+
+
+def death_word(error: str) -> str:
+    """What the kubelet gets to hear of an engine that has died while it served."""
+    prefix = names.WORD_GPU_FAULT if is_gpu_fault(error) else "the engine has died: "
+    return f"{prefix}{error}"
 
 
 def _leave_word(sentence: str) -> None:

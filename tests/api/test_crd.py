@@ -15,10 +15,9 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("warmPool", "gpuHourCost", "slo", "suspend", "restartAt", "experimental"),
+    *("warmPool", "gpuHourCost", "slo", "experimental"),
     *("hostnames", "gatewayRef", "canary", "gates", "paused", "handover", "engine"),
     *("cache", "upgradePolicy", "upgradeWindow"),
-    *("podDisruptionBudget", "maxNodeDrainBlockSeconds", "protectStartup"),
 }
 
 

@@ -94,6 +94,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no guesses", {"runtime": {"speculation": {"maxTokens": 0}}}, "greater than or equal to 1"),
     ("too many guesses", {"runtime": {"speculation": {"maxTokens": 33}}}, "less than or equal to 32"),
     ("perhaps deterministic", {"runtime": {"deterministic": "yes"}}, "must be of type boolean"),
+    ("a day that no calendar has", {"restartAt": "2026-02-30T12:00:00Z"}, "restartAt must be a moment of the calendar"),
+    ("a moment without a zone", {"restartAt": "2026-02-28T12:00:00"}, "spec.restartAt"),
+    ("half a budget", {"availability": {"podDisruptionBudget": "Some"}}, "supported values"),
+    ("a priority class with blanks", {"availability": {"priorityClassName": "very high"}}, "priorityClassName"),
     ("no adapters", {"runtime": {"lora": {"maxAdapters": 0}}}, "greater than or equal to 1"),
     ("a rank of nothing", {"runtime": {"lora": {"maxRank": 0}}}, "greater than or equal to 1"),
     (
@@ -115,6 +119,14 @@ def test_what_can_work_is_accepted(api):
     """Every field once, at its limit, so that the cost of all rules fits."""
     everything = a_manifest(
         "features",
+        suspend=True,
+        restartAt="2026-05-01T12:00:00.5+02:00",
+        availability={
+            "podDisruptionBudget": "None",
+            "maxNodeDrainBlockSeconds": 0,
+            "protectStartup": False,
+            "priorityClassName": "serving-high",
+        },
         model={
             "uri": "s3://bucket/models/llama",
             "credentialsSecretRef": {"name": "bucket"},

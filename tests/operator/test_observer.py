@@ -1,9 +1,10 @@
 """From what the kubelet and the scheduler write into a pod to the facts that decisions use."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
+import pytest
 
 from slipway_api import names
 from slipway_api.types import ServiceKey
@@ -160,6 +161,38 @@ def test_a_node_that_went_silent_tells_since_when():
     assert node_facts(healthy).ready
     assert node_facts(healthy).not_ready_since is None
     assert node_facts(healthy).cordoned
+
+
+@pytest.mark.capability("AS-12")
+def test_taints_of_providers_and_node_scalers_say_that_a_node_is_to_be_emptied():
+    def tainted(*keys):
+        return node_facts(a_node(spec={"taints": [{"key": key, "effect": "NoSchedule"} for key in keys]}))
+
+    spot = tainted("nvidia.com/gpu", "ToBeDeletedByClusterAutoscaler", "aws-node-termination-handler/spot-itn")
+    assert (spot.cordoned, spot.leaving) == (True, "aws-node-termination-handler/spot-itn")
+    assert spot.notice == timedelta(seconds=120), "of two taints the one that ends the node sooner counts"
+    assert tainted("karpenter.sh/disrupted").cordoned
+    assert tainted("karpenter.sh/disrupted").notice is None
+    assert tainted("node.kubernetes.io/out-of-service").is_shut_down
+    ordinary = tainted("nvidia.com/gpu", "DeletionCandidateOfClusterAutoscaler", "node.kubernetes.io/not-ready")
+    assert (ordinary.cordoned, ordinary.is_shut_down) == (False, False)
+
+
+@pytest.mark.capability("PL-1", "PL-2")
+def test_what_the_operator_wrote_about_the_end_of_a_node_is_read_from_the_pod():
+    pod = a_pod(
+        annotations={
+            names.ANNOTATION_NODE_LEAVING_SINCE: "2026-01-01T00:03:00Z",
+            names.ANNOTATION_NODE_DRAIN_FORCED: "2026-01-01T00:33:00Z",
+            names.ANNOTATION_SAFE_TO_EVICT: "false",
+            names.ANNOTATION_DO_NOT_DISRUPT: "true",
+        }
+    )
+    facts = replica(pod, None)
+
+    assert facts.leaving_since == at("2026-01-01T00:03:00+00:00")
+    assert facts.drain_forced == at("2026-01-01T00:33:00+00:00")
+    assert (facts.safe_to_evict, facts.do_not_disrupt) == ("false", "true")
 
 
 def test_the_index_knows_the_pods_of_a_service_through_every_change():

@@ -6,7 +6,7 @@ import pytest
 
 from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.models.config_values import DoesNotFitError
-from slipway_runtime.serve import last_word
+from slipway_runtime.serve import death_word, last_word
 from slipway_runtime.storage.fetch import Access, AccessDeniedError, FetchError, Patience, fetch
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hunter2"}
@@ -50,3 +50,21 @@ def test_what_may_be_a_password_or_a_signature_is_not_told():
     said = last_word("https://me:SECRET@host/model?X-Amz-Signature=SECRET", FetchError("no answer"))
 
     assert said == "cannot serve https://host/model: no answer"
+
+
+@pytest.mark.capability("RD-7")
+@pytest.mark.parametrize(
+    ("error", "is_fault"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: no CUDA-capable device is detected", True),
+        ("RuntimeError: NVML: GPU is lost", True),
+        ("CUDA error: an illegal memory access was encountered", False),  # a bug: the same GPU computes on
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ],
+)
+def test_a_gpu_that_failed_is_told_from_a_program_that_failed(error: str, is_fault: bool):
+    assert death_word(error).startswith("GPUFault: ") == is_fault
+    assert last_word("file:///m", EngineNotLoadedError(error)).startswith("GPUFault: ") == is_fault
+    assert error in death_word(error)

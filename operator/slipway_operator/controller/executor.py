@@ -6,6 +6,7 @@ a silent admin port must not hold a worker.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -27,11 +28,14 @@ from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
 from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.actions import (
+    ABSENT,
     Action,
     AddFinalizer,
+    AnnotatePod,
     ApplyChild,
     CreatePod,
     CreateRevision,
+    DeleteChild,
     DeletePod,
     DeleteRevision,
     DrainPod,
@@ -158,8 +162,12 @@ class Executor:
                     grace_seconds=action.grace_seconds,
                     owner=key,
                 )
+            case AnnotatePod():
+                await self._annotate(key, action)
             case ApplyChild():
                 await self._apply_child(key, action, memory)
+            case DeleteChild():
+                await self._delete_child(key, action, memory)
             case CreateRevision():
                 await self._create_revision(key, stored, action)
             case DeleteRevision():
@@ -191,6 +199,23 @@ class Executor:
                 return
         await self._writer.apply(resource, key.namespace, name, manifest, field_manager=names.FIELD_MANAGER)
         memory.applied[action.key] = action.digest
+
+    async def _annotate(self, key: Key, action: AnnotatePod) -> None:
+        """Merge annotations into a pod. With its uid in the body, another pod of that name is left alone."""
+        body = {"metadata": {"uid": action.uid, "annotations": action.annotations}}
+        try:
+            await self._writer.merge_patch(resources.PODS, key.namespace, action.name, body)
+        except (NotFound, Conflict):
+            log.info("nothing left to annotate", object=str(key), pod=action.name)
+
+    async def _delete_child(self, key: Key, action: DeleteChild, memory: Memory) -> None:
+        """Delete the child where it exists and Slipway made it."""
+        resource = CHILDREN[action.key.partition("/")[0]]
+        with suppress(NotFound):
+            there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, action.name)), type=Object)
+            if there.labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY:
+                await self._writer.delete(resource, key.namespace, action.name, uid=there.uid)
+        memory.applied[action.key] = ABSENT
 
     async def _set_finalizers(
         self, key: Key, stored: StoredObject, *, add: str | None = None, remove: str | None = None
@@ -354,9 +379,11 @@ def _describe(action: Action) -> str:
 def _object_of(action: Action) -> str:
     """The name of the object that the action is about."""
     match action:
-        case CreatePod() | DrainPod() | UndrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
+        case (
+            CreatePod() | DrainPod() | UndrainPod() | DeletePod() | AnnotatePod() | CreateRevision() | DeleteRevision()
+        ):
             return action.name
-        case ApplyChild():
+        case ApplyChild() | DeleteChild():
             return action.key
         case _:
             return ""

@@ -6,9 +6,11 @@ costs a pass, never a pod.
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from slipway_api.conditions import EventReason
+
+ABSENT: Final = "absent"  # in place of a digest: the child does not exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,25 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotatePod:
+    """Merge annotations into the pod of that uid; None removes one. NotFound and a wrong uid are success."""
+
+    name: str
+    uid: str
+    annotations: dict[str, str | None]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteChild:
+    """DELETE a child that is not a pod, where Slipway made it; `Observed.applied[key]` is then `ABSENT`."""
+
+    key: str  # "PodDisruptionBudget/chat"
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyChild:
     """Server-side apply of a child that is not a pod; the plan leaves it out when `Observed.applied[key] == digest`."""
 
@@ -111,7 +132,9 @@ Action = (
     | DrainPod
     | UndrainPod
     | DeletePod
+    | AnnotatePod
     | ApplyChild
+    | DeleteChild
     | CreateRevision
     | DeleteRevision
 )

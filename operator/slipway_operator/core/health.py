@@ -28,6 +28,7 @@ from enum import Enum
 from typing import Final
 
 from slipway_api.names import STATE_DRAINING
+from slipway_api.types import rfc3339
 from slipway_operator.core.observed import Node, Replica
 
 # Shorter than Kubernetes' own 300 s before it evicts, because a GPU replica takes minutes to replace; longer than a
@@ -97,6 +98,8 @@ class Member:
     replica: Replica
     stage: Stage
     on_lost_node: bool = False  # whatever its stage: it may be draining there
+    leaves: str = ""  # why another replica has to take its place although it may serve; "": it may stay
+    ends_at: datetime | None = None  # when its node is taken away, by the notice of a spot node
 
     @property
     def is_live(self) -> bool:
@@ -116,13 +119,21 @@ def judge(
     startup_timeout: timedelta,
     replace_after: timedelta = REPLACE_UNHEALTHY_AFTER,
     disrupted: bool = False,
+    restart_at: datetime | None = None,
     now: datetime,
 ) -> tuple[Member, ...]:
     """All replicas with their stages, oldest first."""
     limits = Limits(startup_timeout=startup_timeout, replace_after=replace_after, disrupted=disrupted)
     ordered = sorted(replicas, key=lambda replica: (replica.created_at, replica.name))
     return tuple(
-        Member(one, stage(one, nodes, limits, now), not disrupted and is_lost(one, nodes, now)) for one in ordered
+        Member(
+            one,
+            stage(one, nodes, limits, now),
+            on_lost_node=not disrupted and is_lost(one, nodes, now),
+            leaves=_why_it_leaves(one, nodes, restart_at, now),
+            ends_at=_end_of_node(one, nodes, now),
+        )
+        for one in ordered
     )
 
 
@@ -141,7 +152,7 @@ def cheapest_to_lose(member: Member, nodes: Mapping[str, Node]) -> tuple[bool, i
     return (
         not _drains_by_its_own_word(replica),
         member.stage.severity,
-        not is_cordoned(replica, nodes),
+        not (member.leaves or is_cordoned(replica, nodes)),
         requests,
         usage,
         -replica.created_at.timestamp(),
@@ -195,13 +206,37 @@ def _unready_stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, 
 def is_lost(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> bool:
     """Whether the replica's node has been silent for so long that nothing should wait for it."""
     node = nodes.get(replica.node)
-    return node is not None and not node.ready and now >= (node.not_ready_since or now) + NODE_LOST
+    if node is None:
+        return False
+    return node.is_shut_down or (not node.ready and now >= (node.not_ready_since or now) + NODE_LOST)
 
 
 def is_cordoned(replica: Replica, nodes: Mapping[str, Node]) -> bool:
     """Whether the replica's node is to be emptied."""
     node = nodes.get(replica.node)
     return node is not None and node.cordoned
+
+
+def _why_it_leaves(replica: Replica, nodes: Mapping[str, Node], restart_at: datetime | None, now: datetime) -> str:
+    """Why another replica has to take its place: `its node a is cordoned`, `it is older than spec.restartAt`."""
+    node = nodes.get(replica.node)
+    if node is not None and node.cordoned:
+        return (
+            f"its node {node.name} has the taint {node.leaving}"
+            if node.leaving
+            else f"its node {node.name} is cordoned"
+        )
+    # The API server writes whole seconds: within the second of restartAt a replica counts as new.
+    if restart_at is not None and restart_at <= now and replica.created_at < restart_at.replace(microsecond=0):
+        return f"it is older than spec.restartAt, {rfc3339(restart_at)}"
+    return ""
+
+
+def _end_of_node(replica: Replica, nodes: Mapping[str, Node], now: datetime) -> datetime | None:
+    node = nodes.get(replica.node)
+    if node is None or node.notice is None:
+        return None
+    return (replica.leaving_since or now) + node.notice
 
 
 def next_change(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> list[datetime]:

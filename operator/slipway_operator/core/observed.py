@@ -59,6 +59,7 @@ class Sample:
     waiting: int
     draining: bool = False
     starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp
+    not_ready: str = ""  # why it is not, once it was: StepLoopStalled or EngineDead
     capacity: Capacity | None = None  # None: it is loading, or has not reported it yet
 
     @classmethod
@@ -72,6 +73,7 @@ class Sample:
             waiting=signals.waiting,
             draining=signals.draining,
             starting=signals.starting,
+            not_ready=signals.not_ready,
             capacity=capacity,
         )
 
@@ -115,6 +117,10 @@ class Replica:
 
     drain_started: datetime | None = None  # annotation slipway.dev/drain-started
     drain_reason: str = ""  # annotation slipway.dev/drain-reason
+    leaving_since: datetime | None = None  # annotation slipway.dev/node-leaving-since
+    drain_forced: datetime | None = None  # annotation slipway.dev/node-drain-forced
+    safe_to_evict: str = ""  # annotation of cluster-autoscaler; "": absent
+    do_not_disrupt: str = ""  # annotation of Karpenter; "": absent
     sample: Sample | None = None  # the newest one, however old; None: never answered
 
 
@@ -126,7 +132,10 @@ class Node:
     ready: bool = True
     not_ready_since: datetime | None = None  # lastTransitionTime of its Ready condition while that is not True
     ready_since: datetime | None = None  # ... while it is True
-    cordoned: bool = False  # spec.unschedulable
+    cordoned: bool = False  # to be emptied: spec.unschedulable, or a taint that says so
+    leaving: str = ""  # the taint that says so; "": it is cordoned
+    notice: timedelta | None = None  # the node goes so long after that taint was set; None: when it is empty
+    is_shut_down: bool = False  # a taint says that nothing runs there any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod, Terminated
 from slipway_operator.core import observed as seen
+from slipway_operator.core.node_taints import find_departure, is_shut_down
 
 TERMINATION_MESSAGE_SHOWN = 300  # characters of it that go into a condition
 
@@ -109,6 +110,10 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         pod_ip=pod.status.pod_ip,
         drain_started=_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),
+        leaving_since=_moment(annotations.get(names.ANNOTATION_NODE_LEAVING_SINCE)),
+        drain_forced=_moment(annotations.get(names.ANNOTATION_NODE_DRAIN_FORCED)),
+        safe_to_evict=annotations.get(names.ANNOTATION_SAFE_TO_EVICT, ""),
+        do_not_disrupt=annotations.get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
         sample=sample,
     )
 
@@ -117,12 +122,17 @@ def node_facts(node: Node) -> seen.Node:
     """The facts of one node."""
     ready = next((condition for condition in node.status.conditions if condition.type == "Ready"), None)
     is_ready = ready is not None and ready.status == "True"
+    taints = [taint.key for taint in node.spec.taints]
+    departure = find_departure(taints)
     return seen.Node(
         name=node.name,
         ready=is_ready,
         not_ready_since=ready.last_transition_time if ready is not None and not is_ready else None,
         ready_since=ready.last_transition_time if ready is not None and is_ready else None,
-        cordoned=node.spec.unschedulable,
+        cordoned=node.spec.unschedulable or departure is not None,
+        leaving=departure[0] if departure is not None else "",
+        notice=departure[1].notice if departure is not None else None,
+        is_shut_down=is_shut_down(taints),
     )
 
 

@@ -115,7 +115,7 @@ def build_engine(
     on_news(WarmingUp())
     worker = Worker(execute) if plan.overlap else None
     with shortage_refused("the largest batch", plan.device):
-        _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
+        widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
     if plan.device.type == "cuda":
         recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if ranks is None else _NOT_RECORDED
@@ -136,6 +136,7 @@ def build_engine(
         device=str(plan.device),
         load_seconds=loaded - started,
         warmup_seconds=warm - loaded,
+        widest_step_seconds=widest_step,
         quantization=options.quantization,
         kv_dtype="" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
         deterministic=options.deterministic,
@@ -190,8 +191,8 @@ def _execute(compute: Compute, grammars: Grammars | None, plan: StepPlan) -> Ste
 
 def _warm_up(
     scheduler: Scheduler, compute: Compute, slots: AdapterSlots | None, plan: EnginePlan, worker: Worker | None
-) -> None:
-    """Warm the thread that later steps run on, with adapters that change nothing."""
+) -> float:
+    """Warm the thread that later steps run on, with adapters that change nothing; the seconds of the widest step."""
     digests: list[str] = []
     if slots is not None:
         nothing = {
@@ -212,8 +213,9 @@ def _warm_up(
         masked = partial(compute, masks=masks)
         return masked(step) if worker is None else worker.call(masked, step).result()
 
-    warm_up(scheduler, execute, vocab_size=plan.config.vocab_size, adapters=tuple(digests))
+    widest_step = warm_up(scheduler, execute, vocab_size=plan.config.vocab_size, adapters=tuple(digests))
     for slot, digest in enumerate(digests):
         assert slots is not None
         slots.unload(slot)
         slots.forget(digest)
+    return widest_step

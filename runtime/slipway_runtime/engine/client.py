@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from slipway_runtime.engine.step_times import StepTimes
 from slipway_runtime.engine.stream import OutputStream
 from slipway_runtime.engine.transport import Transport
 from slipway_runtime.messages import (
@@ -27,6 +28,7 @@ from slipway_runtime.messages import (
     FinishReason,
     LoadAdapter,
     Pause,
+    Ping,
     Reply,
     Request,
     ResetPrefixCache,
@@ -60,7 +62,7 @@ __all__ = [
 
 PAUSED_SECONDS = 60.0  # that a request may wait for its reader, with its blocks; then it is cancelled
 DRAIN_RETRY_SECONDS = 1.0  # another replica can take the request at once
-Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Sleep | WakeUp
+Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Ping | Sleep | WakeUp
 
 
 class EngineClient:
@@ -96,6 +98,7 @@ class EngineClient:
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._next_call = itertools.count(1)
+        self.times = StepTimes(transport.facts.widest_step_seconds, clock)
         self._draining = False
         self._asleep = False  # from the moment it is asked for: order is kept, so nothing comes after the Sleep
         self._drained = asyncio.Event()
@@ -155,6 +158,8 @@ class EngineClient:
             lambda reason, index: self._closed_by_reader(request.id, reason, index),
             lambda on: self._pause(request, on),
         )
+        if stats.running + stats.waiting <= stats.paused:
+            self.times.work_came()
         self._streams[request.id] = stream
         # The engine counts a request once for each of its answers; its prompt is computed once.
         self._sent.extend([len(request.prompt_token_ids), *(0 for _ in range(1, request.n))])
@@ -177,6 +182,8 @@ class EngineClient:
         The number of the message is given here. Raises EngineDead.
         """
         self._raise_if_dead()
+        if (stats := self.stats()).running + stats.waiting <= stats.paused:
+            self.times.work_came()
         number = next(self._next_call)
         self._calls[number] = asyncio.get_running_loop().create_future()
         asleep, self._asleep = self._asleep, self._asleep or isinstance(message, Sleep)
@@ -230,6 +237,7 @@ class EngineClient:
     # --- from the step loop, on the event loop
 
     def _on_report(self, report: StepReport) -> None:
+        self.times.reported()
         self._stats = report.stats
         for _ in range(len(self._sent) - (self._sent_count - report.stats.admitted)):
             self._sent.popleft()
@@ -271,6 +279,8 @@ class EngineClient:
             return
         self._transport.send(Pause(request.id, on))
         if not on:
+            if (stats := self.stats()).running + stats.waiting <= stats.paused:
+                self.times.work_came()
             self._paused.pop(request.id).cancel()
             return
         # Nothing may be stepping meanwhile, so the deadline is watched from here.

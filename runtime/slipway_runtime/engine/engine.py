@@ -24,6 +24,7 @@ from slipway_runtime.messages import (
     Message,
     Output,
     Pause,
+    Ping,
     Reply,
     Request,
     ResetPrefixCache,
@@ -141,6 +142,8 @@ class Engine:
                 self._scheduler.pause(message.request_id, message.on, now)
             case ResetPrefixCache():
                 self._scheduler.forget_prefixes()
+                self._replies.append(Reply(call=message.call))
+            case Ping():
                 self._replies.append(Reply(call=message.call))
             case Sleep():
                 self._lie_down(message, now)

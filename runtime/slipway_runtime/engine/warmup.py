@@ -6,6 +6,7 @@ sampled draw, scores for logprobs, masks, drafts that are verified, and no, one 
 stays but the warmth.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,6 +16,7 @@ from slipway_runtime.messages import Grammar, Request, SamplingParams, StepPlan,
 from slipway_runtime.scheduling.scheduler import Scheduler
 
 LONG_CONTEXT = 1100  # beyond one part of a split attention, whose parts are then merged
+WIDEST_BATCHES = 2  # the first ones begin with a step of max_num_batched_tokens
 Masks = Callable[[], TokenMasks | None]
 
 _DRAWS = (
@@ -39,14 +41,25 @@ def warm_up(
     *,
     vocab_size: int,
     adapters: tuple[str, ...] = (),
-) -> None:
-    """Compute one batch after the other until every path was taken. adapters: digests that the scheduler may load."""
-    for batch in _batches(scheduler, adapters):
+    stopwatch: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Compute one batch after the other until every path was taken. adapters: digests that the scheduler may load.
+
+    Returns the seconds of the widest step. It is taken twice, and the first time pays for what is new.
+    """
+    widest = []
+    for number, batch in enumerate(_batches(scheduler, adapters)):
         for request in batch:
             scheduler.add(request, 0.0)
+        began = stopwatch()
+        plan = scheduler.schedule(0.0)
+        scheduler.update(execute(plan, partial(_all_allowed, plan, vocab_size)), 0.0)
+        if number < WIDEST_BATCHES:
+            widest.append(stopwatch() - began)
         while scheduler.has_work:
             plan = scheduler.schedule(0.0)
             scheduler.update(execute(plan, partial(_all_allowed, plan, vocab_size)), 0.0)
+    return min(widest)
 
 
 def _batches(scheduler: Scheduler, adapters: tuple[str, ...]) -> Iterator[list[Request]]:

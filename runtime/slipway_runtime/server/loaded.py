@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipway_runtime.engine.client import Call, OutputStream
+from slipway_runtime.engine.step_times import StepTimes
 from slipway_runtime.messages import AdapterStatus, EngineFacts, EngineStats, FinishReason, Reply, Request
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.metrics import Metrics
@@ -18,6 +19,7 @@ class Engine(Protocol):
     facts: EngineFacts
     error: str
     adapters: tuple[AdapterStatus, ...]
+    times: StepTimes
 
     @property
     def alive(self) -> bool: ...  # noqa: D102  see EngineClient

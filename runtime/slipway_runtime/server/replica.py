@@ -1,23 +1,28 @@
 """The life of one replica: loading, warming up, ready, draining, and the two ways to be broken.
 
-| engine        | draining | seconds without a step, with work | ready | reason          | health |
-|---------------|----------|-----------------------------------|-------|-----------------|--------|
-| none asked for| any      | –                                 | no    | NoModel         | yes    |
-| not there yet | any      | –                                 | no    | Downloading     | yes    |
-| not there yet | any      | –                                 | no    | Loading         | yes    |
-| warming up    | any      | –                                 | no    | WarmingUp       | yes    |
-| there         | no       | few                               | yes   | Ready           | yes    |
-| there         | yes      | few                               | no    | Draining        | yes    |
-| asleep        | no       | –                                 | no    | Sleeping        | yes    |
-| there         | any      | more than `stall_seconds`         | no    | StepLoopStalled | yes    |
-| there         | any      | more than `hang_seconds`          | no    | StepLoopStalled | no     |
-| died          | any      | any                               | no    | EngineDead      | no     |
+| engine        | draining | seconds without a step that is due | ready | reason          | health |
+|---------------|----------|------------------------------------|-------|-----------------|--------|
+| none asked for| any      | –                                  | no    | NoModel         | yes    |
+| not there yet | any      | –                                  | no    | Downloading     | yes    |
+| not there yet | any      | –                                  | no    | Loading         | yes    |
+| warming up    | any      | –                                  | no    | WarmingUp       | yes    |
+| there         | no       | few                                | yes   | Ready           | yes    |
+| there         | yes      | few                                | no    | Draining        | yes    |
+| asleep        | no       | –                                  | no    | Sleeping        | yes    |
+| there         | any      | more than a step may take          | no    | StepLoopStalled | yes    |
+| there         | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
+| died          | any      | any                                | no    | EngineDead      | no     |
+
+A step is due while requests are there. Without requests a ping is sent every few seconds, and its answer is due: so an
+engine that hangs without work is found before the first request. How long a step may take follows the steps that were
+seen: a prompt of 30,000 tokens on a CPU is slow, and does not hang.
 
 A drain makes the replica unready at once, refuses new requests as soon as nobody should route to it any more, and
 finishes those that it has. At its deadline what still runs ends with an error that says so.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -27,12 +32,14 @@ import structlog
 
 from slipway_api.runtime_api import DrainStatus, Health, Ready, ReadyReason, Signals, StartupTimes
 from slipway_runtime.engine.client import EngineDead
-from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
+from slipway_runtime.messages import EngineStats, FinishReason, Ping, Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
 from slipway_runtime.server.loaded import Identity, LoadedModel
 
 log = structlog.get_logger()
 
+PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
+LONGEST_STEPS: Final = 4.0  # a step may take so many times the longest so far: attention grows with the context
 ENGINE_STOPPED: Final = "the engine of this replica has stopped"
 _ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
 _STARTING: Final = {
@@ -41,6 +48,7 @@ _STARTING: Final = {
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
 }
+_BROKEN: Final = frozenset({ReadyReason.STEP_LOOP_STALLED, ReadyReason.ENGINE_DEAD})
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
 
 
@@ -52,7 +60,7 @@ class Replica:
         identity: Identity,
         *,
         drain_timeout: float = 120.0,
-        stall_seconds: float = 30.0,
+        stall_seconds: float = 6.0,
         hang_seconds: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,6 +83,8 @@ class Replica:
         self._busy_since = 0.0
         self._drained_out: set[str] = set()
         self._asleep = 0  # the level; 0: awake
+        self._ping: asyncio.Task[None] | None = None
+        self._pinged_at = 0.0
 
     # --- becoming ready
 
@@ -120,12 +130,13 @@ class Replica:
         if not self.loaded.engine.alive:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message=ENGINE_STOPPED)
         stats = self.loaded.engine.stats()
-        silent = self._silent_seconds(stats)
-        if silent > self._stall_seconds:
+        silent, limit = self._silent_seconds(stats), self._longest_stall()
+        if silent > limit:
             return Ready(
                 ready=False,
                 reason=ReadyReason.STEP_LOOP_STALLED,
-                message=f"{stats.running + stats.waiting} requests and no step for {silent:.0f} s",
+                message=f"{stats.running + stats.waiting} requests and no step for {silent:.0f} s, "
+                f"the limit is {limit:.0f} s",
             )
         if self._draining:
             left = stats.running + stats.waiting
@@ -149,9 +160,26 @@ class Replica:
 
     def _silent_seconds(self, stats: EngineStats) -> float:
         """For how long no step was made although one was due; 0 where none is."""
-        if stats.running + stats.waiting <= stats.paused:
-            return 0.0
-        return max(0.0, self.clock() - max(stats.last_step_at, self._busy_since))
+        assert self.loaded is not None
+        times, now = self.loaded.engine.times, self.clock()
+        if self._ping is not None and not self._ping.done():
+            return max(0.0, now - max(times.reported_at, self._pinged_at))
+        if stats.running + stats.waiting > stats.paused:
+            return max(0.0, now - max(stats.last_step_at, times.waiting_since, self._busy_since))
+        if now - times.reported_at > PING_AFTER_SECONDS:
+            self._pinged_at, self._ping = now, asyncio.create_task(self._send_ping())
+        return 0.0
+
+    def _longest_stall(self) -> float:
+        """How long a step may take before the replica counts as stalled: never longer than until a restart."""
+        assert self.loaded is not None
+        return min(self._stall_seconds + LONGEST_STEPS * self.loaded.engine.times.longest, self._hang_seconds)
+
+    async def _send_ping(self) -> None:
+        """Ask the engine for an answer; kubelet and operator ask for readiness each second, so it is asked often."""
+        assert self.loaded is not None
+        with contextlib.suppress(EngineDead):
+            await self.loaded.engine.call(Ping(call=0))
 
     def signals(self) -> Signals:
         """The load, for the autoscaler."""
@@ -170,6 +198,7 @@ class Replica:
             generated_tokens=stats.generated_tokens,
             prompt_tokens=stats.prompt_tokens,
             starting="" if self.loaded else self._phase.value,
+            not_ready=reason.value if (reason := self.ready().reason) in _BROKEN else "",
         )
 
     def stats(self) -> EngineStats:

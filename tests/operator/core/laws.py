@@ -68,10 +68,11 @@ def _start_begins(world: "SimulatedCluster", pod: "SimulatedPod") -> datetime:
 
 
 def check_victims(made: Plan, observed: Observed) -> None:
-    """One decision asks at most one replica to go, and only while enough others serve."""
+    """One decision asks at most one replica to go, while enough others serve; what goes with its node aside."""
     if observed.service.is_being_deleted:
         return
-    victims = [one for one in made.actions if isinstance(one, DrainPod) and not one.marked]
+    ending = {one.uid for one in observed.replicas if (node := observed.nodes.get(one.node)) and node.notice}
+    victims = [one for one in made.actions if isinstance(one, DrainPod) and not one.marked and one.uid not in ending]
     assert len(victims) <= 1, f"more than one victim: {victims}"
     serving = {
         one.uid
@@ -87,7 +88,9 @@ def check_total(world: "SimulatedCluster") -> None:
     """What we start fits into the surge, with those that drain; what is on a lost node is no use to anybody."""
     assert world.service is not None
     here = [
-        pod for pod in world.pods.values() if pod.replica.node not in world.nodes or world.nodes[pod.replica.node].ready
+        pod
+        for pod in world.pods.values()
+        if (node := world.nodes.get(pod.replica.node)) is None or (node.ready and node.notice is None)
     ]
     draining = [
         pod

@@ -7,17 +7,20 @@ step, so a story or a random walk only has to move it.
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.vocabulary import CONDITIONS
 from slipway_operator.core.actions import (
+    ABSENT,
     AddFinalizer,
+    AnnotatePod,
     ApplyChild,
     CreatePod,
     CreateRevision,
+    DeleteChild,
     DeletePod,
     DeleteRevision,
     DrainPod,
@@ -25,6 +28,7 @@ from slipway_operator.core.actions import (
     RemoveFinalizer,
     UndrainPod,
 )
+from slipway_operator.core.node_taints import LEAVING
 from slipway_operator.core.observed import (
     Demand,
     Failure,
@@ -46,6 +50,12 @@ from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
+_FACTS = {
+    names.ANNOTATION_NODE_LEAVING_SINCE: "leaving_since",
+    names.ANNOTATION_NODE_DRAIN_FORCED: "drain_forced",
+    names.ANNOTATION_SAFE_TO_EVICT: "safe_to_evict",
+    names.ANNOTATION_DO_NOT_DISRUPT: "do_not_disrupt",
+}
 DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
 
 
@@ -63,6 +73,7 @@ class SimulatedCluster:
         self.log: list[str] = []
         self.writes = 0
         self.applied: dict[str, str] = {}
+        self.children: dict[str, dict[str, Any]] = {}
         self.taken: frozenset[str] = frozenset()
         self.failures: tuple[Failure, ...] = ()
         self.recommendations: tuple[PastRecommendation, ...] = ()
@@ -219,8 +230,14 @@ class SimulatedCluster:
                 self._undrain(action)
             case DeletePod():
                 self._delete(action, observed)
+            case AnnotatePod():
+                self._annotate(action)
             case ApplyChild():
                 self.applied[action.key] = action.digest
+                self.children[action.key] = action.manifest
+            case DeleteChild():
+                self.applied[action.key] = ABSENT
+                self.children.pop(action.key, None)
             case CreateRevision():
                 self._store(action)
             case DeleteRevision():
@@ -279,11 +296,23 @@ class SimulatedCluster:
                 slot=slot,
                 attempt=attempt,
                 created_at=self.now,
+                safe_to_evict=action.manifest["metadata"]["annotations"].get(names.ANNOTATION_SAFE_TO_EVICT, ""),
+                do_not_disrupt=action.manifest["metadata"]["annotations"].get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
             ),
             loads_for=self.load_seconds,
         )
         self.cache.expect(action.name, self.now, lambda replica: replica is not None)
         laws.check_total(self)
+
+    def _annotate(self, action: AnnotatePod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid:
+            return
+        assert action.annotations, "nothing to write"
+        for name, value in action.annotations.items():
+            is_moment = name in (names.ANNOTATION_NODE_LEAVING_SINCE, names.ANNOTATION_NODE_DRAIN_FORCED)
+            fact: Any = datetime.fromisoformat(value) if is_moment and value else None if is_moment else value or ""
+            pod.replica = replace(pod.replica, **{_FACTS[name]: fact})
 
     def _drain(self, action: DrainPod) -> None:
         pod = self.pods.get(action.name)
@@ -326,7 +355,11 @@ class SimulatedCluster:
             assert pod.replica.drain_started, f"{action.name} was deleted without a drain"
         if pod.replica.drain_started and pod.replica.phase == "Running" and pod.answers and pod.running:
             age = (self.now - pod.replica.drain_started).total_seconds()
-            assert age >= drain.timeout_seconds, f"{action.name} was deleted with {pod.running} streams after {age}s"
+            node = self.nodes.get(pod.replica.node)
+            is_taken_away = node is not None and node.notice is not None
+            assert is_taken_away or age >= drain.timeout_seconds, (
+                f"{action.name} was deleted with {pod.running} streams after {age}s"
+            )
         self.end(action.name, grace=action.grace_seconds, takes=2)
         self.cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
 
@@ -489,7 +522,39 @@ class SimulatedCluster:
 
     def cordon(self, name: str, cordoned: bool = True) -> None:
         self.was_cordoned = True
-        self.nodes[name] = replace(self.nodes[name], cordoned=cordoned)
+        node = replace(self.nodes[name], cordoned=cordoned)
+        self.nodes[name] = node if cordoned else replace(node, leaving="", notice=None)
+
+    def announce_end(self, name: str, *, taint: str) -> None:
+        """A provider's taint: the node goes when the notice is over, emptied or not."""
+        self.was_cordoned = True
+        departure = LEAVING[taint]
+        self.nodes[name] = replace(self.nodes[name], cordoned=True, leaving=taint, notice=departure.notice)
+
+    def take_away(self, name: str) -> None:
+        """The machine of this node is gone, with all that ran on it."""
+        self.faults += 1
+        del self.nodes[name]
+        self.pods = {pod: one for pod, one in self.pods.items() if one.replica.node != name}
+
+    def replace_node(self, name: str) -> None:
+        """The machine goes, and a new one of another name comes."""
+        self.take_away(name)
+        self.nodes[f"{name}x"] = Node(name=f"{name}x")
+
+    def evict(self, name: str) -> bool:
+        """POST eviction: refused with 429 (False) while the PodDisruptionBudget does not allow it."""
+        pod, budget = self.pods[name], self.children.get(f"PodDisruptionBudget/{self._name}")
+        is_counted = pod.replica.ready and pod.replica.state == names.STATE_SERVING
+        if budget is not None and is_counted and len(self.ready) - 1 < budget["spec"]["minAvailable"]:
+            return False
+        self.end(name, takes=2 + pod.running)  # its preStop hook drains it
+        return True
+
+    @property
+    def _name(self) -> str:
+        assert self.service is not None
+        return self.service.metadata.name
 
     def ask_for_deletion(self) -> None:
         assert self.service is not None

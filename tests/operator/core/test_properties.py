@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from slipway_api.types import rfc3339
+from slipway_operator.core.node_taints import LEAVING
 from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited
 from tests.operator.core.simulated_cluster import SimulatedCluster
@@ -47,6 +49,12 @@ FAULTS = st.sampled_from(
         "device plugin works",
         "lose zone",
         "recover zone",
+        "announce the end of a node",
+        "take a node away",
+        "GPU fault",
+        "restart",
+        "suspend",
+        "resume",
     ]
 )
 STEPS = st.one_of(
@@ -139,6 +147,20 @@ def happen(world, kind, number):
         case "recover zone":
             for node in zone(nodes, number):
                 world.recover_node(node)
+        case "announce the end of a node":
+            node, taint = nodes[number % len(nodes)], sorted(LEAVING)[number]
+            world.announce_end(node, taint=taint)
+        case "take a node away":
+            gone = [node for node in nodes if world.nodes[node].notice is not None]
+            if gone:
+                world.replace_node(gone[number % len(gone)])
+        case "GPU fault":
+            live(world, number, lambda name: world.crash_loop(name, restarts=1, last_word="GPUFault: GPU is lost"))
+        case "restart":
+            world.was_cordoned = True
+            world.service = edited(world.service, restartAt=rfc3339(world.now))
+        case "suspend" | "resume":
+            world.service = edited(world.service, suspend=kind == "suspend")
         case "silence" | "speak":
             live(world, number, lambda name: setattr(world.pods[name], "answers", kind == "speak"))
     world.tick()
@@ -162,6 +184,8 @@ def calm_down(world):
     for node in world.nodes:
         world.recover_node(node)
         world.cordon(node, cordoned=False)
+    if world.service.spec.suspend:
+        world.service = edited(world.service, suspend=False)
     world.cache_lag = 0
     world.refusing = set()
     for pod in world.pods.values():

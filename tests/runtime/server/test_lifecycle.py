@@ -11,6 +11,7 @@ import pytest
 from slipway_api.admin_token import admin_token, token_digest
 from slipway_api.runtime_api import DrainStatus, Ready, ReadyReason, Signals, StartupTimes, State
 from slipway_runtime.drain import ask_for_drain
+from slipway_runtime.engine.step_times import StepTimes
 from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.replica import DRAINED_OUT
 from tests.runtime.server.serving import FOREVER, Running, a_replica
@@ -70,6 +71,63 @@ async def test_readiness_drops_while_the_step_loop_stalls_with_work_then_health_
         assert hung.status_code == 503, "no step takes that long: only a restart can help"
         assert "no step for 131 s" in hung.json()["message"]
 
+        replica.steps.let_go()
+        assert (await asking).status_code == 200
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        assert (await replica.admin("/health")).status_code == 200
+
+
+@pytest.mark.capability("RD-9")
+async def test_readiness_drops_within_ten_seconds_of_a_step_that_hangs():
+    """The kubelet needs three more seconds to notice: 6 + 4 x 0.2 + 3 < 10."""
+    async with a_replica() as replica:
+        replica.client.times = StepTimes(0.2, replica.clock)
+        replica.steps.hold()
+        asking = asyncio.create_task(replica.chat(max_tokens=2))
+        await replica.until(lambda stats: stats.running + stats.waiting == 1)
+        replica.clock.ahead += 5.5
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        replica.clock.ahead += 1.4
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+        assert replica.replica.signals().not_ready == "StepLoopStalled"
+        assert (await replica.admin("/health")).status_code == 200
+        replica.steps.let_go()
+        assert (await asking).status_code == 200
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        assert replica.replica.signals().not_ready == ""
+
+
+@pytest.mark.capability("RD-9")
+async def test_a_long_step_on_a_slow_machine_is_not_taken_for_a_hang():
+    """A prompt of 30,000 tokens on a CPU: the widest step of the warm-up took 10 s."""
+    async with a_replica() as replica:
+        replica.client.times = StepTimes(10.0, replica.clock)
+        replica.steps.hold()
+        asking = asyncio.create_task(replica.chat(max_tokens=2))
+        await replica.until(lambda stats: stats.running + stats.waiting == 1)
+        replica.clock.ahead += 40
+        assert await ready_of(replica) == (200, ReadyReason.READY)
+        replica.clock.ahead += 10
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+        replica.steps.let_go()
+        assert (await asking).status_code == 200
+
+
+@pytest.mark.capability("RD-9")
+async def test_an_engine_that_hangs_without_work_is_found_by_a_ping():
+    async with a_replica() as replica:
+        assert (await replica.chat(max_tokens=2)).status_code == 200
+        replica.client.times = StepTimes(0.2, replica.clock)
+        replica.steps.hold()
+        replica.clock.ahead += 3
+        assert await ready_of(replica) == (200, ReadyReason.READY), "the ping is on its way"
+        replica.clock.ahead += 7
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+        asking = asyncio.create_task(replica.chat(max_tokens=2))
+        await replica.until(lambda stats: stats.running + stats.waiting == 1)
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED), "a request does not begin the time anew"
+        replica.clock.ahead += 120
+        assert (await replica.admin("/health")).status_code == 503
         replica.steps.let_go()
         assert (await asking).status_code == 200
         assert await ready_of(replica) == (200, ReadyReason.READY)

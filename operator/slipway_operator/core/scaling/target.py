@@ -2,6 +2,7 @@
 
 | mode         | the number                                  | the autoscaler's recommendation        |
 |--------------|---------------------------------------------|----------------------------------------|
+| any, suspend | 0                                           | none                                   |
 | none         | spec.replicas, else 1                       | none                                   |
 | Active       | what is recommended                         | decides                                |
 | Advisory     | spec.replicas, else the present one         | status, condition and event Advice     |
@@ -45,6 +46,8 @@ def find_target(observed: Observed, members: Sequence[Member], *, capacity_short
     """Finds the number of replicas. `capacity_shortage` is why the last ones could not be placed."""
     service, policy = observed.service, observed.service.spec.autoscaling
     held = _held(service)
+    if service.spec.suspend:
+        return Target(desired=0)
     if policy is None:
         return Target(desired=held)
     if policy.mode is ScalingMode.PAUSED:
@@ -65,7 +68,8 @@ def _held(service: InferenceService) -> int:
     if service.fixed_replicas is not None:
         return service.fixed_replicas
     known, policy = service.status.desired_replicas, service.spec.autoscaling
-    if known is not None:
+    was_suspended = find_condition(service.status.conditions, ConditionType.SUSPENDED) is not None
+    if known is not None and not was_suspended:
         return known
     return max(1, policy.min_replicas) if policy else 1
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.inference_service import DirectAccess, InferenceService
-from slipway_operator.core.actions import ApplyChild
+from slipway_api.inference_service import DirectAccess, DisruptionBudget, InferenceService
+from slipway_operator.core.actions import ABSENT, ApplyChild, DeleteChild
 from slipway_operator.core.observed import Network
 from slipway_operator.core.service.revision import owner_reference
 
@@ -19,14 +19,27 @@ NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"  # a label that the API se
 
 
 def children(
-    service: InferenceService, *, desired: int, applied: Mapping[str, str], network: Network | None = None
-) -> tuple[ApplyChild, ...]:
-    """The children that differ from what was applied last. `network` None: no network policy is wanted."""
+    service: InferenceService,
+    *,
+    desired: int,
+    applied: Mapping[str, str],
+    network: Network | None = None,
+    allows_evictions: bool = False,
+) -> tuple[ApplyChild | DeleteChild, ...]:
+    """The children that differ from what was applied last. `network` None: no network policy is wanted.
+
+    With `allows_evictions` the disruption budget holds up no eviction: the drain of a node has waited long enough.
+    """
     manifests = [network_policy(service, network)] if network is not None else []
+    removed: tuple[DeleteChild, ...] = ()
+    if service.spec.availability.pod_disruption_budget is DisruptionBudget.AUTO:
+        manifests.append(disruption_budget(service, 0 if allows_evictions else desired))
+    elif applied.get(key := f"PodDisruptionBudget/{service.metadata.name}") != ABSENT:
+        removed = (DeleteChild(key=key, name=service.metadata.name, reason="podDisruptionBudget is None"),)
     # The Service comes last: another owner may have its name, and a refusal ends the pass.
-    manifests += [disruption_budget(service, desired), kube_service(service)]
+    manifests.append(kube_service(service))
     wanted = [_child(manifest) for manifest in manifests]
-    return tuple(child for child in wanted if applied.get(child.key) != child.digest)
+    return (*removed, *(child for child in wanted if applied.get(child.key) != child.digest))
 
 
 def kube_service(service: InferenceService) -> dict[str, Any]:

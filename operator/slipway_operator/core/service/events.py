@@ -19,19 +19,28 @@ from slipway_operator.core.service.advice import find_advice
 from slipway_operator.core.service.problems import describe_replica
 from slipway_operator.core.service.scaling_status import scaling_events
 from slipway_operator.core.service.status import Decided
+from slipway_operator.core.service.suspension import find_suspension_events, is_suspended
 
 
 def find_events(observed: Observed, after: InferenceServiceStatus, decided: Decided) -> tuple[Event, ...]:
     """Finds the events of this pass."""
     before = observed.service.status
     return (
-        *scaling_events(observed, after, decided.target, ready=len(ready_names(decided.members))),
+        *find_suspension_events(before, after.conditions, decided.members, decided.desired),
+        *_scaling_events(observed, after, decided),
         *_rollout_events(before, after),
         *_failure_events(observed, decided),
         *_ready_events(before, observed.ready_before, decided),
         *find_warnings(before, after),
         *find_advice(observed.service),
     )
+
+
+def _scaling_events(observed: Observed, after: InferenceServiceStatus, decided: Decided) -> Iterable[Event]:
+    """Suspension and its end have events of their own."""
+    if is_suspended(observed.service.status) != is_suspended(after):
+        return ()
+    return scaling_events(observed, after, decided.target, ready=len(ready_names(decided.members)))
 
 
 def ready_names(members: Iterable[Member]) -> frozenset[str]:

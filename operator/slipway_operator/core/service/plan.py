@@ -31,7 +31,7 @@ from slipway_operator.core.actions import (
 from slipway_operator.core.health import GONE_AFTER, Limits, Member, Stage, judge, next_change
 from slipway_operator.core.observed import Observed, PastRecommendation, ScalingMemory
 from slipway_operator.core.scaling.target import find_target
-from slipway_operator.core.service import rollout
+from slipway_operator.core.service import disruption, rollout
 from slipway_operator.core.service.access import port_access
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
@@ -126,8 +126,15 @@ def plan(observed: Observed, now: datetime) -> Plan:
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
-        actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
+        actions=children(
+            service,
+            desired=desired,
+            applied=observed.applied,
+            network=observed.defaults.network,
+            allows_evictions=disruption.allows_evictions(members, observed.nodes),
+        )
     )
+    steps += disruption.annotate(members, service, observed.nodes, now)
     if may_act:
         populated = {one.replica.revision for one in members}
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
@@ -168,13 +175,14 @@ def _assign_update(
 ) -> Assignment:
     """Assign the slots of the revision that the spec asks for."""
     service = observed.service
+    mine = [member for member in members if member.replica.revision == revision.hash]
     return assign(
-        [member for member in members if member.replica.revision == revision.hash],
+        mine,
         service=service.metadata.name,
         revision=revision,
         create_up_to=0 if isinstance(check_fit(revision.apply_to(service).spec), DoesNotFit) else rolling.create_up_to,
         keep_at_most=desired,
-        moves=rolling.moves,
+        moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
         nodes=observed.nodes,
@@ -188,13 +196,14 @@ def _assign_stable(
 ) -> Assignment:
     """Assign the stable revision's slots during a rollout: rebuild lost replicas; the rollout decides which drain."""
     service = observed.service
+    mine = [member for member in members if member.replica.revision == stable.hash]
     return assign(
-        [member for member in members if member.replica.revision == stable.hash],
+        mine,
         service=service.metadata.name,
         revision=stable,
         create_up_to=rolling.stable_up_to,
         keep_at_most=rolling.stable_wanted,
-        moves=0,
+        moves=disruption.replaced_at_once(mine),
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
         nodes=observed.nodes,
@@ -215,6 +224,7 @@ def _our_replicas(observed: Observed, now: datetime) -> tuple[Member, ...]:
         startup_timeout=limits.startup_timeout,
         replace_after=limits.replace_after,
         disrupted=limits.disrupted,
+        restart_at=service.restart_moment,
         now=now,
     )
 
@@ -247,7 +257,7 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
         if member.stage is Stage.DRAINING or (member.stage is Stage.DEAD and is_unwanted):
             leaving[member.replica.uid] = (member, member.replica.drain_reason or "its revision is not wanted any more")
     if may_begin:
-        empty_nodes = rollout.may_empty_cordoned_node(
+        without_surge = rollout.may_leave_without_surge(
             decided.members,
             desired=decided.desired,
             limits=observed.service.spec.rollout.rolling_update,
@@ -257,7 +267,8 @@ def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: b
             *decided.rollout.leaving,
             *decided.assignment.leaving,
             *decided.stable_assignment.leaving,
-            *((member, f"its node {member.replica.node} is cordoned") for member in empty_nodes),
+            *((member, member.leaves) for member in without_surge),
+            *disruption.ending_with_node(decided.members, _drain_rules(observed.service), now),
         ]
         for member, reason in new:
             leaving.setdefault(member.replica.uid, (member, reason))
@@ -269,14 +280,17 @@ def _one_victim_at_a_time(
 ) -> Steps:
     """Drain the replicas to be removed; of serving ones only one at a time, and only while enough others are ready.
 
-    The caches may lag behind our writes, so the next one is chosen when the caches show that the last one drains.
+    The caches may lag behind our writes, so the next one is chosen when the caches show that the last one drains. What
+    goes with its node is not chosen by us, so it is not counted.
     """
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim = Steps(), False
     spare = sum(one.is_ready for one in decided.members) - max(0, decided.desired - limits.max_unavailable)
     for member, reason in leaving:
-        next_step = drain_replica(member.replica, rules, now, reason=reason)
-        if any(isinstance(action, DrainPod) and not action.marked for action in next_step.actions):
+        next_step = drain_replica(member.replica, disruption.rules_of(member, rules, now), now, reason=reason)
+        if member.ends_at is None and any(
+            isinstance(action, DrainPod) and not action.marked for action in next_step.actions
+        ):
             if has_victim:
                 next_step = Steps(again_at=now + NEXT_VICTIM_AFTER)
             elif member.is_ready and spare <= 0:
@@ -305,6 +319,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             slot=creation.slot,
             attempt=creation.attempt,
             access=port_access(observed, service, name),
+            avoid_node=creation.avoid_node,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         steps += Steps(
@@ -352,6 +367,8 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
         progress_deadline(observed, decided),
+        observed.service.restart_moment,
+        *disruption.drain_moments(decided.members, _drain_rules(observed.service)),
     ]
     if decided.scaling:
         moments += [decided.scaling.again_at, now + LOOK_AT_SIGNALS]

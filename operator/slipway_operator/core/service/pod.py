@@ -16,10 +16,12 @@ from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
 from slipway_operator.core.service import model_access
 from slipway_operator.core.service.access import PortAccess
+from slipway_operator.core.service.disruption import startup_annotations
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.revision import Revision, owner_reference
 
 USER: Final = 65532  # the "nonroot" of distroless images
+PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
 SHARED_MEMORY: Final = {"shm": "/dev/shm"}  # noqa: S108  GPUs that share a model meet there; a container has 64 MB of it
@@ -31,9 +33,15 @@ def pod_name(service: str, revision: Revision, slot: int, attempt: int) -> str:
 
 
 def build_pod(
-    service: InferenceService, revision: Revision, *, slot: int, attempt: int, access: PortAccess
+    service: InferenceService,
+    revision: Revision,
+    *,
+    slot: int,
+    attempt: int,
+    access: PortAccess,
+    avoid_node: str = "",
 ) -> dict[str, Any]:
-    """The Pod that serves as this slot's replica."""
+    """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`."""
     spec, overlay = service.spec, service.spec.template
     return {
         "apiVersion": "v1",
@@ -42,7 +50,8 @@ def build_pod(
             "name": pod_name(service.metadata.name, revision, slot, attempt),
             "namespace": service.metadata.namespace,
             "labels": overlay.metadata.labels | _labels(service, revision, slot, attempt),
-            "annotations": overlay.metadata.annotations
+            "annotations": startup_annotations(service)
+            | overlay.metadata.annotations
             | {names.ANNOTATION_SERVED_NAME: service.served_name}
             | access.annotations(),
             "ownerReferences": [owner_reference(service)],
@@ -57,7 +66,7 @@ def build_pod(
             "securityContext": _pod_security(overlay.spec),
             "topologySpreadConstraints": [_spread_over_nodes(service), *overlay.spec.topology_spread_constraints],
         }
-        | _placement(service),
+        | _placement(service, avoid_node),
     }
 
 
@@ -244,19 +253,31 @@ def _spread_over_nodes(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def _placement(service: InferenceService) -> dict[str, Any]:
+def _placement(service: InferenceService, avoid_node: str) -> dict[str, Any]:
     overlay, gpu = service.spec.template.spec, service.spec.resources.gpu
     product = {GPU_PRODUCT_LABEL: gpu.product} if gpu.count and gpu.product else {}
     return _if_any(
         nodeSelector=overlay.node_selector | product,
-        affinity=overlay.affinity,
+        affinity=_affinity(overlay.affinity, avoid_node),
         tolerations=list(overlay.tolerations),
-        priorityClassName=overlay.priority_class_name,
+        priorityClassName=overlay.priority_class_name or service.spec.availability.priority_class_name,
         runtimeClassName=overlay.runtime_class_name,
         schedulerName=overlay.scheduler_name,
         imagePullSecrets=[{"name": secret.name} for secret in overlay.image_pull_secrets],
         serviceAccountName=overlay.service_account_name,
     )
+
+
+def _affinity(affinity: Mapping[str, Any] | None, avoid_node: str) -> dict[str, Any]:
+    """The user's affinity, and a preference for other nodes than that one; it may still be the only one with a GPU."""
+    affinity = affinity or {}
+    if not avoid_node:
+        return dict(affinity)
+    match = {"key": "metadata.name", "operator": "NotIn", "values": [avoid_node]}
+    term = {"weight": 100, "preference": {"matchFields": [match]}}
+    of_nodes = affinity.get("nodeAffinity") or {}
+    preferred = [*(of_nodes.get(PREFERRED) or ()), term]
+    return {**affinity, "nodeAffinity": {**of_nodes, PREFERRED: preferred}}
 
 
 def _server_overlay(overlay: PodOverlay) -> ContainerOverlay:

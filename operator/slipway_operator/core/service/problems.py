@@ -66,6 +66,12 @@ _STAGE_SENTENCES: Final = {
     Stage.LOADING: "{replica} is loading",
 }
 
+# What a replica says of itself in its signals.
+_WHY_NOT_READY: Final[dict[str, str]] = {
+    ReadyReason.STEP_LOOP_STALLED: "its engine hangs: no step was made for too long",
+    ReadyReason.ENGINE_DEAD: "its engine has died",
+}
+
 # `Back-off pulling image "x": ErrImagePull: not found` -> `not found`
 _PULL_RETRY: Final = re.compile(r'^(Back-off pulling image "[^"]*"(: |$))?(ErrImagePull: )?')
 
@@ -200,18 +206,19 @@ def _describe_unready(member: Member, observed: Observed) -> str:
     replica, node = member.replica, observed.nodes.get(member.replica.node)
     if replica.sample is not None and replica.sample.draining:
         return f"{replica.name} is draining"
-    why = "its readiness probe fails" if node is None or node.ready else f"node {replica.node} does not answer"
+    said = _WHY_NOT_READY.get(replica.sample.not_ready if replica.sample else "", "its readiness probe fails")
+    why = said if node is None or node.ready else f"node {replica.node} does not answer"
     consequence = ", for so long that it is to be replaced" if member.stage is Stage.UNHEALTHY else ""
     return f"{replica.name} is not ready any more: {why}{consequence}"
 
 
 def _describe_start(member: Member, observed: Observed) -> str:
-    """`chat-x7k2p-0-2 is downloading the model; the attempt before it: chat-x7k2p-0-1 crashed 5 times, …`"""
+    """`chat-x7k2p-0-2 is loading (attempt 3); the attempt before it: chat-x7k2p-0-1 crashed 5 times, …`"""
     replica = member.replica
     activity = "is downloading the model" if _is_downloading(member) else "is loading"
     attempts = observed.service.status.attempts
     earlier = next((one for one in attempts if _is_attempt_of(one, replica) and one.last_end), None)
-    before = f"; the attempt before it: {earlier.last_end}" if earlier else ""
+    before = f" (attempt {replica.attempt + 1}); the attempt before it: {earlier.last_end}" if earlier else ""
     return f"{replica.name} {activity}{before}"
 
 

@@ -1,10 +1,10 @@
 """Assigns replicas to the slots of one revision: which slots get a replica, and which replicas leave.
 
 A slot is a number within one revision; its replica is the pod of the highest attempt. An attempt is counted up when
-the pod before it ended, was deleted, stays unhealthy, is on a lost or cordoned node, or when a pod of another owner has
-the name. Before an attempt above 0 is POSTed, status has to carry it: so two operators, one of them dead, never name
-two pods alike, and the backoff of a slot survives everything. After every failure a slot waits: a node that refuses
-each pod at once would otherwise be offered a new one each second.
+the pod before it ended, was deleted, stays unhealthy, is on a lost or cordoned node, is older than spec.restartAt, or
+when a pod of another owner has the name. Before an attempt above 0 is POSTed, status has to carry it: so two operators,
+one of them dead, never name two pods alike, and the backoff of a slot survives everything. After every failure a slot
+waits: a node that refuses each pod at once would otherwise be offered a new one each second.
 
 A slot may have two live replicas only while one replaces the other. The older drains as soon as the younger is ready;
 where the older is well again before that, the younger is cancelled.
@@ -18,12 +18,13 @@ from functools import partial
 from itertools import count
 from typing import Final
 
+from slipway_api import names
 from slipway_api.conditions import EventReason
 from slipway_api.inference_status import AttemptStatus
 from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event, earliest
-from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
-from slipway_operator.core.observed import Node
+from slipway_operator.core.health import Member, Stage, cheapest_to_lose
+from slipway_operator.core.observed import Node, Replica
 from slipway_operator.core.service.pod import pod_name
 from slipway_operator.core.service.problems import describe_stage
 from slipway_operator.core.service.revision import Revision
@@ -44,6 +45,7 @@ class Creation:
     slot: int
     attempt: int
     reason: str
+    avoid_node: str = ""  # the GPU of this node failed under an earlier attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ def assign(
     """Assign slots to the replicas of one revision. `members` are those of this revision, in any stage.
 
     `create_up_to` is how many slots may be filled, `keep_at_most` how many may stay filled, `moves` how many
-    replicas may be started beside one that has to leave its node. `unhealthy` is the uid of the one unhealthy replica
+    replicas may be started beside one that has to leave. `unhealthy` is the uid of the one unhealthy replica
     that may be replaced now; with `replace_broken` every broken one is.
     """
     is_over = partial(_is_over, unhealthy=unhealthy, replace_broken=replace_broken)
@@ -96,7 +98,7 @@ def assign(
     wanted = slots.vacant(keep_at_most - len(kept))
     room = max(0, create_up_to - len(kept))
     vacant, waiting = wanted[:room], wanted[room:]
-    moving = [slot for slot in kept if slots.should_move(slot, nodes)][: max(0, moves)]
+    moving = sorted((slot for slot in kept if slots.should_move(slot)), key=slots.end_of_node)[: max(0, moves)]
     # A failure counts though its slot has to wait for room: else the slot would begin again without a pause.
     failed = [slot for slot in waiting if slots.has_failed(slot)]
 
@@ -117,13 +119,14 @@ def assign(
         elif status.not_before and now < status.not_before:
             waits.append(status.not_before)
         elif slot not in failed:
-            creations.append(Creation(slot, status.attempt, following.because or f"slot {slot} has no replica"))
+            because = following.because or f"slot {slot} has no replica"
+            creations.append(Creation(slot, status.attempt, because, status.avoid_node))
 
     return Assignment(
         creations=tuple(creations),
         leaving=(
             *((member, reason) for slot, reason in victims.items() for member in slots.live[slot]),
-            *slots.superseded(victims, nodes),
+            *slots.superseded(victims),
             *slots.ended(wanted),
             *slots.lost_and_not_needed(keep_at_most),
         ),
@@ -204,9 +207,14 @@ class _Slots:
         group = self.all.get(slot, [])
         return bool(group) and self._is_over(group[-1])
 
-    def should_move(self, slot: int, nodes: Mapping[str, Node]) -> bool:
-        """Whether the slot's only replica is on a cordoned node."""
-        return len(self.live[slot]) == 1 and is_cordoned(self.live[slot][0].replica, nodes)
+    def should_move(self, slot: int) -> bool:
+        """Whether the slot's only replica is to be replaced although it may serve."""
+        return len(self.live[slot]) == 1 and bool(self.live[slot][0].leaves)
+
+    def end_of_node(self, slot: int) -> tuple[bool, datetime | None]:
+        """Sort key of the replicas to be replaced: those whose nodes go soonest come first."""
+        ends_at = self.live[slot][0].ends_at
+        return ends_at is None, ends_at
 
     def next_attempt(self, slot: int) -> _Next:
         """Which attempt this slot needs next; counting it up happens once, because status then carries it."""
@@ -222,6 +230,7 @@ class _Slots:
             last = [member for member in group if member.replica.attempt == used]
             has_failed = any(self._is_over(member) for member in last)
             failures = (recorded.failures if recorded else 0) + has_failed
+            faulty = next((member.replica for member in last if has_gpu_fault(member)), None)
             pause = backoff(failures) if has_failed else timedelta()
             status = AttemptStatus(
                 revision=self._revision.hash,
@@ -229,8 +238,12 @@ class _Slots:
                 attempt=used + 1,
                 failures=failures,
                 not_before=(self._now + pause).replace(microsecond=0) if pause else None,
+                avoid_node=faulty.node if faulty else recorded.avoid_node if recorded else "",
                 last_end=because[:256],
             )
+            if faulty is not None:
+                message = f"the GPU of {faulty.name} on node {faulty.node} failed: {_gpu_fault_of(faulty)}"
+                events.append(Event(reason=EventReason.GPU_FAULT, action="Replace", message=message, pod=faulty.name))
             if because:
                 in_how_long = f" in {int(pause.total_seconds())}s" if pause else ""
                 counts = f"attempt {used + 1}, failures in a row: {failures}"
@@ -261,15 +274,15 @@ class _Slots:
         ready_since = [one.replica.ready_since for one in self.live[slot] if one.is_ready and one.replica.ready_since]
         return min(ready_since) + FORGIVEN_AFTER if ready_since else None
 
-    def superseded(self, victims: Mapping[int, str], nodes: Mapping[str, Node]) -> list[tuple[Member, str]]:
+    def superseded(self, victims: Mapping[int, str]) -> list[tuple[Member, str]]:
         """Of several replicas in one slot, those that a ready one replaces."""
         leaving = []
         for slot, group in self.all.items():
             if slot in victims or len(group) == 1:
                 continue
-            staying = next((one for one in group if one.is_ready and not is_cordoned(one.replica, nodes)), None)
+            staying = next((one for one in group if one.is_ready and not one.leaves), None)
             if staying is None and group[-1].is_ready:
-                staying = group[-1]  # its node is cordoned too, and it has moved once already
+                staying = group[-1]  # it has to leave its node too, and has moved once already
             if staying is None:
                 continue
             others = [one for one in group if one is not staying and (one.is_live or one.stage is Stage.LOST)]
@@ -303,7 +316,10 @@ class _Slots:
 def unhealthy_to_replace(members: Sequence[Member], attempts: Sequence[AttemptStatus]) -> str:
     """The uid of the one unhealthy replica that may be replaced now; empty: none.
 
-    One at a time over the whole service: where many are unhealthy at once, the cause is likely not in them.
+    One at a time over the whole service: where many are unhealthy at once, the cause is likely not in them. The next
+    one waits until the last replacement serves, or has failed by its place and not by the model: it finds no node, its
+    node is lost, its image cannot be pulled there, its GPU failed. A replacement that crashes or does not get ready in
+    time holds up the others: its fault is likely to be theirs.
     """
     unhealthy = [one.replica for one in members if one.stage is Stage.UNHEALTHY]
     if not unhealthy:
@@ -315,7 +331,7 @@ def unhealthy_to_replace(members: Sequence[Member], attempts: Sequence[AttemptSt
     there = {(one.replica.revision, one.replica.slot): one.replica.attempt for one in members}
     waits = any(there.get(slot, -1) < attempt for slot, attempt in recorded.items())
     starts = any(
-        one.is_live and not one.is_ready and one.replica.attempt > 0
+        one.is_live and not one.is_ready and one.replica.attempt > 0 and not _failed_by_its_place(one)
         for one in members
         if one.stage is not Stage.UNHEALTHY
     )
@@ -323,6 +339,11 @@ def unhealthy_to_replace(members: Sequence[Member], attempts: Sequence[AttemptSt
     if waits or starts or drains:
         return ""
     return min(unhealthy, key=lambda one: (one.unready_since or one.created_at, one.name)).uid
+
+
+def _failed_by_its_place(member: Member) -> bool:
+    """Whether a replacement does not start for a reason that another place would not have."""
+    return member.stage in (Stage.UNSCHEDULABLE, Stage.IMAGE_ERROR) or has_gpu_fault(member)
 
 
 def _is_over(member: Member, *, unhealthy: str, replace_broken: bool) -> bool:
@@ -333,7 +354,19 @@ def _is_over(member: Member, *, unhealthy: str, replace_broken: bool) -> bool:
         return True
     if member.stage is Stage.UNHEALTHY:
         return member.replica.uid == unhealthy
+    if has_gpu_fault(member):
+        return True
     return replace_broken and member.stage.is_broken
+
+
+def has_gpu_fault(member: Member) -> bool:
+    """Whether the server ended because its GPU failed, and is not ready again: the same GPU is not tried once more."""
+    is_starting_over = member.stage in (Stage.CRASHING, Stage.LOADING)
+    return is_starting_over and member.replica.last_word.startswith(names.WORD_GPU_FAULT)
+
+
+def _gpu_fault_of(replica: Replica) -> str:
+    return replica.last_word.removeprefix(names.WORD_GPU_FAULT)
 
 
 def _why_replaced(group: Sequence[Member]) -> str:
@@ -345,13 +378,15 @@ def _end_of(member: Member) -> str:
     if member.stage is Stage.DEAD:
         detail = replica.phase_reason or replica.last_exit or replica.phase
         return f"{replica.name} has ended ({detail})"
+    if has_gpu_fault(member):
+        return f"the GPU of {replica.name} on node {replica.node} failed: {_gpu_fault_of(replica)}"
     if member.stage is Stage.CRASHING:
         last = f", last with {replica.last_exit}" if replica.last_exit else ""
         return f"{replica.name} crashed {replica.restarts} times{last}"
     if member.stage is Stage.UNHEALTHY:
         return f"{replica.name} {UNHEALTHY_SINCE} {replica.unready_since or replica.created_at:%H:%M:%S} UTC"
     if member.is_ready:
-        return f"{replica.name} has to leave node {replica.node}, which is cordoned"
+        return f"{replica.name} is replaced: {member.leaves}"
     return describe_stage(member)
 
 

@@ -37,6 +37,7 @@ _INPUTS: Final[dict[str, Any]] = {
     "template": True,
     "profile": True,
     "routing": {"direct_access"},  # pods get the digests of their callers' tokens when they are created
+    "availability": {"priority_class_name"},  # a live pod keeps its priority
 }
 
 
@@ -58,7 +59,15 @@ class Revision:
         """The service with the inputs of this revision; fields outside a revision keep their present value."""
         if self.spec is None:
             return service
-        frozen = {part: getattr(self.spec, part) for part in _INPUTS}
+        frozen = {
+            part: getattr(self.spec, part)
+            if fields is True
+            # Of these only some fields belong to the revision; the others keep their present value.
+            else getattr(service.spec, part).model_copy(
+                update={field: getattr(getattr(self.spec, part), field) for field in fields}
+            )
+            for part, fields in _INPUTS.items()
+        }
         frozen["model"] = self.spec.model.model_copy(update={"shape": service.spec.model.shape})
         return service.model_copy(update={"spec": service.spec.model_copy(update=frozen)})
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from slipway_api.inference_service import RollingUpdate
 from slipway_api.names import STATE_DRAINING
-from slipway_operator.core.health import Member, Stage, cheapest_to_lose, is_cordoned
+from slipway_operator.core.health import Member, Stage, cheapest_to_lose
 from slipway_operator.core.observed import Node
 from slipway_operator.core.service.problems import describe_stage
 from slipway_operator.core.service.replicas import SCALING_DOWN
@@ -150,16 +150,16 @@ def _old_that_may_go(
     return tuple(leaving)
 
 
-def may_empty_cordoned_node(
+def may_leave_without_surge(
     members: Sequence[Member], *, desired: int, limits: RollingUpdate, nodes: Mapping[str, Node]
 ) -> tuple[Member, ...]:
-    """The replicas on cordoned nodes that may drain without a replacement, because there is no surge."""
+    """The replicas to be replaced (cordoned node, spec.restartAt) that may drain first, because there is no surge."""
     if limits.max_surge:
         return ()
     live = [member for member in members if member.is_live]
     spare = max(0, _ready(live) - max(0, desired - limits.max_unavailable))
-    cordoned = [member for member in live if member.is_ready and is_cordoned(member.replica, nodes)]
-    return tuple(sorted(cordoned, key=lambda member: cheapest_to_lose(member, nodes))[:spare])
+    leaving = [member for member in live if member.is_ready and member.leaves]
+    return tuple(sorted(leaving, key=lambda member: cheapest_to_lose(member, nodes))[:spare])
 
 
 def weights(members: Sequence[Member], revisions: Sequence[str], *, current: str) -> dict[str, int]:
@@ -193,11 +193,11 @@ def _drains_and_counts(member: Member, update: str) -> bool:
     """Whether this replica drains for the rollout and still holds its GPU, also after the spec was set back.
 
     Draining for a scale-down does not count: load that comes back gets its replicas at once. Nor does what drains on
-    a lost node: its GPU is of no use, however long the drain takes.
+    a lost node, or on one that goes at a fixed time: its GPU is of no use, however long the drain takes.
     """
     replica = member.replica
     if replica.state != STATE_DRAINING or member.stage not in (Stage.DRAINING, Stage.TERMINATING):
         return False
-    if member.on_lost_node:
+    if member.on_lost_node or member.ends_at is not None:
         return False
     return replica.revision != update or not replica.drain_reason.startswith(SCALING_DOWN)

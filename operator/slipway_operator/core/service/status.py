@@ -52,6 +52,7 @@ from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.route import route_condition
 from slipway_operator.core.service.scaling_status import autoscaling_status, scaling_condition
+from slipway_operator.core.service.suspension import SUSPENDED, suspended_condition
 
 MOST_REVISIONS: Final = 6
 
@@ -232,7 +233,9 @@ def _conditions(
             conditions, type, status, reason.value, message[:4096], generation=generation, now=now
         )
 
-    status, reason, message = _readiness(service.status.conditions, decided, ready, problems, stalled)
+    status, reason, message = _readiness(
+        service.status.conditions, decided, ready, problems, stalled, is_suspended=service.spec.suspend
+    )
     write(ConditionType.READY, status, reason, message)
     enough = ready >= decided.desired
     write(
@@ -252,7 +255,12 @@ def _conditions(
     else:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)
 
-    scaling = scaling_condition(service, decided.target, autoscaling)
+    if suspended := suspended_condition(service):
+        write(ConditionType.SUSPENDED, *suspended)
+    else:
+        conditions = remove_condition(conditions, ConditionType.SUSPENDED)
+
+    scaling = None if suspended else scaling_condition(service, decided.target, autoscaling)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
@@ -266,11 +274,13 @@ def _readiness(
     ready: int,
     problems: Problems,
     stalled: tuple[Reason, str] | None,
+    *,
+    is_suspended: bool,
 ) -> tuple[ConditionStatus, Reason, str]:
     """Condition Ready, by the table in the module's docstring."""
     sentence = problems.summarize(ready, decided.desired)
     if decided.desired == 0:
-        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, _why_none(decided)
+        return ConditionStatus.TRUE, Reason.SCALED_TO_ZERO, SUSPENDED if is_suspended else _why_none(decided)
     if ready >= decided.desired:
         return ConditionStatus.TRUE, Reason.AVAILABLE, sentence
     if ready:

@@ -216,6 +216,8 @@ def test_merges_the_users_overlay_by_name():
     spec = pod["spec"]
     assert pod["metadata"]["labels"]["team"] == "search"
     assert pod["metadata"]["annotations"] == {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
         "note": "x",
         "slipway.dev/served-name": "chat",
         "slipway.dev/admin-nonce": "d00d",

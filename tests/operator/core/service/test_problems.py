@@ -10,6 +10,7 @@ from slipway_operator.core.observed import Capacity, Node
 from slipway_operator.core.service.plan import plan
 from slipway_operator.core.service.problems import describe_stage
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
+from tests.operator.core.simulated_cluster import SimulatedCluster
 
 GATED = {"credentialsSecretRef": {"name": "hf"}}
 NO_SECRET = 'secret "hf" not found'
@@ -252,7 +253,7 @@ def test_the_next_attempt_of_a_slot_says_how_the_attempt_before_it_ended():
     assert ended in find_condition(statuses[0].conditions, "Ready").message, "while the slot pauses"
     said = find_condition(statuses[2].conditions, "Ready")
     assert said.reason == "DownloadingModel"
-    assert "is downloading the model; the attempt before it: chat-" in said.message
+    assert "is downloading the model (attempt 2); the attempt before it: chat-" in said.message
     assert ended in said.message
 
 
@@ -315,3 +316,23 @@ def test_every_stage_has_a_sentence_that_names_the_replica_and_not_the_identifie
     assert sentence.startswith(f"{replica.name} ")
     assert stage.value.isidentifier()
     assert stage.value not in sentence
+
+
+@pytest.mark.capability("OP-6")
+def test_while_the_third_attempt_loads_status_names_what_ended_the_second():
+    world = SimulatedCluster(a_service(replicas=1), load_seconds=60)
+    world.reconcile()
+    world.run(5)
+    for failure in ("the hub did not answer: timeout after 60 s", "the hub did not answer: 503"):
+        (name,) = [pod.replica.name for pod in world.live]
+        pod = world.pods[name]
+        pod.replica = replace(pod.replica, last_exit=f"Error (exit code 1): {failure}", last_word=failure)
+        world.fail(name, reason="")
+        world.run(35)
+
+    message = world.condition("Ready").message
+    assert "is loading (attempt 3); the attempt before it: chat-" in message
+    assert message.endswith("has ended (Error (exit code 1): the hub did not answer: 503)")
+    before = world.writes
+    world.run(5)
+    assert world.writes == before, "the sentence does not change by itself"

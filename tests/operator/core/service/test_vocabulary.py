@@ -179,6 +179,21 @@ def scaled_to_zero_and_activated_in_vain() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def disrupted_and_suspended() -> Said:
+    world = watched(a_service(availability={"maxNodeDrainBlockSeconds": 30}), nodes=2, gpus=1)
+    world.run(60)
+    world.crash_loop(next(iter(world.pods)), restarts=1, last_word="GPUFault: GPU is lost")
+    world.run(60)
+    (pod,) = world.pods.values()
+    world.cordon(pod.replica.node)
+    world.run(60)
+    world.service = edited(world.service, suspend=True)
+    world.run(60)
+    world.service = edited(world.service, suspend=False)
+    world.run(60)
+    return world.told, set(world.event_reasons())
+
+
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
     world = SimulatedCluster(service, **cluster)
     world.reconcile()
@@ -207,6 +222,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     not_deciding,
     limited_by_a_budget,
     scaled_to_zero_and_activated_in_vain,
+    disrupted_and_suspended,
 ]
 
 
