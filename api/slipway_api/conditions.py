@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     WORKLOAD_AVAILABLE = "WorkloadAvailable"
     ROUTE_READY = "RouteReady"
     SCALING_ACTIVE = "ScalingActive"
+    CANARY_HEALTHY = "CanaryHealthy"
 
 
 class ConditionStatus(StrEnum):
@@ -66,6 +67,12 @@ class Reason(StrEnum):
     EXTERNAL = "External"
     LIMITED_BY_MAX = "LimitedByMax"
     LIMITED_BY_CAPACITY = "LimitedByCapacity"
+    # CanaryHealthy
+    ANALYZING = "Analyzing"
+    PASSED = "Passed"
+    FAILED = "Failed"
+    INCONCLUSIVE = "Inconclusive"
+    ROLLED_BACK = "RolledBack"
 
 
 class EventReason(StrEnum):
@@ -78,6 +85,8 @@ class EventReason(StrEnum):
     SCALED_UP = "ScaledUp"
     SCALED_DOWN = "ScaledDown"
     ROLLOUT_STARTED = "RolloutStarted"
+    CANARY_STEP_COMPLETED = "CanaryStepCompleted"
+    CANARY_PROMOTED = "CanaryPromoted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
@@ -89,6 +98,9 @@ class EventReason(StrEnum):
     REPLICA_REPLACED = "ReplicaReplaced"
     DRAIN_TIMED_OUT = "DrainTimedOut"
     NAME_CONFLICT = "NameConflict"
+    CANARY_ANALYSIS_FAILED = "CanaryAnalysisFailed"
+    CANARY_INCONCLUSIVE = "CanaryInconclusive"
+    CANARY_ROLLED_BACK = "CanaryRolledBack"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
 
     @property
@@ -106,6 +118,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SCALED_UP,
         EventReason.SCALED_DOWN,
         EventReason.ROLLOUT_STARTED,
+        EventReason.CANARY_STEP_COMPLETED,
+        EventReason.CANARY_PROMOTED,
         EventReason.ROLLOUT_COMPLETED,
     }
 )

@@ -47,8 +47,10 @@ from slipway_operator.core.service.revision import (
     load_revisions,
     resolve,
 )
-from slipway_operator.core.service.rollout import Revisions, RolloutStep
+from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.service.strategy import decide_rollout
+from slipway_operator.core.service.target import Target, choose_target
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
@@ -77,39 +79,33 @@ def plan(observed: Observed, now: datetime) -> Plan:
 
     stored = load_revisions(service, observed.revisions)
     revision = resolve(service, observed.defaults.runtime_image, stored)
-    stable = _stable_revision(service, revision, stored)
+    target = choose_target(service, revision, stored)
     scaling = _autoscale(observed, members, now)
     desired = scaling.desired if scaling else service.fixed_replicas or 0
-    rolling = rollout.step(
-        members,
-        revisions=Revisions(
-            update=revision.hash, stable=service.status.current_revision or revision.hash, is_stored=stable is not None
-        ),
-        desired=desired,
-        limits=service.spec.rollout.rolling_update,
-        nodes=observed.nodes,
-    )
-    assigned = {revision.hash, stable.hash if stable else revision.hash}
+    rolling = decide_rollout(observed, members, target, desired=desired, now=now)
+    assigned = {target.revision.hash, target.stable.hash if target.stable else target.revision.hash}
     unhealthy = unhealthy_to_replace(
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
-    rebuilt = _assign_stable(observed, members, stable, rolling, unhealthy, now) if stable else Assignment()
     decided = Decided(
         members=members,
-        revision=revision,
+        target=target,
         desired=desired,
         scaling=scaling,
-        rollout=rolling,
-        assignment=_assign_update(observed, members, revision, rolling, desired, unhealthy, now),
-        stable=stable,
-        stable_assignment=rebuilt,
+        rollout=rolling.step,
+        progress=rolling.progress,
+        failed_revision=rolling.failed_revision,
+        assignment=_assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now),
+        stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
-    may_act = _is_recorded(service, revision, desired)
+    may_act = _is_recorded(service, target, desired)
 
     steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
-    if may_act and revision.spec is not None:
+    if may_act and target.revision.spec is not None:
         steps += _create(observed, decided)
+    if may_act:
+        steps += Steps(actions=rolling.actions)
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
@@ -120,27 +116,20 @@ def plan(observed: Observed, now: datetime) -> Plan:
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
 
     status = build_status(observed, decided, now)
-    must_act_again = not may_act or decided.must_record
+    must_act_again = not may_act or decided.must_record or _has_advanced(service, status)
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(*steps.events, *decided.assignment_events, *find_events(observed, status, decided)),
+        events=(
+            *steps.events,
+            *decided.assignment_events,
+            *rolling.progress.events,
+            *find_events(observed, status, decided),
+        ),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
         recommendations=scaling.recommendations if scaling else (),
         ready=ready_names(members),
     )
-
-
-def _stable_revision(service: InferenceService, update: Revision, stored: Sequence[Revision]) -> Revision | None:
-    """The revision that replicas are rebuilt of while another one rolls out: the last that served completely.
-
-    None while nothing rolls out, or where it is not stored: it never served, or is older than the store.
-    """
-    current = service.status.current_revision
-    has_served = any(known.hash == current and known.served for known in service.status.revisions)
-    if current == update.hash or not has_served:
-        return None
-    return next((one for one in stored if one.hash == current), None)
 
 
 def _assign_update(
@@ -159,7 +148,7 @@ def _assign_update(
         service=service.metadata.name,
         revision=revision,
         create_up_to=rolling.create_up_to,
-        keep_at_most=desired,
+        keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
         moves=rolling.moves,
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
@@ -170,9 +159,16 @@ def _assign_update(
 
 
 def _assign_stable(
-    observed: Observed, members: Sequence[Member], stable: Revision, rolling: RolloutStep, unhealthy: str, now: datetime
+    observed: Observed,
+    members: Sequence[Member],
+    stable: Revision | None,
+    rolling: RolloutStep,
+    unhealthy: str,
+    now: datetime,
 ) -> Assignment:
     """Assign the stable revision's slots during a rollout: rebuild lost replicas; the rollout decides which drain."""
+    if stable is None:
+        return Assignment()
     service = observed.service
     return assign(
         [member for member in members if member.replica.revision == stable.hash],
@@ -251,11 +247,20 @@ def _silent_since(service: InferenceService) -> datetime | None:
     return condition.last_transition_time if condition.reason == Reason.METRICS_MISSING else None
 
 
-def _is_recorded(service: InferenceService, revision: Revision, desired: int) -> bool:
+def _is_recorded(service: InferenceService, target: Target, desired: int) -> bool:
     """Whether status already contains what this pass is about to do."""
-    status = service.status
+    status, revision = service.status, target.asked
+    if status.failed_revision != target.failed:
+        return False
     knows_revision = any(known.hash == revision.hash and known.image for known in status.revisions)
     return status.desired_replicas == desired and status.update_revision == revision.hash and knows_revision
+
+
+def _has_advanced(service: InferenceService, after: InferenceServiceStatus) -> bool:
+    """Whether the rollout took a step in this pass: replicas follow it in the next one, when status has it."""
+    before = service.status
+    steps = (before.canary.step if before.canary else 0, after.canary.step if after.canary else 0)
+    return steps[0] != steps[1] or before.failed_revision != after.failed_revision
 
 
 def _add_finalizer(service: InferenceService) -> Steps:
@@ -267,7 +272,8 @@ def _add_finalizer(service: InferenceService) -> Steps:
 
 def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: bool) -> Steps:
     """Drain and delete before anything is created: a removed replica may free the GPU for a new one."""
-    assigned = {decided.revision.hash, *((decided.stable.hash,) if decided.stable else ())}
+    target = decided.target
+    assigned = {target.revision.hash, *((target.stable.hash,) if target.stable else ())}
     leaving = dict[str, tuple[Member, str]]()
     for member in decided.members:
         is_unwanted = member.replica.revision not in assigned
@@ -300,7 +306,8 @@ def _one_victim_at_a_time(
     """
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim = Steps(), False
-    spare = sum(one.is_ready for one in decided.members) - max(0, decided.desired - limits.max_unavailable)
+    must_stay = 0 if decided.rollout.may_empty else max(0, decided.desired - limits.max_unavailable)
+    spare = sum(one.is_ready for one in decided.members) - must_stay
     for member, reason in leaving:
         next_step = drain_replica(member.replica, rules, now, reason=reason)
         if any(isinstance(action, DrainPod) and not action.marked for action in next_step.actions):
@@ -315,10 +322,11 @@ def _one_victim_at_a_time(
 
 def _create(observed: Observed, decided: Decided) -> Steps:
     """Create missing replicas; those of the stable revision first, because it is known to serve."""
-    steps = Steps()
-    if decided.stable:
-        steps += _create_of(observed, decided.stable, decided.stable_assignment, decided.rollout.stable_wanted)
-    return steps + _create_of(observed, decided.revision, decided.assignment, decided.desired)
+    steps, target, rolling = Steps(), decided.target, decided.rollout
+    if target.stable:
+        steps += _create_of(observed, target.stable, decided.stable_assignment, rolling.stable_wanted)
+    wanted = decided.desired if rolling.update_wanted is None else rolling.update_wanted
+    return steps + _create_of(observed, target.revision, decided.assignment, wanted)
 
 
 def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int) -> Steps:
@@ -378,6 +386,7 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
         *(moment for one in decided.members for moment in next_change(one.replica, observed.nodes, limits)),
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
+        decided.progress.again_at,
         progress_deadline(observed, decided),
     ]
     if decided.scaling:

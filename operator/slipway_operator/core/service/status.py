@@ -47,11 +47,13 @@ from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
+from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.route import route_condition
+from slipway_operator.core.service.target import Target
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 MOST_REVISIONS: Final = 6
@@ -62,13 +64,24 @@ class Decided:
     """The decisions of this pass, from which status is built."""
 
     members: Sequence[Member]
-    revision: Revision
+    target: Target
     desired: int
     scaling: Recommendation | None  # None: the spec fixes the number
     rollout: RolloutStep
-    assignment: Assignment  # of the revision that the spec asks for
-    stable: Revision | None  # the revision that replicas are rebuilt of meanwhile
+    progress: Progress
+    failed_revision: str
+    assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+
+    @property
+    def revision(self) -> Revision:
+        """The revision that replicas are rolled to: the spec's, or the one that it is rolled back to."""
+        return self.target.revision
+
+    @property
+    def stable(self) -> Revision | None:
+        """The revision that replicas are rebuilt of meanwhile."""
+        return self.target.stable
 
     @property
     def attempts(self) -> tuple[AttemptStatus, ...]:
@@ -112,8 +125,10 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         selector=f"{names.LABEL_SERVICE}={name}",
         served_name=_served_name(service, decided),
         current_revision=current,
-        update_revision=decided.revision.hash,
+        update_revision=decided.target.asked.hash,
+        failed_revision=decided.failed_revision,
         revisions=_revisions(observed, decided, current),
+        canary=None if is_complete else decided.progress.status,
         attempts=decided.attempts,
         autoscaling=_autoscaling(service, decided, now),
         capacity=_capacity(decided) or before.capacity,
@@ -148,10 +163,10 @@ def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceS
 def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[RevisionStatus, ...]:
     """Newest first: the one that the spec asks for, those with replicas, and as many older ones as are remembered."""
     service = observed.service
-    update = decided.revision
+    update, target = decided.target.asked, decided.revision
     populated = {member.replica.revision for member in decided.members}
     older = [one for one in service.status.revisions if one.hash != update.hash]
-    needed = [one for one in older if one.hash in populated or one.hash == current]
+    needed = [one for one in older if one.hash in {*populated, current, target.hash}]
     room = max(0, service.spec.rollout.revision_history_limit - len(needed))
     spare = [one for one in older if one not in needed][:room]
     kept = [one for one in older if one in needed or one in spare][: MOST_REVISIONS - 1]
@@ -159,13 +174,14 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
     images = {update.hash: update.image} | {one.hash: one.image for one in kept}
     served = {one.hash for one in service.status.revisions if one.served}
     if decided.desired and decided.rollout.serves_instead:
-        served.add(update.hash)
+        served.add(target.hash)
     return tuple(
         RevisionStatus(
             name=f"{service.metadata.name}-{hash[:5]}",
             hash=hash,
             image=image,
             weight=decided.rollout.weights.get(hash, 0),
+            mirror_percent=decided.progress.mirror_percent if hash == target.hash else 0,
             ready=decided.ready_of(hash),
             served=hash in served,
         )
@@ -174,11 +190,12 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
 
 
 def _served_name(service: InferenceService, decided: Decided) -> str:
-    """What clients send as `model`: a changed name is valid from the first replica on that answers to it."""
+    """What clients send as `model`: a changed name is valid from the first request on that it may get."""
     update, stable = decided.revision, decided.stable
-    if stable and decided.ready_of(stable.hash) and not decided.ready_of(update.hash):
+    gets_traffic = decided.ready_of(update.hash) and decided.rollout.weights.get(update.hash, 0)
+    if stable and decided.ready_of(stable.hash) and not gets_traffic:
         return stable.apply_to(service).served_name
-    return service.served_name
+    return update.apply_to(service).served_name if decided.target.is_rollback else service.served_name
 
 
 def _capacity(decided: Decided) -> CapacityStatus | None:
@@ -254,7 +271,7 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     service = observed.service
     generation = service.metadata.generation
     conditions = service.status.conditions
-    if service.status.update_revision != decided.revision.hash:
+    if service.status.update_revision != decided.target.asked.hash:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
     stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
@@ -285,12 +302,24 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
     else:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)
 
+    if decided.progress.condition:
+        write(ConditionType.CANARY_HEALTHY, *decided.progress.condition)
+    elif not _keeps_canary_condition(service, decided):
+        conditions = remove_condition(conditions, ConditionType.CANARY_HEALTHY)
+
     scaling = _scaling_condition(observed, decided)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
     return conditions
+
+
+def _keeps_canary_condition(service: InferenceService, decided: Decided) -> bool:
+    """Whether the verdict about the last rollout still tells something: it passed, and nothing has changed since."""
+    was = find_condition(service.status.conditions, ConditionType.CANARY_HEALTHY)
+    is_same = service.status.update_revision == decided.target.asked.hash
+    return was is not None and is_same and was.reason == Reason.PASSED
 
 
 def _readiness(
@@ -323,7 +352,13 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
     """The reason and message of Progressing; None when nothing is under way."""
     before = observed.service.status
     if decided.rollout.is_rolling:
-        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}"
+        waits = f": {decided.progress.holds}" if decided.progress.holds else ""
+        if decided.target.is_rollback:
+            return (
+                Reason.ROLLING_OUT,
+                f"revision {decided.revision.hash} takes the place of {decided.target.asked.hash}",
+            )
+        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}"
     if not enough:
         return Reason.SCALING_UP, f"{decided.desired} replicas are wanted"
     return None
@@ -331,7 +366,7 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
 
 def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     """When the rollout, or the first start, will have made no progress for too long; None when it is done."""
-    if _is_settled(decided) or observed.service.status.update_revision != decided.revision.hash:
+    if _is_settled(decided) or observed.service.status.update_revision != decided.target.asked.hash:
         return None  # done, or begun this very moment
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
@@ -355,7 +390,7 @@ def _past_deadline(
     before = observed.service.status
     deadline = progress_deadline(observed, decided)
     was = find_condition(before.conditions, ConditionType.STALLED)
-    if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.revision.hash):
+    if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.target.asked.hash):
         was = None
     # Attempts begin and end while it is stalled, so an old deadline may no longer follow from them: it still holds.
     still = was is not None and (deadline is None or deadline <= was.last_transition_time)
@@ -373,7 +408,8 @@ def _past_deadline(
 def _is_settled(decided: Decided) -> bool:
     """Whether no rollout and no first start is under way; scaling may take as long as it takes."""
     serves = any(member.is_ready for member in decided.members)
-    return decided.desired == 0 or (serves and not decided.rollout.is_rolling)
+    is_waiting = not decided.rollout.is_rolling or bool(decided.progress.holds)  # for time, a verdict or a person
+    return decided.desired == 0 or (serves and is_waiting)
 
 
 def _scaling_condition(observed: Observed, decided: Decided) -> tuple[ConditionStatus, Reason, str] | None:
