@@ -16,7 +16,7 @@ from typing import Final
 from slipway_api import names
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_service import InferenceService
-from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStatus
+from slipway_api.inference_status import AutoscalingStatus, CanaryStatus, InferenceServiceStatus
 from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
@@ -259,8 +259,8 @@ def _is_recorded(service: InferenceService, target: Target, desired: int) -> boo
 def _has_advanced(service: InferenceService, after: InferenceServiceStatus) -> bool:
     """Whether the rollout took a step in this pass: replicas follow it in the next one, when status has it."""
     before = service.status
-    steps = (before.canary.step if before.canary else 0, after.canary.step if after.canary else 0)
-    return steps[0] != steps[1] or before.failed_revision != after.failed_revision
+    was, now = before.canary or CanaryStatus(), after.canary or CanaryStatus()
+    return (was.step, was.weight) != (now.step, now.weight) or before.failed_revision != after.failed_revision
 
 
 def _add_finalizer(service: InferenceService) -> Steps:
