@@ -30,6 +30,7 @@ from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
     ApplyChild,
+    AskSmokeTests,
     CreatePod,
     CreateRevision,
     DeletePod,
@@ -40,6 +41,7 @@ from slipway_operator.core.actions import (
 )
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import ReplicaClient, address_of
+from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
 
@@ -86,6 +88,7 @@ class Executor:
         writer: Writer,
         replicas: ReplicaClient,
         calls: BackgroundCalls[Key],
+        smoke_tests: SmokeTests,
         kinds: Mapping[str, Kind],
         stores: Mapping[str, ObjectStore],
         pod_of: Callable[[str, str], Pod | None],
@@ -99,6 +102,7 @@ class Executor:
         self._writer = writer
         self._replicas = replicas
         self._calls = calls
+        self._smoke_tests = smoke_tests
         self._kinds = kinds
         self._stores = stores
         self._pod_of = pod_of
@@ -157,6 +161,10 @@ class Executor:
                 )
             case ApplyChild():
                 await self._apply_child(key, action, memory)
+            case AskSmokeTests():
+                pod = self._pod_of(key.namespace, action.name)
+                if pod is not None and pod.uid == action.uid:
+                    self._smoke_tests.start(key, stored.uid, pod, action, memory.smoke_results)
             case CreateRevision():
                 await self._create_revision(key, stored, action)
             case DeleteRevision():
@@ -316,7 +324,7 @@ def _describe(action: Action) -> str:
 def _object_of(action: Action) -> str:
     """The name of the object that the action is about."""
     match action:
-        case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
+        case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision() | AskSmokeTests():
             return action.name
         case ApplyChild():
             return action.key

@@ -8,7 +8,14 @@ from tests.operator.core.simulated_cluster import SimulatedCluster
 from tests.operator.core.simulated_traffic import Behaviour, SimulatedTraffic
 
 NEW = {"maxModelLen": 1024}
-STEPS = [{"setWeight": 25}, {"pauseSeconds": 20}, {"analyze": {}}, {"setWeight": 50}, {"analyze": {}}, {"setWeight": 100}]
+STEPS = [
+    {"setWeight": 25},
+    {"pauseSeconds": 20},
+    {"analyze": {}},
+    {"setWeight": 50},
+    {"analyze": {}},
+    {"setWeight": 100},
+]
 ANALYSIS = {"intervalSeconds": 10, "minRequests": 50, "failureLimit": 2}
 
 
@@ -324,7 +331,9 @@ def test_a_new_leader_resumes_the_canary_from_any_step(every):
 
 @pytest.mark.capability("EV-1")
 def test_mirrored_requests_come_before_any_weight():
-    world = a_world(rollout=canary([{"mirrorPercent": 10}, {"pauseSeconds": 30}, {"setWeight": 50}, {"setWeight": 100}]))
+    world = a_world(
+        rollout=canary([{"mirrorPercent": 10}, {"pauseSeconds": 30}, {"setWeight": 50}, {"setWeight": 100}])
+    )
     _, new = roll(world)
     world.run(20)
     status = next(one for one in world.service.status.revisions if one.hash == new)
