@@ -173,9 +173,9 @@ def _sentence(one: CanaryMetricStatus, metric: AnalysisMetric, analysis: Analysi
         return f"{one.type}: {one.requests} requests of the canary, {analysis.min_requests} are needed"
     is_rate = metric.type is AnalysisMetricType.ERROR_RATE
     numbers = (
-        f"{100 * one.canary:.4g} % against {100 * one.stable:.4g} %"
+        f"{100 * float(one.canary):.3g} % against {100 * float(one.stable):.3g} %"
         if is_rate
-        else f"{one.canary:.4g} s against {one.stable:.4g} s"
+        else f"{float(one.canary):.3g} s against {float(one.stable):.3g} s"
     )
-    limit = f"at most {100 * (metric.max or 0):.4g} %" if is_rate else f"at most +{metric.max_regression_percent} %"
+    limit = f"at most {100 * float(metric.max or 0):.3g} %" if is_rate else f"at most +{metric.max_regression_percent} %"
     return f"{one.type} {numbers} of the stable revision, {limit} ({one.requests} requests)"

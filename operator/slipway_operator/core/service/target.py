@@ -3,8 +3,9 @@
 | what is so                                                        | rolled to                               |
 |-------------------------------------------------------------------|-----------------------------------------|
 | annotation rollback-to names another revision in status           | that one; the spec's counts as failed   |
-| annotation promote names the spec's revision                      | the spec's, without further steps       |
-| annotation abort names it, or its analysis or smoke test failed   | the stable one; the spec's has failed   |
+| annotation abort names the spec's revision                        | the stable one; the spec's has failed   |
+| annotation promote names it                                       | the spec's, without further steps       |
+| its analysis or its smoke tests failed                            | the stable one; the spec's has failed   |
 | otherwise                                                         | the spec's                              |
 
 `status.failedRevision` remembers the decision, so that the spec, which still asks for the failed revision, does not
@@ -63,10 +64,10 @@ def choose_target(service: InferenceService, asked: Revision, stored: Sequence[R
     stable = None if is_complete else current
     if is_complete and failed == asked.hash:
         failed = ""  # a rollback from it was taken back
-    if annotations.get(names.ANNOTATION_PROMOTE) == asked.hash and stable:
+    is_aborted = annotations.get(names.ANNOTATION_ABORT) == asked.hash
+    if annotations.get(names.ANNOTATION_PROMOTE) == asked.hash and stable and not is_aborted:
         forgotten = "" if failed == asked.hash else failed
         return Target(revision=asked, asked=asked, stable=stable, failed=forgotten, is_promoted=True)
-    is_aborted = annotations.get(names.ANNOTATION_ABORT) == asked.hash
     if stable and (is_aborted or failed == asked.hash):
         why = f"the annotation {names.ANNOTATION_ABORT} names {asked.hash}" if is_aborted else ""
         return Target(revision=stable, asked=asked, stable=None, failed=asked.hash, reason=why)

@@ -195,7 +195,7 @@ def test_a_hold_ends_by_itself_when_traffic_comes():
 @pytest.mark.capability("EV-3")
 def test_promote_skips_all_steps_and_abort_takes_all_traffic_back():
     world = a_world(rate=None)
-    old, new = roll(world)
+    _, new = roll(world)
     world.run(60)
     annotate(world, promote="another-revision")
     world.run(10)
