@@ -138,7 +138,7 @@ class Canary(Struct):
 
     model_config = cel_rules(
         Rule(
-            "has(self.steps[size(self.steps) - 1].setWeight) && self.steps[size(self.steps) - 1].setWeight == 100",
+            "self.steps.all(i, s, i < size(self.steps) - 1 || (has(s.setWeight) && s.setWeight == 100))",
             "the last step must be setWeight: 100",
             ".steps",
         ),

@@ -1,13 +1,22 @@
 """The real API server's word on `spec.rollout`: what it takes, and what it says to a rollout that cannot work."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from e2e.cluster.access import CommandError
+from e2e.cluster.access import Access, CommandError
 from tests.api.manifests import NAMESPACE, a_manifest, apply, assert_refused, stored
 
 pytestmark = pytest.mark.apiserver
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(api: Access) -> Iterator[None]:
+    """Other tests expect an empty namespace."""
+    yield
+    api.kubectl("delete", "infsvc", "--all", "-n", NAMESPACE)
+
 
 FULL = {"setWeight": 100}
 GATES = {"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]}
@@ -104,7 +113,6 @@ def test_every_field_of_a_canary_is_kept_and_the_defaults_are_filled_in(api):
 def test_the_other_strategies_are_taken(api, spec):
     apply(api, a_manifest("strategy", **spec))
     assert stored(api, "strategy")["spec"]["rollout"]["strategy"] == spec["rollout"]["strategy"]
-    api.kubectl("delete", "infsvc", "strategy", "-n", NAMESPACE)
 
 
 @pytest.mark.capability("EV-1")

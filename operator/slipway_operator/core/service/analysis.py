@@ -177,5 +177,7 @@ def _sentence(one: CanaryMetricStatus, metric: AnalysisMetric, analysis: Analysi
         if is_rate
         else f"{float(one.canary):.3g} s against {float(one.stable):.3g} s"
     )
-    limit = f"at most {100 * float(metric.max or 0):.3g} %" if is_rate else f"at most +{metric.max_regression_percent} %"
+    limit = (
+        f"at most {100 * float(metric.max or 0):.3g} %" if is_rate else f"at most +{metric.max_regression_percent} %"
+    )
     return f"{one.type} {numbers} of the stable revision, {limit} ({one.requests} requests)"
