@@ -22,6 +22,7 @@ class ConditionType(StrEnum):
     ROUTE_READY = "RouteReady"
     SCALING_ACTIVE = "ScalingActive"
     SUSPENDED = "Suspended"
+    CANARY_HEALTHY = "CanaryHealthy"
 
 
 class ConditionStatus(StrEnum):
@@ -72,6 +73,12 @@ class Reason(StrEnum):
     LIMITED_BY_MAX = "LimitedByMax"
     LIMITED_BY_BUDGET = "LimitedByBudget"
     LIMITED_BY_CAPACITY = "LimitedByCapacity"
+    # CanaryHealthy
+    ANALYZING = "Analyzing"
+    PASSED = "Passed"
+    FAILED = "Failed"
+    INCONCLUSIVE = "Inconclusive"
+    ROLLED_BACK = "RolledBack"
 
 
 class EventReason(StrEnum):
@@ -86,6 +93,8 @@ class EventReason(StrEnum):
     SCALED_TO_ZERO = "ScaledToZero"
     ACTIVATED = "Activated"
     ROLLOUT_STARTED = "RolloutStarted"
+    CANARY_STEP_COMPLETED = "CanaryStepCompleted"
+    CANARY_PROMOTED = "CanaryPromoted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
@@ -103,6 +112,9 @@ class EventReason(StrEnum):
     NAME_CONFLICT = "NameConflict"
     ACTIVATION_TIMED_OUT = "ActivationTimedOut"
     BUDGET_EXCEEDED = "BudgetExceeded"
+    CANARY_ANALYSIS_FAILED = "CanaryAnalysisFailed"
+    CANARY_INCONCLUSIVE = "CanaryInconclusive"
+    CANARY_ROLLED_BACK = "CanaryRolledBack"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     ADVICE = "Advice"
 
@@ -123,6 +135,8 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SCALED_TO_ZERO,
         EventReason.ACTIVATED,
         EventReason.ROLLOUT_STARTED,
+        EventReason.CANARY_STEP_COMPLETED,
+        EventReason.CANARY_PROMOTED,
         EventReason.ROLLOUT_COMPLETED,
         EventReason.SUSPENDED,
         EventReason.RESUMED,

@@ -16,6 +16,8 @@ from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.model_spec import Model
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import ResourceMap, Template, resource_rules
+from slipway_api.rollout_spec import SPEC_RULES as ROLLOUT_RULES
+from slipway_api.rollout_spec import Rollout
 from slipway_api.runtime_spec import Runtime
 from slipway_api.types import ObjectMeta, Rule, ServiceKey, Struct, cel_rules
 
@@ -46,38 +48,6 @@ class Resources(Struct):
     """CPU, memory and ephemeral storage that the scheduler reserves, such as cpu: 500m."""
     limits: ResourceMap = Field(default_factory=dict)
     """CPU, memory and ephemeral storage that a replica may use at most; limits.cpu is also its number of threads."""
-
-
-class RollingUpdate(Struct):
-    """How many replicas more or fewer a rollout may have."""
-
-    model_config = cel_rules(
-        Rule("self.maxSurge + self.maxUnavailable > 0", "maxSurge and maxUnavailable must not both be 0")
-    )
-
-    max_surge: int = Field(default=1, ge=0, le=1000)
-    """Replicas above the desired number."""
-    max_unavailable: int = Field(default=0, ge=0, le=1000)
-    """Replicas below the desired number."""
-
-
-class RolloutStrategy(StrEnum):
-    """How a new revision replaces the old one."""
-
-    ROLLING_UPDATE = "RollingUpdate"
-
-
-class Rollout(Struct):
-    """How a new revision replaces the old one."""
-
-    strategy: RolloutStrategy = RolloutStrategy.ROLLING_UPDATE
-    """RollingUpdate: start new replicas, wait until they are ready, drain old ones."""
-    rolling_update: RollingUpdate = RollingUpdate()
-    """How many replicas more or fewer a rollout may have."""
-    progress_deadline_seconds: int = Field(default=1800, ge=30, le=86_400)
-    """A rollout without progress for this long is reported as Stalled."""
-    revision_history_limit: int = Field(default=5, ge=0, le=5)
-    """Number of old revisions that are kept."""
 
 
 class Drain(Struct):
@@ -225,6 +195,7 @@ class InferenceServiceSpec(Struct):
             "replicas times resources.gpu.count must not exceed budget.maxGPUs",
             ".replicas",
         ),
+        *ROLLOUT_RULES,
     )
 
     model: Model

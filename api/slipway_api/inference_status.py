@@ -28,10 +28,46 @@ class RevisionStatus(Struct):
     """The runtime image, resolved once when the revision is created."""
     weight: int = Field(default=0, ge=0, le=100)
     """Share of the traffic in percent; the gateway reads it."""
+    mirror_percent: int = Field(default=0, ge=0, le=100)
+    """Share of requests in percent that the gateway copies to this revision; the answers are discarded."""
     ready: int = Field(default=0, ge=0)
     """Ready replicas of this revision."""
     served: bool = False
     """Whether it served completely once: lost replicas of such a revision are replaced while another one rolls out."""
+
+
+class CanaryMetricStatus(Struct):
+    """One metric of the analysis when its verdict last changed."""
+
+    type: str = Field(max_length=64)
+    """Type of the metric."""
+    stable: DecimalString | None = None
+    """The value of the stable revision: a share of requests, or seconds; absent: not measured."""
+    canary: DecimalString | None = None
+    """The value of the canary."""
+    requests: int = Field(default=0, ge=0)
+    """Requests that the canary has answered since the step began."""
+    verdict: str = Field(default="", max_length=64)
+    """Passed, Failed or Inconclusive."""
+
+
+class CanaryStatus(Struct):
+    """How far the rollout of updateRevision is; strategies Canary and BlueGreen, and any with gates."""
+
+    step: int = Field(default=0, ge=0)
+    """Steps that are done; equal to their number when the revision is promoted."""
+    weight: int = Field(default=0, ge=0, le=100)
+    """Percent of the traffic that the new revision gets."""
+    started_time: Time | None = None
+    """When the present step began."""
+    gate: str = Field(default="", max_length=64)
+    """Passed: the smoke tests are passed; absent: not yet, or there are none."""
+    failures: int = Field(default=0, ge=0)
+    """Failures of the analysis in this step."""
+    failed_time: Time | None = None
+    """When the last of them was counted."""
+    metrics: Annotated[tuple[CanaryMetricStatus, ...], bounded_list(at_most=8, key="type")] = ()
+    """The metrics of the analysis when a verdict last changed."""
 
 
 class AttemptStatus(Struct):
@@ -137,8 +173,12 @@ class InferenceServiceStatus(Struct):
     """The revision that last served completely."""
     update_revision: str = Field(default="", max_length=128)
     """The revision that the spec asks for; differs from currentRevision while rolling out."""
+    failed_revision: str = Field(default="", max_length=128)
+    """A revision that was rolled back or aborted; it is not tried again until the spec asks for another one."""
     revisions: Annotated[tuple[RevisionStatus, ...], bounded_list(at_most=6, key="name")] = ()
     """Revisions with replicas or within revisionHistoryLimit, newest first."""
+    canary: CanaryStatus | None = None
+    """How far the rollout of updateRevision is; absent: nothing rolls out."""
     attempts: Annotated[tuple[AttemptStatus, ...], bounded_list(at_most=2048, key=("revision", "slot"))] = ()
     """Slots whose replica was started more than once."""
     autoscaling: AutoscalingStatus | None = None

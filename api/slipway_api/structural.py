@@ -67,8 +67,17 @@ def _property(schema: Schema, definitions: Schema, *, required: bool) -> Schema:
     elif default in ("", [], {}):
         default = None
     if default is not None:
-        result["default"] = default
+        result["default"] = _without_absent(default)
     return {key: result[key] for key in sorted(result, key=_place)}
+
+
+def _without_absent(default: Any) -> Any:
+    """The default without fields that have no value: absent, never null."""
+    if isinstance(default, dict):
+        return {name: _without_absent(value) for name, value in default.items() if value is not None}
+    if isinstance(default, list):
+        return [_without_absent(value) for value in default]
+    return default
 
 
 def _inlined(schema: Schema, definitions: Schema) -> Schema:

@@ -75,6 +75,13 @@ _MEANINGS: Final = {
         (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
     ),
     ConditionType.SUSPENDED: ((_TRUE, Reason.SUSPENDED, "spec.suspend is true: replicas drain, and none starts."),),
+    ConditionType.CANARY_HEALTHY: (
+        (_UNKNOWN, Reason.ANALYZING, "A new revision is on its way through gates, steps and analysis."),
+        (_UNKNOWN, Reason.INCONCLUSIVE, "The analysis can tell neither success nor failure: the step holds."),
+        (_TRUE, Reason.PASSED, "The last new revision passed all its steps, or was promoted by hand."),
+        (_FALSE, Reason.FAILED, "The analysis failed, fewer times than failureLimit so far."),
+        (_FALSE, Reason.ROLLED_BACK, "The revision that the spec asks for was rolled back or aborted; why."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
@@ -89,6 +96,11 @@ EVENTS: Final = {
     EventReason.SCALED_TO_ZERO: "No requests came for idleSeconds, so the last replicas are drained.",
     EventReason.ACTIVATED: "Requests wait for a service without replicas, so it gets some; how many requests.",
     EventReason.ROLLOUT_STARTED: "A revision begins to replace the one before it.",
+    EventReason.CANARY_STEP_COMPLETED: "A step of a canary, or the gates, are passed; how.",
+    EventReason.CANARY_PROMOTED: "The new revision has all the traffic.",
+    EventReason.CANARY_ANALYSIS_FAILED: "The new revision is worse than the stable one; both numbers.",
+    EventReason.CANARY_INCONCLUSIVE: "Too few requests, or too small a difference, for a verdict: the step holds.",
+    EventReason.CANARY_ROLLED_BACK: "All traffic goes back to the revision before; why, with both numbers.",
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
     EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
     EventReason.RESUMED: "spec.suspend became false: replicas start again.",

@@ -38,12 +38,14 @@ from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
 from slipway_operator.replica_client import Address, Dial, ReplicaClient
 from slipway_operator.settings import OperatorSettings
+from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
 
 LEASE_NAME = "slipway-operator"
 WORKERS = 8
 DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
+SMOKE_TESTS = 16  # services whose replicas are asked at once
 LOAD_PASSES_PER_SECOND = 200.0  # 1,000 busy services: each gets a pass every 5 s; 20 of them: every 0.1 s
 RESYNC_SECONDS = (300.0, 600.0)
 FINISH_SECONDS = 1.0  # after a clean stop the next leader starts within two seconds, so running passes get one
@@ -77,6 +79,7 @@ class Manager:
         dial: Dial,
         metrics: OperatorMetrics,
         *,
+        serving_dial: Dial,
         on_lost: Callable[[str], None] = leave_at_once,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
         clock: Clock = SYSTEM,
@@ -147,11 +150,18 @@ class Manager:
             # The replica's next sample says that it drains, and queues the key.
             on_done=lambda _key, uid: self._scraper.ask_soon(uid),
         )
+        self._smoke_tests = SmokeTests(
+            serving_dial,
+            gateway_keys,
+            BackgroundCalls(FairSlots(total=SMOKE_TESTS, per_owner=1), on_done=lambda key, _uid: self._queue.add(key)),
+            now=clock.now,
+        )
         executor = Executor(
             client,
             writer,
             replicas,
             self._drains,
+            self._smoke_tests,
             self._kinds,
             self.caches.stores,
             self.caches.pod_informer.get,
@@ -222,6 +232,7 @@ class Manager:
             await self._finish_running_passes()
         await _end(*self._tasks)
         await self._drains.stop()
+        await self._smoke_tests.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -39,4 +39,8 @@ class GatewayKeys:
 
     def digests(self, namespace: str, service: str) -> tuple[str, ...]:
         """The digests of all serving tokens that a new pod of the service shall accept."""
-        return tuple(token_digest(serving_token(key, namespace, service)) for key in self.read())
+        return tuple(token_digest(token) for token in self.tokens(namespace, service))
+
+    def tokens(self, namespace: str, service: str) -> list[str]:
+        """Serving tokens that the replicas of the service may accept, that of the current key first."""
+        return [serving_token(key, namespace, service) for key in self.read()]

@@ -16,7 +16,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 # Fields of later work are absent, not ignored.
 LATER = {
     *("warmPool", "gpuHourCost", "slo", "experimental"),
-    *("hostnames", "gatewayRef", "canary", "gates", "paused", "handover", "engine"),
+    *("hostnames", "gatewayRef", "handover", "engine"),
     *("cache", "upgradePolicy", "upgradeWindow"),
 }
 

@@ -245,7 +245,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "are set by Slipway",
     ),
     ("no replicas to update", {"rollout": {"rollingUpdate": {"maxSurge": 0}}}, "must not both be 0"),
-    ("a strategy of later", {"rollout": {"strategy": "Canary"}}, 'supported values: "RollingUpdate"'),
+    ("a strategy that does not exist", {"rollout": {"strategy": "Shadow"}}, 'supported values: "RollingUpdate"'),
     ("a drain without a limit", {"drain": {"timeoutSeconds": 3601}}, "less than or equal to 3600"),
     ("a drain shorter than its first step", {"drain": {"timeoutSeconds": 5}}, "must be below timeoutSeconds"),
     ("a field of later", {"warmPool": {"name": "a"}}, 'unknown field "spec.warmPool"'),
@@ -441,7 +441,7 @@ def test_status_is_shown_where_people_look(api):
 
     heading, row = api.kubectl("get", "infsvc", "shown", "-n", NAMESPACE).splitlines()
 
-    assert heading.split() == ["NAME", "MODEL", "READY", "STATUS", "REPLICAS", "DESIRED", "AGE"]
+    assert heading.split() == ["NAME", "MODEL", "READY", "STATUS", "REPLICAS", "DESIRED", "CANARY%", "AGE"]
     assert row.split()[:6] == ["shown", "shown", "True", "Degraded", "1", "2"]
     api.kubectl("wait", "infsvc/shown", "-n", NAMESPACE, "--for=condition=Ready", "--timeout=5s")
     scale = json.loads(api.kubectl("get", "infsvc", "shown", "-n", NAMESPACE, "--subresource=scale", "-o", "json"))

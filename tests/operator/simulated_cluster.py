@@ -103,6 +103,7 @@ class Process:
             lease_client,
             cluster.dial,
             self.metrics,
+            serving_dial=cluster.serving_dial,
             on_lost=self._lose,
             clock=cluster.clock,
             kinds=cluster.kinds,
@@ -202,6 +203,8 @@ class SimulatedCluster:
         self.on_write: Callable[[str], None] = lambda _what: None
         self.silent: Callable[[str], bool] = lambda _pod: False
         self.sampled: list[tuple[float, str]] = []  # when which pod answered for its signals
+        self.completion: Callable[[str], tuple[int, str]] = lambda _pod: (200, "a text")
+        self.prompted: list[tuple[str, str, dict[str, str], Object]] = []
         self.most_live_pods = 0
         self.processes: list[Process] = []
         self.kinds: tuple[Registration, ...] = KINDS
@@ -350,6 +353,15 @@ class SimulatedCluster:
             draining=runtime.draining,
         )
         return 200, signals.wire()
+
+    async def serving_dial(
+        self, method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        """The serving ports of all pods: they complete every prompt with the same text."""
+        await asyncio.sleep(0.01)
+        self.prompted.append((replica.pod, path, dict(headers), msgspec.json.decode(body or b"{}")))
+        status, text = self.completion(replica.pod)
+        return status, msgspec.json.encode({"choices": [{"text": text}]})
 
     # --- operators ----------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from slipway_operator.core.actions import (
     AddFinalizer,
     AnnotatePod,
     ApplyChild,
+    AskSmokeTests,
     CreatePod,
     CreateRevision,
     DeleteChild,
@@ -45,6 +46,7 @@ from slipway_operator.core.actions import (
 )
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address, ReplicaClient, ReplicaRefused, address_of
+from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
 
@@ -91,6 +93,7 @@ class Executor:
         writer: Writer,
         replicas: ReplicaClient,
         calls: BackgroundCalls[Key],
+        smoke_tests: SmokeTests,
         kinds: Mapping[str, Kind],
         stores: Mapping[str, ObjectStore],
         pod_of: Callable[[str, str], Pod | None],
@@ -104,6 +107,7 @@ class Executor:
         self._writer = writer
         self._replicas = replicas
         self._calls = calls
+        self._smoke_tests = smoke_tests
         self._kinds = kinds
         self._stores = stores
         self._pod_of = pod_of
@@ -168,6 +172,10 @@ class Executor:
                 await self._apply_child(key, action, memory)
             case DeleteChild():
                 await self._delete_child(key, action, memory)
+            case AskSmokeTests():
+                pod = self._pod_of(key.namespace, action.name)
+                if pod is not None and pod.uid == action.uid:
+                    self._smoke_tests.start(key, stored.uid, pod, action, memory.smoke_results)
             case CreateRevision():
                 await self._create_revision(key, stored, action)
             case DeleteRevision():
@@ -380,7 +388,14 @@ def _object_of(action: Action) -> str:
     """The name of the object that the action is about."""
     match action:
         case (
-            CreatePod() | DrainPod() | UndrainPod() | DeletePod() | AnnotatePod() | CreateRevision() | DeleteRevision()
+            CreatePod()
+            | DrainPod()
+            | UndrainPod()
+            | DeletePod()
+            | AnnotatePod()
+            | CreateRevision()
+            | DeleteRevision()
+            | AskSmokeTests()
         ):
             return action.name
         case ApplyChild() | DeleteChild():

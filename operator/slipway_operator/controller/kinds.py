@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 from slipway_kube.resources import Resource
-from slipway_operator.core.actions import Action, Event, Failure
+from slipway_operator.core.actions import Action, Event, Failure, SmokeResult
 
 
 class Key(NamedTuple):
@@ -68,6 +68,8 @@ class Memory:
     """Digest of each child as last applied; the resync empties it, so that the next pass corrects drift."""
     failures: tuple[Failure, ...] = ()
     """The action that the API server refused in the last pass that tried it."""
+    smoke_results: dict[str, SmokeResult] = field(default_factory=dict)
+    """Results of smoke tests by uid of the pod that was asked."""
     refusal: "Refusal | None" = None
     """The action that was refused last, until it succeeds."""
 

@@ -4,7 +4,7 @@ Each carries its `reason`, the sentence that the executor logs. Each is safe to 
 costs a pass, never a pod.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
@@ -125,6 +125,29 @@ class DeleteRevision:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskSmokeTests:
+    """Ask a replica the prompts of its smoke tests, in the background; the next pass sees the `SmokeResult`."""
+
+    name: str
+    uid: str
+    model: str  # the served name of the replica's runtime
+    tests: tuple[tuple[str, str], ...] = field(repr=False)  # prompt, and the text that the answer must contain
+    errors: int  # times that it did not answer before
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmokeResult:
+    """What came of asking one replica; without prompts and answers."""
+
+    at: datetime
+    is_passed: bool = False
+    wrong: int = 0  # number of the first test whose answer did not match, from 1
+    errors: int = 0  # times in a row that it did not answer
+    error: str = ""  # the last of them
+
+
 Action = (
     AddFinalizer
     | RemoveFinalizer
@@ -137,6 +160,7 @@ Action = (
     | DeleteChild
     | CreateRevision
     | DeleteRevision
+    | AskSmokeTests
 )
 
 

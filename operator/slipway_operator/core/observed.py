@@ -14,6 +14,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.runtime_api import Signals, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
+from slipway_operator.core.actions import SmokeResult
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -268,6 +269,8 @@ class Observed:
     applied: Mapping[str, str] = field(default_factory=dict)
     """`ApplyChild.key` -> `ApplyChild.digest` of applied children; emptied on resync, which corrects drift."""
     failures: tuple[Failure, ...] = ()
+    smoke_results: Mapping[str, SmokeResult] = field(default_factory=dict)
+    """By uid of the replica that was asked; empty after a takeover."""
 
 
 def is_disruption(not_ready: int, nodes: int) -> bool:

@@ -114,6 +114,7 @@ class InferenceServices:
             taken_names=memory.taken_names,
             applied=dict(memory.applied),
             failures=memory.failures,
+            smoke_results=dict(memory.smoke_results),
         )
 
     def plan(self, observed: Observed, now: datetime) -> Decision:

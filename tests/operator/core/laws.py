@@ -4,6 +4,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from slipway_api import names
+from slipway_api.rollout_spec import RolloutStrategy
 from slipway_operator.core.actions import DrainPod
 from slipway_operator.core.health import GONE_AFTER
 from slipway_operator.core.observed import Observed
@@ -79,9 +80,38 @@ def check_victims(made: Plan, observed: Observed) -> None:
         for one in observed.replicas
         if one.ready and one.state == names.STATE_SERVING and one.deleted_at is None and one.owner_uid == UID
     }
+    if observed.service.spec.rollout.strategy is RolloutStrategy.RECREATE:
+        return  # it has no spare GPU: all go before the new ones start
     if victims and victims[0].uid in serving:
         least = (made.status.desired_replicas or 0) - observed.service.spec.rollout.rolling_update.max_unavailable
         assert len(serving) - 1 >= least, f"{victims[0]} was still needed"
+
+
+def check_weights(made: Plan, observed: Observed) -> None:
+    """The traffic is split whole; nothing goes to a revision without ready replicas while another may serve.
+
+    A revision that failed as canary gets nothing as soon as another one that had traffic is ready.
+    """
+    if observed.service.is_being_deleted or made.status is None or observed.fault:
+        return
+    before = {one.hash: one.weight for one in observed.service.status.revisions}
+    after = made.status
+    assert sum(one.weight for one in after.revisions) == 100, after.revisions
+    ready = {one.hash: one.ready for one in after.revisions}
+    current = observed.service.status.current_revision
+    for one in after.revisions:
+        if one.weight and not one.ready:
+            serving = [hash for hash, count in ready.items() if count and (before.get(hash) or hash == current)]
+            assert not serving, f"{one.hash} has no ready replica and {one.weight} %, while {serving} could serve"
+    failed = after.failed_revision
+    strategy = observed.service.spec.rollout.strategy
+    if failed and failed != current and strategy in (RolloutStrategy.CANARY, RolloutStrategy.BLUE_GREEN):
+        weight = next((one.weight for one in after.revisions if one.hash == failed), 0)
+        assert not (weight and ready.get(current)), f"the failed revision {failed} gets {weight} %"
+        assert not (weight and not before.get(failed)), f"the failed revision {failed} gets traffic again"
+    canary = after.canary
+    if strategy is RolloutStrategy.CANARY and canary and canary.weight:
+        assert ready.get(after.update_revision), "a weight without a ready canary"
 
 
 def check_total(world: "SimulatedCluster") -> None:

@@ -18,6 +18,7 @@ from slipway_operator.core.actions import (
     AddFinalizer,
     AnnotatePod,
     ApplyChild,
+    AskSmokeTests,
     CreatePod,
     CreateRevision,
     DeleteChild,
@@ -26,6 +27,7 @@ from slipway_operator.core.actions import (
     DrainPod,
     Event,
     RemoveFinalizer,
+    SmokeResult,
     UndrainPod,
 )
 from slipway_operator.core.node_taints import LEAVING
@@ -47,6 +49,7 @@ from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
 from tests.operator.core import laws, quiet_time
 from tests.operator.core.simulated_pod import SimulatedPod
+from tests.operator.core.simulated_traffic import SimulatedTraffic
 from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
@@ -100,6 +103,10 @@ class SimulatedCluster:
         self._failed_at: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
         self._next_uid = 0
+        self.traffic: SimulatedTraffic | None = None  # None: no gateway reports
+        self.smoke_results: dict[str, SmokeResult] = {}
+        self.fails_smoke: set[str] = set()  # revisions that answer smoke tests wrongly
+        self.silent_to_smoke: set[str] = set()  # ... or not at all
         self.doubled_since: dict[tuple[str, int], Any] = {}  # by slot: since when it has two live replicas
 
     # --- what the operator sees and does -----------------------------------------------------------------------------
@@ -122,12 +129,13 @@ class SimulatedCluster:
             recommendations=self.recommendations,
             scaling_memory=self.scaling_memory,
             demand=self.demand(self),
-            outcomes_since=self.outcomes_since,
+            outcomes_since=self.traffic.since if self.traffic else self.outcomes_since,
             asking_since=self.asking_since,
             ready_before=self.ready_before,
             taken_names=self.taken,
             applied=dict(self.applied),
             failures=self.failures,
+            smoke_results=dict(self.smoke_results),
         )
 
     @property
@@ -170,6 +178,7 @@ class SimulatedCluster:
         self.due = None if made.requeue_after is None else self.now + timedelta(seconds=made.requeue_after)
         assert made == plan(observed, self.now), "the same facts must give the same plan"
         laws.check_victims(made, observed)
+        laws.check_weights(made, observed)
         for position, action in enumerate(made.actions):
             if die_after is not None and position >= die_after:
                 self.restart_operator()
@@ -205,6 +214,9 @@ class SimulatedCluster:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
         self.ready_before, self.scaling_memory = None, ScalingMemory()
+        self.smoke_results = {}
+        if self.traffic:
+            self.traffic.known_from = self.now
         self.asking_since = self.now
         for pod in self.pods.values():
             pod.sample = None  # what replicas told the leader before
@@ -212,7 +224,7 @@ class SimulatedCluster:
 
     def _do(self, action: Any, observed: Observed) -> None:
         self.log.append(f"{self.clock} {type(action).__name__} {getattr(action, 'name', '')} {action.reason}")
-        if not isinstance(action, DrainPod) or not action.marked:
+        if not isinstance(action, AskSmokeTests) and not (isinstance(action, DrainPod) and action.marked):
             self.writes += 1
         assert self.service is not None
         match action:
@@ -238,12 +250,27 @@ class SimulatedCluster:
             case DeleteChild():
                 self.applied[action.key] = ABSENT
                 self.children.pop(action.key, None)
+            case AskSmokeTests():
+                self._ask_smoke_tests(action)
             case CreateRevision():
                 self._store(action)
             case DeleteRevision():
                 (hash,) = {one.hash for one in self.revisions.values() if one.uid == action.uid}
                 assert hash not in {pod.replica.revision for pod in self.pods.values()}, "its pods still exist"
                 del self.revisions[action.name]
+
+    def _ask_smoke_tests(self, action: AskSmokeTests) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None or pod.replica.uid != action.uid:
+            return
+        revision = pod.replica.revision
+        if revision in self.silent_to_smoke:
+            result = SmokeResult(at=self.now, errors=action.errors + 1, error="HTTP 500")
+        else:
+            is_wrong = revision in self.fails_smoke
+            result = SmokeResult(at=self.now, is_passed=not is_wrong, wrong=1 if is_wrong else 0)
+        self.smoke_results[action.uid] = result
+        self.due = self.now
 
     def _store(self, action: CreateRevision) -> None:
         assert action.name not in self.revisions, "a revision is written once"
@@ -369,6 +396,8 @@ class SimulatedCluster:
         """One second passes, or as many in which nothing happens before the last of them."""
         self.now += TICK * seconds
         self.load(self)
+        if self.traffic and self.service:
+            self.traffic.tick(self.service, self.now, seconds)
         in_use = sum(bool(pod.replica.node) for pod in self.pods.values())
         for name, pod in list(self.pods.items()):
             if pod.ends_at is not None:
@@ -405,7 +434,9 @@ class SimulatedCluster:
             return 0
         load = {name: sum(other.replica.node == name for other in self.pods.values()) for name in usable}
         node = min(usable, key=lambda name: (load[name], name))
-        pod.replica = replace(pod.replica, node=node, unschedulable="", scheduled_at=self.now, unready_since=self.now)
+        pod.replica = replace(
+            pod.replica, node=node, unschedulable="", scheduled_at=self.now, unready_since=self.now, pod_ip="10.0.0.1"
+        )
         if node in self.refusing:
             self.fail(pod.replica.name, "UnexpectedAdmissionError")
         return 1

@@ -33,7 +33,7 @@ from slipway_operator.core.scaling.schedules import find_active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ScaleTarget:
     """How many replicas there should be."""
 
     desired: int
@@ -42,25 +42,25 @@ class Target:
     memory: ScalingMemory = field(default_factory=ScalingMemory)  # an argument of the next pass
 
 
-def find_target(observed: Observed, members: Sequence[Member], *, capacity_shortage: str, now: datetime) -> Target:
+def find_target(observed: Observed, members: Sequence[Member], *, capacity_shortage: str, now: datetime) -> ScaleTarget:
     """Finds the number of replicas. `capacity_shortage` is why the last ones could not be placed."""
     service, policy = observed.service, observed.service.spec.autoscaling
     held = _held(service)
     if service.spec.suspend:
-        return Target(desired=0)
+        return ScaleTarget(desired=0)
     if policy is None:
-        return Target(desired=held)
+        return ScaleTarget(desired=held)
     if policy.mode is ScalingMode.PAUSED:
-        return Target(desired=held)
+        return ScaleTarget(desired=held)
     within_budget = replicas_within_budget(service.spec)
     if within_budget is not None and service.fixed_replicas is not None:
         held = min(held, within_budget)
     if policy.mode is ScalingMode.EXTERNAL:
-        return Target(desired=held, over_budget=_over_budget(service, held))
+        return ScaleTarget(desired=held, over_budget=_over_budget(service, held))
     memory = zero.remember(observed.demand, members, observed.scaling_memory, now)
     recommendation = _recommend(observed, policy, members, memory, held, within_budget, capacity_shortage, now)
     desired = recommendation.desired if policy.mode is ScalingMode.ACTIVE else held
-    return Target(desired=desired, recommendation=recommendation, memory=memory)
+    return ScaleTarget(desired=desired, recommendation=recommendation, memory=memory)
 
 
 def _held(service: InferenceService) -> int:

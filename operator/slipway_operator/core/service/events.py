@@ -40,7 +40,7 @@ def _scaling_events(observed: Observed, after: InferenceServiceStatus, decided: 
     """Suspension and its end have events of their own."""
     if is_suspended(observed.service.status) != is_suspended(after):
         return ()
-    return scaling_events(observed, after, decided.target, ready=len(ready_names(decided.members)))
+    return scaling_events(observed, after, decided.scale, ready=len(ready_names(decided.members)))
 
 
 def ready_names(members: Iterable[Member]) -> frozenset[str]:
@@ -119,6 +119,8 @@ _WARNINGS = {
     (ConditionType.STALLED, Reason.QUOTA_EXCEEDED): EventReason.SCALING_LIMITED,
     (ConditionType.ROUTE_READY, Reason.NAME_CONFLICT): EventReason.NAME_CONFLICT,
     (ConditionType.READY, Reason.WAITING_FOR_GPU): EventReason.WAITING_FOR_GPU,
+    (ConditionType.CANARY_HEALTHY, Reason.INCONCLUSIVE): EventReason.CANARY_INCONCLUSIVE,
+    (ConditionType.CANARY_HEALTHY, Reason.ROLLED_BACK): EventReason.CANARY_ROLLED_BACK,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_STALE): EventReason.METRICS_STALE,
     (ConditionType.SCALING_ACTIVE, Reason.METRICS_MISSING): EventReason.SCALING_HELD,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_MAX): EventReason.SCALING_LIMITED,

@@ -16,7 +16,7 @@ from typing import Final
 from slipway_api import names
 from slipway_api.conditions import EventReason
 from slipway_api.inference_service import InferenceService
-from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.inference_status import CanaryStatus, InferenceServiceStatus
 from slipway_api.memory import DoesNotFit
 from slipway_operator.core.actions import (
     Action,
@@ -48,8 +48,10 @@ from slipway_operator.core.service.revision import (
     load_revisions,
     resolve,
 )
-from slipway_operator.core.service.rollout import Revisions, RolloutStep
+from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.service.strategy import decide_rollout
+from slipway_operator.core.service.target import Target, choose_target
 from slipway_operator.core.service.undrain import take_back
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
@@ -80,12 +82,12 @@ def plan(observed: Observed, now: datetime) -> Plan:
 
     stored = load_revisions(service, observed.revisions)
     revision = resolve(service, observed.defaults.runtime_image, stored)
-    stable = _stable_revision(service, revision, stored)
-    target = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
-    desired = target.desired
+    target = choose_target(service, revision, stored)
+    scale = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
+    desired = scale.desired
     taken_back = take_back(
         members,
-        revision=revision.hash,
+        revision=target.revision.hash,
         desired=desired,
         limits=_limits(observed),
         nodes=observed.nodes,
@@ -93,36 +95,30 @@ def plan(observed: Observed, now: datetime) -> Plan:
         now=now,
     )
     members = taken_back.members
-    rolling = rollout.step(
-        members,
-        revisions=Revisions(
-            update=revision.hash, stable=service.status.current_revision or revision.hash, is_stored=stable is not None
-        ),
-        desired=desired,
-        limits=service.spec.rollout.rolling_update,
-        nodes=observed.nodes,
-    )
-    assigned = {revision.hash, stable.hash if stable else revision.hash}
+    rolling = decide_rollout(observed, members, target, desired=desired, now=now)
+    assigned = {target.revision.hash, target.stable.hash if target.stable else target.revision.hash}
     unhealthy = unhealthy_to_replace(
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
-    rebuilt = _assign_stable(observed, members, stable, rolling, unhealthy, now) if stable else Assignment()
     decided = Decided(
         members=members,
-        revision=revision,
         target=target,
-        rollout=rolling,
-        assignment=_assign_update(observed, members, revision, rolling, desired, unhealthy, now),
-        stable=stable,
-        stable_assignment=rebuilt,
+        scale=scale,
+        rollout=rolling.step,
+        progress=rolling.progress,
+        failed_revision=rolling.failed_revision,
+        assignment=_assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now),
+        stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
-    may_act = _is_recorded(service, revision, desired)
+    may_act = _is_recorded(service, target, desired)
 
     steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
-    if may_act and revision.spec is not None:
+    if may_act and target.revision.spec is not None:
         steps += taken_back.steps
         steps += _create(observed, decided)
+    if may_act:
+        steps += Steps(actions=rolling.actions)
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
@@ -140,28 +136,21 @@ def plan(observed: Observed, now: datetime) -> Plan:
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
 
     status = build_status(observed, decided, now)
-    must_act_again = not may_act or decided.must_record
+    must_act_again = not may_act or decided.must_record or _has_advanced(service, status)
     return Plan(
         actions=steps.actions,
         status=status,
-        events=(*steps.events, *decided.assignment_events, *find_events(observed, status, decided)),
+        events=(
+            *steps.events,
+            *decided.assignment_events,
+            *rolling.progress.events,
+            *find_events(observed, status, decided),
+        ),
         requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
-        recommendations=target.recommendation.recommendations if target.recommendation else (),
-        scaling_memory=replace(target.memory, asked_back=taken_back.asked_back if may_act else {}),
+        recommendations=scale.recommendation.recommendations if scale.recommendation else (),
+        scaling_memory=replace(scale.memory, asked_back=taken_back.asked_back if may_act else {}),
         ready=ready_names(members),
     )
-
-
-def _stable_revision(service: InferenceService, update: Revision, stored: Sequence[Revision]) -> Revision | None:
-    """The revision that replicas are rebuilt of while another one rolls out: the last that served completely.
-
-    None while nothing rolls out, or where it is not stored: it never served, or is older than the store.
-    """
-    current = service.status.current_revision
-    has_served = any(known.hash == current and known.served for known in service.status.revisions)
-    if current == update.hash or not has_served:
-        return None
-    return next((one for one in stored if one.hash == current), None)
 
 
 def _assign_update(
@@ -181,7 +170,7 @@ def _assign_update(
         service=service.metadata.name,
         revision=revision,
         create_up_to=0 if isinstance(check_fit(revision.apply_to(service).spec), DoesNotFit) else rolling.create_up_to,
-        keep_at_most=desired,
+        keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
         moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
         taken_names=observed.taken_names | _names_of_others(observed),
@@ -192,9 +181,16 @@ def _assign_update(
 
 
 def _assign_stable(
-    observed: Observed, members: Sequence[Member], stable: Revision, rolling: RolloutStep, unhealthy: str, now: datetime
+    observed: Observed,
+    members: Sequence[Member],
+    stable: Revision | None,
+    rolling: RolloutStep,
+    unhealthy: str,
+    now: datetime,
 ) -> Assignment:
     """Assign the stable revision's slots during a rollout: rebuild lost replicas; the rollout decides which drain."""
+    if stable is None:
+        return Assignment()
     service = observed.service
     mine = [member for member in members if member.replica.revision == stable.hash]
     return assign(
@@ -234,11 +230,20 @@ def _names_of_others(observed: Observed) -> frozenset[str]:
     return frozenset(replica.name for replica in observed.replicas if replica.owner_uid != uid)
 
 
-def _is_recorded(service: InferenceService, revision: Revision, desired: int) -> bool:
+def _is_recorded(service: InferenceService, target: Target, desired: int) -> bool:
     """Whether status already contains what this pass is about to do."""
-    status = service.status
+    status, revision = service.status, target.asked
+    if status.failed_revision != target.failed:
+        return False
     knows_revision = any(known.hash == revision.hash and known.image for known in status.revisions)
     return status.desired_replicas == desired and status.update_revision == revision.hash and knows_revision
+
+
+def _has_advanced(service: InferenceService, after: InferenceServiceStatus) -> bool:
+    """Whether the rollout took a step in this pass: replicas follow it in the next one, when status has it."""
+    before = service.status
+    was, now = before.canary or CanaryStatus(), after.canary or CanaryStatus()
+    return (was.step, was.weight) != (now.step, now.weight) or before.failed_revision != after.failed_revision
 
 
 def _add_finalizer(service: InferenceService) -> Steps:
@@ -250,7 +255,8 @@ def _add_finalizer(service: InferenceService) -> Steps:
 
 def _remove(observed: Observed, decided: Decided, now: datetime, *, may_begin: bool) -> Steps:
     """Drain and delete before anything is created: a removed replica may free the GPU for a new one."""
-    assigned = {decided.revision.hash, *((decided.stable.hash,) if decided.stable else ())}
+    target = decided.target
+    assigned = {target.revision.hash, *((target.stable.hash,) if target.stable else ())}
     leaving = dict[str, tuple[Member, str]]()
     for member in decided.members:
         is_unwanted = member.replica.revision not in assigned
@@ -285,7 +291,8 @@ def _one_victim_at_a_time(
     """
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
     steps, has_victim = Steps(), False
-    spare = sum(one.is_ready for one in decided.members) - max(0, decided.desired - limits.max_unavailable)
+    must_stay = 0 if decided.rollout.may_empty else max(0, decided.desired - limits.max_unavailable)
+    spare = sum(one.is_ready for one in decided.members) - must_stay
     for member, reason in leaving:
         next_step = drain_replica(member.replica, disruption.rules_of(member, rules, now), now, reason=reason)
         if member.ends_at is None and any(
@@ -302,10 +309,11 @@ def _one_victim_at_a_time(
 
 def _create(observed: Observed, decided: Decided) -> Steps:
     """Create missing replicas; those of the stable revision first, because it is known to serve."""
-    steps = Steps()
-    if decided.stable:
-        steps += _create_of(observed, decided.stable, decided.stable_assignment, decided.rollout.stable_wanted)
-    return steps + _create_of(observed, decided.revision, decided.assignment, decided.desired)
+    steps, target, rolling = Steps(), decided.target, decided.rollout
+    if target.stable:
+        steps += _create_of(observed, target.stable, decided.stable_assignment, rolling.stable_wanted)
+    wanted = decided.desired if rolling.update_wanted is None else rolling.update_wanted
+    return steps + _create_of(observed, target.revision, decided.assignment, wanted)
 
 
 def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int) -> Steps:
@@ -366,6 +374,7 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
         *(moment for one in decided.members for moment in next_change(one.replica, observed.nodes, limits)),
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
+        decided.progress.again_at,
         progress_deadline(observed, decided),
         observed.service.restart_moment,
         *disruption.drain_moments(decided.members, _drain_rules(observed.service)),

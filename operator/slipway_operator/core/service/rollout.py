@@ -17,11 +17,11 @@ during the rollout are started again, as far as the new revision does not serve 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from slipway_api.inference_service import RollingUpdate
 from slipway_api.names import STATE_DRAINING
+from slipway_api.rollout_spec import RollingUpdate
 from slipway_operator.core.health import Member, Stage, cheapest_to_lose
 from slipway_operator.core.observed import Node
 from slipway_operator.core.service.problems import describe_stage
@@ -52,6 +52,8 @@ class RolloutStep:
     stable_wanted: int = 0  # ... that should exist
     replace_broken_stable: bool = False  # a new replica waits for a node: a broken stable one makes room for it
     weights: Mapping[str, int] = field(default_factory=dict)  # percent of the traffic by revision, 100 in all
+    update_wanted: int | None = None  # replicas of the new revision that should exist; None: all that are desired
+    may_empty: bool = False  # the last ready replicas may drain, too (strategy Recreate)
 
 
 def step(
@@ -106,6 +108,128 @@ def step(
             current=revisions.update if serves_instead and not is_rolling else revisions.stable or revisions.update,
         ),
     )
+
+
+def split_step(
+    members: Sequence[Member],
+    *,
+    revisions: Revisions,
+    desired: int,
+    limits: RollingUpdate,
+    nodes: Mapping[str, Node],
+    update_wanted: int,
+    stable_wanted: int,
+    weight: int,
+    is_finished: bool,
+) -> RolloutStep:
+    """The next step where both revisions serve side by side, with so many replicas each and `weight` % for the new one.
+
+    A surplus of stable replicas leaves as far as enough others are ready; replicas of any third revision leave. Stable
+    replicas that are missing are started before new ones, because they are known to serve.
+    """
+    new = [member for member in members if member.replica.revision == revisions.update]
+    old = [member for member in members if member.replica.revision != revisions.update]
+    stable_live = [one for one in old if one.is_live and one.replica.revision == revisions.stable]
+    others = [one for one in old if one.is_live and one.replica.revision != revisions.stable]
+    draining = [member for member in members if _drains_and_counts(member, revisions.update)]
+    doubles = _doubles(new)
+    new_waits_for_node = any(member.stage is Stage.UNSCHEDULABLE for member in new)
+
+    # 3 desired + 1 surge - 3 stable live - 0 that drain = 1 place for a canary.
+    room = desired + limits.max_surge - len(stable_live) - len(others) - len(draining) - doubles
+    new_live = sum(member.is_live for member in new) - doubles
+    rebuild = max(0, stable_wanted - len(stable_live)) if revisions.is_stored else 0
+    rebuild_now = min(rebuild, max(0, room - new_live))
+    surplus = _cheapest(stable_live, nodes)[: max(0, len(stable_live) - stable_wanted)]
+    spare = max(0, _ready(members) - max(0, desired - limits.max_unavailable))
+    ready_to_go = [one for one in [*_cheapest(others, nodes), *surplus] if one.is_ready][:spare]
+    leaving = [(one, REPLACED) for one in [*others, *surplus] if not one.is_ready or one in ready_to_go]
+    lost = [one for one in old if one.stage is Stage.LOST and (is_finished or one.replica.revision != revisions.stable)]
+    if _ready(members) >= desired:
+        leaving += [(one, "its node does not answer, and enough replicas serve elsewhere") for one in lost]
+    hashes = {revisions.update, revisions.stable, *(one.replica.revision for one in members)}
+    is_rolling = bool(stable_live or others) or any(one in old for one in draining) or not is_finished
+    return RolloutStep(
+        is_rolling=is_rolling and desired > 0,
+        create_up_to=max(0, min(update_wanted, room - rebuild_now)),
+        moves=0,
+        leaving=tuple(leaving),
+        serves_instead=is_finished and desired > 0 and _ready(new) >= desired,
+        stable_up_to=len(stable_live) + rebuild_now,
+        stable_wanted=len(stable_live) + rebuild,
+        replace_broken_stable=new_waits_for_node,
+        weights=split_weights(members, sorted(hashes), revisions, weight=weight),
+        update_wanted=update_wanted,
+    )
+
+
+def recreate_step(
+    members: Sequence[Member], *, revisions: Revisions, desired: int, nodes: Mapping[str, Node]
+) -> RolloutStep:
+    """The next step without a spare GPU: every old replica finishes its requests and leaves, then new ones start."""
+    new = [member for member in members if member.replica.revision == revisions.update]
+    old = [member for member in members if member.replica.revision != revisions.update]
+    old_live = [member for member in old if member.is_live]
+    leaves = [member for member in old if _drains_and_counts(member, revisions.update)]
+    serves_instead = _ready(new) >= desired
+    is_rolling = bool(old_live or leaves)
+    hashes = {revisions.update, revisions.stable or revisions.update, *(one.replica.revision for one in members)}
+    return RolloutStep(
+        is_rolling=is_rolling or (desired > 0 and not serves_instead and revisions.stable != revisions.update),
+        create_up_to=0 if is_rolling else desired,
+        moves=0,
+        leaving=tuple(
+            (one, REPLACED) for one in _cheapest([*old_live, *(one for one in old if one.stage is Stage.LOST)], nodes)
+        ),
+        serves_instead=serves_instead,
+        stable_up_to=0,
+        stable_wanted=sum(one.replica.revision == revisions.stable for one in old_live),
+        weights=weights(
+            members,
+            sorted(hashes),
+            current=revisions.update if serves_instead and not is_rolling else revisions.stable or revisions.update,
+        ),
+        may_empty=True,
+    )
+
+
+def paused_step(step: RolloutStep, members: Sequence[Member], revisions: Revisions) -> RolloutStep:
+    """The step of a rollout that does not go on: no further new replica starts, and no old one leaves."""
+    new_live = {one.replica.slot for one in members if one.is_live and one.replica.revision == revisions.update}
+    limit = min(step.create_up_to, len(new_live))
+    return replace(step, create_up_to=limit, update_wanted=len(new_live), leaving=(), may_empty=False)
+
+
+def split_weights(
+    members: Sequence[Member], revisions: Sequence[str], between: Revisions, *, weight: int
+) -> dict[str, int]:
+    """Percent of the traffic: `weight` for the new revision, the rest for the stable one, nothing for any other.
+
+    Where only the new one has ready replicas, and it has a weight, it takes all; without a weight it has not passed its
+    gates, and takes nothing.
+    """
+    ready_stable = any(one.is_ready and one.replica.revision == between.stable for one in members)
+    ready_new = any(one.is_ready and one.replica.revision == between.update for one in members)
+    if ready_new and not ready_stable and weight:
+        weight = 100
+    elif ready_stable and not ready_new:
+        weight = 0
+    return dict.fromkeys(revisions, 0) | {between.stable: 100 - weight, between.update: weight}
+
+
+def returned_weights(members: Sequence[Member], recorded: Mapping[str, int], *, target: str) -> dict[str, int]:
+    """All traffic for the revision that is rolled back to, as soon as one replica of it is ready.
+
+    Until then those keep it that had it by the `recorded` weights; a revision that had none never gets any.
+    """
+    if any(one.is_ready and one.replica.revision == target for one in members):
+        return {hash: 100 if hash == target else 0 for hash in recorded}
+    trusted = [one for one in members if recorded.get(one.replica.revision, 0) > 0]
+    return weights(trusted, sorted(recorded), current=target)
+
+
+def _cheapest(members: Sequence[Member], nodes: Mapping[str, Node]) -> list[Member]:
+    return sorted(members, key=lambda member: cheapest_to_lose(member, nodes))
 
 
 def _stable_to_rebuild(

@@ -17,12 +17,12 @@ from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStat
 from slipway_operator.core.actions import Event
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
-from slipway_operator.core.scaling.target import Target
+from slipway_operator.core.scaling.target import ScaleTarget
 
 REFRESH_VALUES_AFTER: Final = timedelta(seconds=60)
 
 
-def autoscaling_status(service: InferenceService, target: Target, now: datetime) -> AutoscalingStatus | None:
+def autoscaling_status(service: InferenceService, target: ScaleTarget, now: datetime) -> AutoscalingStatus | None:
     """status.autoscaling after this pass."""
     policy, before, scaling = service.spec.autoscaling, service.status, target.recommendation
     if policy is None or policy.mode is ScalingMode.EXTERNAL:
@@ -101,7 +101,7 @@ class _Told:
 
 
 def scaling_condition(
-    service: InferenceService, target: Target, after: AutoscalingStatus | None
+    service: InferenceService, target: ScaleTarget, after: AutoscalingStatus | None
 ) -> tuple[ConditionStatus, Reason, str] | None:
     """Condition ScalingActive: its message is the last decision's sentence, or why none is possible."""
     policy = service.spec.autoscaling
@@ -111,7 +111,9 @@ def scaling_condition(
     return told.status, told.reason, told.message
 
 
-def _told(service: InferenceService, policy: Autoscaling, target: Target, after: AutoscalingStatus | None) -> _Told:
+def _told(
+    service: InferenceService, policy: Autoscaling, target: ScaleTarget, after: AutoscalingStatus | None
+) -> _Told:
     if policy.mode is ScalingMode.PAUSED:
         return _Told(ConditionStatus.FALSE, Reason.PAUSED, f"autoscaling.mode is Paused: {target.desired} stay")
     if target.over_budget:
@@ -151,7 +153,9 @@ def _advice(advised: int | None, held: int, scaling: Recommendation) -> str:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-def scaling_events(observed: Observed, after: InferenceServiceStatus, target: Target, *, ready: int) -> list[Event]:
+def scaling_events(
+    observed: Observed, after: InferenceServiceStatus, target: ScaleTarget, *, ready: int
+) -> list[Event]:
     """The events of scaling: changes of the number, advice, and requests that gave up waiting for a first replica."""
     service, before = observed.service, observed.service.status
     policy, scaling = service.spec.autoscaling, target.recommendation
@@ -172,7 +176,7 @@ def scaling_events(observed: Observed, after: InferenceServiceStatus, target: Ta
     return events
 
 
-def _of_change(was: int, target: Target) -> EventReason:
+def _of_change(was: int, target: ScaleTarget) -> EventReason:
     if target.recommendation is not None and target.desired == 0:
         return EventReason.SCALED_TO_ZERO
     if target.recommendation is not None and target.recommendation.is_activation:
@@ -184,7 +188,7 @@ def _by_spec(was: int, desired: int) -> str:
     return f"{was}→{desired}: spec.replicas"
 
 
-def _given_up(observed: Observed, target: Target) -> list[Event]:
+def _given_up(observed: Observed, target: ScaleTarget) -> list[Event]:
     """Requests waited for the first replica of an activated service, none became ready, and none waits any more."""
     history = (observed.service.status.autoscaling or AutoscalingStatus()).history
     was_activated = bool(history) and history[0].from_ == 0 and bool(target.desired)

@@ -44,7 +44,8 @@ from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
-from slipway_operator.core.scaling.target import Target
+from slipway_operator.core.scaling.target import ScaleTarget
+from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
@@ -53,6 +54,7 @@ from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.route import route_condition
 from slipway_operator.core.service.scaling_status import autoscaling_status, scaling_condition
 from slipway_operator.core.service.suspension import SUSPENDED, suspended_condition
+from slipway_operator.core.service.target import Target
 
 MOST_REVISIONS: Final = 6
 
@@ -62,22 +64,33 @@ class Decided:
     """The decisions of this pass, from which status is built."""
 
     members: Sequence[Member]
-    revision: Revision
     target: Target
+    scale: ScaleTarget
     rollout: RolloutStep
-    assignment: Assignment  # of the revision that the spec asks for
-    stable: Revision | None  # the revision that replicas are rebuilt of meanwhile
+    progress: Progress
+    failed_revision: str
+    assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
 
     @property
     def desired(self) -> int:
         """The desired number of replicas."""
-        return self.target.desired
+        return self.scale.desired
 
     @property
     def scaling(self) -> Recommendation | None:
         """The autoscaler's recommendation; None where the spec fixes the number."""
-        return self.target.recommendation
+        return self.scale.recommendation
+
+    @property
+    def revision(self) -> Revision:
+        """The revision that replicas are rolled to: the spec's, or the one that it is rolled back to."""
+        return self.target.revision
+
+    @property
+    def stable(self) -> Revision | None:
+        """The revision that replicas are rebuilt of meanwhile."""
+        return self.target.stable
 
     @property
     def attempts(self) -> tuple[AttemptStatus, ...]:
@@ -108,7 +121,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
     updated = [one for one in decided.members if one.is_live and one.replica.revision == decided.revision.hash]
     name = service.metadata.name
     url = f"{observed.defaults.gateway_url.rstrip('/')}/v1"
-    autoscaling = autoscaling_status(service, decided.target, now)
+    autoscaling = autoscaling_status(service, decided.scale, now)
     return InferenceServiceStatus(
         observed_generation=service.metadata.generation,
         conditions=_conditions(observed, decided, ready, autoscaling, now),
@@ -122,8 +135,10 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         selector=f"{names.LABEL_SERVICE}={name}",
         served_name=_served_name(service, decided),
         current_revision=current,
-        update_revision=decided.revision.hash,
+        update_revision=decided.target.asked.hash,
+        failed_revision=decided.failed_revision,
         revisions=_revisions(observed, decided, current),
+        canary=None if is_complete else decided.progress.status,
         attempts=decided.attempts,
         autoscaling=autoscaling,
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
@@ -158,10 +173,10 @@ def deletion_status(observed: Observed, members: Sequence[Member]) -> InferenceS
 def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[RevisionStatus, ...]:
     """Newest first: the one that the spec asks for, those with replicas, and as many older ones as are remembered."""
     service = observed.service
-    update = decided.revision
+    update, target = decided.target.asked, decided.revision
     populated = {member.replica.revision for member in decided.members}
     older = [one for one in service.status.revisions if one.hash != update.hash]
-    needed = [one for one in older if one.hash in populated or one.hash == current]
+    needed = [one for one in older if one.hash in {*populated, current, target.hash}]
     room = max(0, service.spec.rollout.revision_history_limit - len(needed))
     spare = [one for one in older if one not in needed][:room]
     kept = [one for one in older if one in needed or one in spare][: MOST_REVISIONS - 1]
@@ -169,13 +184,14 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
     images = {update.hash: update.image} | {one.hash: one.image for one in kept}
     served = {one.hash for one in service.status.revisions if one.served}
     if decided.desired and decided.rollout.serves_instead:
-        served.add(update.hash)
+        served.add(target.hash)
     return tuple(
         RevisionStatus(
             name=f"{service.metadata.name}-{hash[:5]}",
             hash=hash,
             image=image,
             weight=decided.rollout.weights.get(hash, 0),
+            mirror_percent=decided.progress.mirror_percent if hash == target.hash else 0,
             ready=decided.ready_of(hash),
             served=hash in served,
         )
@@ -184,11 +200,12 @@ def _revisions(observed: Observed, decided: Decided, current: str) -> tuple[Revi
 
 
 def _served_name(service: InferenceService, decided: Decided) -> str:
-    """What clients send as `model`: a changed name is valid from the first replica on that answers to it."""
+    """What clients send as `model`: a changed name is valid from the first request on that it may get."""
     update, stable = decided.revision, decided.stable
-    if stable and decided.ready_of(stable.hash) and not decided.ready_of(update.hash):
+    gets_traffic = decided.ready_of(update.hash) and decided.rollout.weights.get(update.hash, 0)
+    if stable and decided.ready_of(stable.hash) and not gets_traffic:
         return stable.apply_to(service).served_name
-    return service.served_name
+    return update.apply_to(service).served_name if decided.target.is_rollback else service.served_name
 
 
 def _capacity(decided: Decided) -> CapacityStatus | None:
@@ -222,7 +239,7 @@ def _conditions(
     service = observed.service
     generation = service.metadata.generation
     conditions = service.status.conditions
-    if service.status.update_revision != decided.revision.hash:
+    if service.status.update_revision != decided.target.asked.hash:
         conditions = remove_condition(conditions, ConditionType.RECONCILING)  # another rollout: a new deadline
     problems = find_problems(observed, decided.members, decided.revision, decided.assignment.attempts, now=now)
     stalled = problems.stalled or _past_deadline(observed, decided, problems, now)
@@ -260,12 +277,24 @@ def _conditions(
     else:
         conditions = remove_condition(conditions, ConditionType.SUSPENDED)
 
-    scaling = None if suspended else scaling_condition(service, decided.target, autoscaling)
+    if decided.progress.condition:
+        write(ConditionType.CANARY_HEALTHY, *decided.progress.condition)
+    elif not _keeps_canary_condition(service, decided):
+        conditions = remove_condition(conditions, ConditionType.CANARY_HEALTHY)
+
+    scaling = None if suspended else scaling_condition(service, decided.scale, autoscaling)
     if scaling:
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
     return conditions
+
+
+def _keeps_canary_condition(service: InferenceService, decided: Decided) -> bool:
+    """Whether the verdict about the last rollout still tells something: it passed, and nothing has changed since."""
+    was = find_condition(service.status.conditions, ConditionType.CANARY_HEALTHY)
+    is_same = service.status.update_revision == decided.target.asked.hash
+    return was is not None and is_same and was.reason == Reason.PASSED
 
 
 def _readiness(
@@ -306,7 +335,13 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
     """The reason and message of Progressing; None when nothing is under way."""
     before = observed.service.status
     if decided.rollout.is_rolling:
-        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}"
+        waits = f": {decided.progress.holds}" if decided.progress.holds else ""
+        if decided.target.is_rollback:
+            return (
+                Reason.ROLLING_OUT,
+                f"revision {decided.revision.hash} takes the place of {decided.target.asked.hash}",
+            )
+        return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}"
     if not enough:
         return Reason.SCALING_UP, f"{decided.desired} replicas are wanted"
     return None
@@ -314,7 +349,7 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
 
 def progress_deadline(observed: Observed, decided: Decided) -> datetime | None:
     """When the rollout, or the first start, will have made no progress for too long; None when it is done."""
-    if _is_settled(decided) or observed.service.status.update_revision != decided.revision.hash:
+    if _is_settled(decided) or observed.service.status.update_revision != decided.target.asked.hash:
         return None  # done, or begun this very moment
     new = [one.replica for one in decided.members if one.replica.revision == decided.revision.hash]
     old = [one.replica for one in decided.members if one.replica.revision != decided.revision.hash]
@@ -338,7 +373,7 @@ def _past_deadline(
     before = observed.service.status
     deadline = progress_deadline(observed, decided)
     was = find_condition(before.conditions, ConditionType.STALLED)
-    if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.revision.hash):
+    if was and (was.reason != Reason.PROGRESS_DEADLINE_EXCEEDED or before.update_revision != decided.target.asked.hash):
         was = None
     # Attempts begin and end while it is stalled, so an old deadline may no longer follow from them: it still holds.
     still = was is not None and (deadline is None or deadline <= was.last_transition_time)
@@ -356,4 +391,5 @@ def _past_deadline(
 def _is_settled(decided: Decided) -> bool:
     """Whether no rollout and no first start is under way; scaling may take as long as it takes."""
     serves = any(member.is_ready for member in decided.members)
-    return decided.desired == 0 or (serves and not decided.rollout.is_rolling)
+    is_waiting = not decided.rollout.is_rolling or bool(decided.progress.holds)  # for time, a verdict or a person
+    return decided.desired == 0 or (serves and is_waiting)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipway_api.inference_service import RollingUpdate
+from slipway_api.rollout_spec import RollingUpdate
 from slipway_operator.core.health import judge
 from slipway_operator.core.observed import Node
 from slipway_operator.core.service import rollout

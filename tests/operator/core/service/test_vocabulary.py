@@ -18,7 +18,10 @@ from slipway_operator.core.observed import Failure, Namesake
 from slipway_operator.core.service.plan import Plan, plan
 from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
 from tests.operator.core.scaling.gateways import Gateways
+from tests.operator.core.service.test_canary import a_world as a_canary_world
+from tests.operator.core.service.test_canary import roll
 from tests.operator.core.simulated_cluster import SimulatedCluster
+from tests.operator.core.simulated_traffic import Behaviour
 
 Said = tuple[set[tuple[str, str, str]], set[str]]  # (type, status, reason) of conditions, and reasons of events
 
@@ -194,6 +197,18 @@ def disrupted_and_suspended() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def life_of_a_canary() -> Said:
+    world = a_canary_world(rate=0.1)
+    roll(world)
+    world.run(100)
+    world.traffic.rate = 40
+    world.run(200)
+    _, third = roll(world, maxModelLen=99)
+    world.traffic.behaviours[third] = Behaviour(errors=0.5)
+    world.run(200)
+    return world.told, set(world.event_reasons())
+
+
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
     world = SimulatedCluster(service, **cluster)
     world.reconcile()
@@ -223,6 +238,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     limited_by_a_budget,
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
+    life_of_a_canary,
 ]
 
 

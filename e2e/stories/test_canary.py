@@ -1,0 +1,125 @@
+"""A new revision takes its share by canary; one that answers wrongly or slowly is rolled back."""
+
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.manifests import as_yaml, static
+from e2e.slipway import USER_NAMESPACE, Slipway, wait_for
+from slipway_api import names
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ANALYSIS = {
+    "intervalSeconds": 5,
+    "minRequests": 20,
+    "failureLimit": 1,
+    # On a shared machine, equal replicas differ by more than a fifth; the slow one here is slower by far more.
+    "metrics": [{"type": "ErrorRate", "max": "0.05"}, {"type": "TTFTP95", "maxRegressionPercent": 200}],
+}
+
+
+def manifest(name: str, *steps: dict[str, Any], **rollout: Any) -> dict[str, Any]:
+    return static(
+        name, 1, rollout={"strategy": "Canary", "canary": {"steps": list(steps), "analysis": ANALYSIS}, **rollout}
+    )
+
+
+def serve(slipway: Slipway, spec: dict[str, Any]) -> str:
+    """Apply it and wait until its revision has served completely; the hash."""
+    slipway.apply(as_yaml(spec))
+    name = spec["metadata"]["name"]
+
+    def served() -> str | None:
+        status = slipway.service(name).get("status", {})
+        return next((one["hash"] for one in status.get("revisions", []) if one.get("served")), None)
+
+    return wait_for("the first revision has served", served, timeout=120)
+
+
+def edit(slipway: Slipway, spec: dict[str, Any], **runtime: Any) -> str:
+    """Change the runtime's settings; the hash of the new revision."""
+    name, before = spec["metadata"]["name"], slipway.service(spec["metadata"]["name"])["status"]["updateRevision"]
+    spec["spec"].setdefault("runtime", {}).update(runtime)
+    slipway.apply(as_yaml(spec))
+
+    def changed() -> str | None:
+        update = slipway.service(name)["status"]["updateRevision"]
+        return update if update != before else None
+
+    return wait_for("the new revision is known", changed)
+
+
+def weights(slipway: Slipway, name: str) -> dict[str, int]:
+    return {one["hash"]: one.get("weight", 0) for one in slipway.service(name)["status"]["revisions"]}
+
+
+def ask(slipway: Slipway, name: str, pin: str = "") -> httpx.Response:
+    headers = {names.HEADER_PIN_REVISION: pin} if pin else {}
+    body = {"model": name, "prompt": "The ship", "max_tokens": 4}
+    return httpx.post(f"{slipway.base_url}/completions", json=body, headers=headers, timeout=60)
+
+
+@pytest.mark.capability("EV-1", "EV-3", "RG-1", "PF-13")
+def test_a_canary_takes_its_share_and_is_promoted_by_hand(clean: Slipway) -> None:
+    spec = manifest("share", {"setWeight": 25}, {"pauseSeconds": 3600}, {"setWeight": 100})
+    old = serve(clean, spec)
+
+    new = edit(clean, spec, maxNumSeqs=24)
+    wait_for("the canary has its weight", lambda: weights(clean, "share") == {old: 75, new: 25}, timeout=90)
+
+    def answered() -> Counter[str] | None:  # the gateways hear of the weights a moment later
+        by = Counter(ask(clean, "share").headers[names.HEADER_REVISION] for _ in range(80))
+        return by if by[new] and by[old] else None
+
+    by = wait_for("both revisions answer", answered)
+    assert set(by) == {old, new}
+    assert 5 <= by[new] <= 38, f"25 % of 80 requests, give or take: {by}"
+    for revision in (old, new):
+        pinned = {ask(clean, "share", pin=revision).headers[names.HEADER_REVISION] for _ in range(5)}
+        assert pinned == {revision}, "a request for one revision is never answered by the other"
+
+    clean.access.kubectl(
+        "annotate", "infsvc", "share", "-n", USER_NAMESPACE, f"{names.ANNOTATION_PROMOTE}={new}", "--overwrite"
+    )
+    wait_for("it serves alone", lambda: clean.service("share")["status"]["currentRevision"] == new, timeout=90)
+    reasons = {event.reason for event in clean.events("share")}
+    assert {"CanaryStepCompleted", "CanaryPromoted", "RolloutCompleted"} <= reasons
+
+
+@pytest.mark.capability("EV-4")
+def test_a_canary_that_answers_a_smoke_test_wrongly_gets_no_request(clean: Slipway) -> None:
+    smoke = {"smoke": [{"prompt": "The ship", "mustMatch": "a text that this model never writes"}]}
+    spec = manifest("wrong", {"setWeight": 50}, {"setWeight": 100}, gates=smoke)
+    old = serve(clean, spec)
+
+    new = edit(clean, spec, maxNumSeqs=24)
+    wait_for("it is rolled back", lambda: clean.service("wrong")["status"].get("failedRevision") == new, timeout=90)
+
+    assert weights(clean, "wrong") == {old: 100, new: 0}
+    (event,) = [one for one in clean.events("wrong") if one.reason == "CanaryRolledBack"]
+    assert "smoke test 1 of 1" in event.note
+    wait_for("it is gone", lambda: len(clean.pods("wrong")) == 1)
+    assert ask(clean, "wrong").headers[names.HEADER_REVISION] == old
+
+
+@pytest.mark.full
+@pytest.mark.capability("EV-2")
+def test_a_slow_canary_is_rolled_back_and_not_tried_again(clean: Slipway) -> None:
+    """The canary runs one request at a time; the verdict needs the outcomes that the gateways report."""
+    spec = manifest("slow", {"setWeight": 50}, {"analyze": {}}, {"setWeight": 100})
+    old = serve(clean, spec)
+    load = clean.load("slow", concurrency=8, seconds=240, max_tokens=24, retry_429=True)
+    try:
+        new = edit(clean, spec, maxNumSeqs=1)
+        wait_for("it is rolled back", lambda: clean.service("slow")["status"].get("failedRevision") == new, timeout=200)
+    finally:
+        load.stop()
+
+    (event,) = [one for one in clean.events("slow") if one.reason == "CanaryRolledBack"]
+    assert "TTFTP95" in event.note
+    assert " against " in event.note
+    wait_for("the canary is gone", lambda: len(clean.pods("slow")) == 1, timeout=90)
+    assert weights(clean, "slow")[old] == 100
