@@ -79,6 +79,8 @@ class EventReason(StrEnum):
     SCALED_DOWN = "ScaledDown"
     ROLLOUT_STARTED = "RolloutStarted"
     ROLLOUT_COMPLETED = "RolloutCompleted"
+    WARM_POD_CLAIMED = "WarmPodClaimed"
+    WARM_POOL_MISS = "WarmPoolMiss"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
     SCALING_HELD = "ScalingHeld"
@@ -107,6 +109,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SCALED_DOWN,
         EventReason.ROLLOUT_STARTED,
         EventReason.ROLLOUT_COMPLETED,
+        EventReason.WARM_POD_CLAIMED,
     }
 )
 
@@ -135,7 +138,7 @@ def find_condition(conditions: Iterable[Condition], type: str) -> Condition | No
 
 def set_condition(
     conditions: Iterable[Condition],
-    type: ConditionType,
+    type: StrEnum,
     status: ConditionStatus | bool,
     reason: str,
     message: str,
@@ -161,6 +164,6 @@ def set_condition(
     return tuple(after if condition is before else condition for condition in kept)
 
 
-def remove_condition(conditions: Iterable[Condition], type: ConditionType) -> tuple[Condition, ...]:
+def remove_condition(conditions: Iterable[Condition], type: StrEnum) -> tuple[Condition, ...]:
     """The conditions without this one: how Reconciling and Stalled stop being True."""
     return tuple(condition for condition in conditions if condition.type != type)

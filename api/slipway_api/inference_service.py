@@ -118,6 +118,22 @@ class Availability(Struct):
     """A replica that was ready and is not ready for this long is replaced, one replica at a time."""
 
 
+class WarmPoolPolicy(StrEnum):
+    """What happens when the warm pool has no pod for a replica."""
+
+    PREFER = "Prefer"
+    REQUIRE = "Require"
+
+
+class WarmPoolReference(Struct):
+    """The WarmPool whose pods become replicas of the service."""
+
+    name: str = Field(min_length=1, max_length=63)
+    """Name of the WarmPool, in the same namespace."""
+    policy: WarmPoolPolicy = WarmPoolPolicy.PREFER
+    """Prefer: start a replica cold when the pool has no fit pod. Require: wait for one."""
+
+
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -184,6 +200,8 @@ class InferenceServiceSpec(Struct):
     """How requests reach the replicas."""
     availability: Availability = Availability()
     """How failed replicas are replaced."""
+    warm_pool: WarmPoolReference | None = None
+    """Take replicas from this WarmPool. Absent: every replica is started cold."""
 
 
 class InferenceService(Struct):

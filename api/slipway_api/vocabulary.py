@@ -80,6 +80,8 @@ EVENTS: Final = {
     EventReason.SCALED_DOWN: "Fewer replicas are wanted; the evidence in numbers.",
     EventReason.ROLLOUT_STARTED: "A revision begins to replace the one before it.",
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
+    EventReason.WARM_POD_CLAIMED: "A pod of the warm pool became a replica, and for which slot.",
+    EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.SCALING_HELD: "No ready replica reports its load, so the number stays.",

@@ -22,7 +22,7 @@ import msgspec
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
-from slipway_api.runtime_api import DrainStatus, Signals
+from slipway_api.runtime_api import DrainStatus, ModelInfo, Signals
 from slipway_kube.errors import KubeError, Unreachable
 from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
 from slipway_operator.clock import Clock
@@ -52,6 +52,9 @@ class Runtime:
     kv_usage: float = 0.0
     draining: bool = False
     drained_with: list[int | None] = field(default_factory=list)
+    model: Object | None = None  # what POST /model brought
+    starting: str = ""  # Booting, NoModel or Loading, until it is ready
+    ready_from: float = 0.0
 
 
 class Severable(InProcessClient):
@@ -194,6 +197,9 @@ class SimulatedCluster:
         self.clock = Clock(now=self.now, monotonic=self.time, lease=self.time)
         self.runtimes: dict[str, Runtime] = {}
         self.start_seconds = 1.0
+        self.boot_seconds = 3.0  # of a pod of a WarmPool
+        self.claim_seconds = 1.0  # from POST /model to ready
+        self.refuses_models = 0  # so many POSTs of a model get no answer
         self.stop_seconds = 0.5
         self.kubelet_works = True
         self.write_seconds = 0.0
@@ -283,7 +289,7 @@ class SimulatedCluster:
             self.most_live_pods = max(self.most_live_pods, len(self.live()))
             if self.kubelet_works:
                 for pod in self.server.objects(PODS):
-                    if names.LABEL_SERVICE in pod["metadata"]["labels"]:
+                    if {names.LABEL_SERVICE, names.LABEL_POOL} & set(pod["metadata"]["labels"]):
                         self._tend(pod)
                 self.server.collect_garbage()
             await asyncio.sleep(TICK_SECONDS)
@@ -300,13 +306,18 @@ class SimulatedCluster:
             return
         if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
             return
-        runtime = self.runtimes.setdefault(meta["name"], Runtime())
-        is_ready = not runtime.draining
+        is_empty = pod["spec"]["containers"][0]["args"][1].startswith("--")
+        runtime = self.runtimes.setdefault(f"{meta['name']}", Runtime(starting="Booting" if is_empty else ""))
+        if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
+            runtime.starting = "NoModel"
+        if runtime.starting == "Loading" and time >= runtime.ready_from:
+            runtime.starting = ""
+        is_ready = not runtime.draining and not runtime.starting
         status = {
             "phase": "Running",
             "podIP": f"10.0.0.{1 + len(self._since) % 250}",
             "conditions": [_condition("PodScheduled", self), _condition("Ready", self, is_true=is_ready)],
-            "containerStatuses": [{"name": "server", "ready": is_ready, "started": True, "state": {"running": {}}}],
+            "containerStatuses": [{"name": "server", "ready": is_ready, "started": not runtime.starting, "state": {"running": {}}}],
         }
         now = [(one["type"], one["status"]) for one in pod.get("status", {}).get("conditions", [])]
         if now != [(one["type"], one["status"]) for one in status["conditions"]]:
@@ -333,6 +344,16 @@ class SimulatedCluster:
             runtime.drained_with.append(msgspec.json.decode(body or b"{}").get("timeoutSeconds"))
             drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
+        if path == names.PATH_MODEL:
+            if self.refuses_models:
+                self.refuses_models -= 1
+                raise ConnectionResetError(replica.pod)
+            asked = msgspec.json.decode(body or b"{}")
+            if runtime.model is not None and runtime.model != asked:
+                return 409, b"another model"
+            if runtime.model is None:
+                runtime.model, runtime.starting, runtime.ready_from = asked, "Loading", self.time() + self.claim_seconds
+            return 202, ModelInfo(uri=asked["uri"]).wire()
         self.sampled.append((self.time(), replica.pod))
         signals = Signals(
             boot_id=pod["metadata"]["uid"],
@@ -340,6 +361,7 @@ class SimulatedCluster:
             running=runtime.running,
             waiting=runtime.waiting,
             draining=runtime.draining,
+            starting=runtime.starting,
         )
         return 200, signals.wire()
 

@@ -22,6 +22,10 @@ SPEC = LoadModelRequest(
 )
 
 
+def has_loaded(library: str, pid: int) -> bool:
+    return library in Path(f"/proc/{pid}/maps").read_text()
+
+
 async def reason_when_booted(http: httpx.AsyncClient, admin_url: str) -> tuple[int, str]:
     """Status and reason of /ready, once everything that needs no model is done."""
     async with asyncio.timeout(120):
@@ -72,7 +76,7 @@ async def test_a_booted_process_builds_the_engine_in_the_process_that_has_import
     async with serving(model=None) as replica, httpx.AsyncClient(timeout=120) as http:
         assert await reason_when_booted(http, replica.admin_url) == (503, "NoModel")
         (engine,) = children(replica.process.pid)
-        assert "libtorch" in Path(f"/proc/{engine}/maps").read_text(), "torch is loaded before there is a model"
+        assert has_loaded("libtorch", engine), "torch is loaded before there is a model"
 
         await http.post(f"{replica.admin_url}/model", content=SPEC.wire())
         await replica.ready()
@@ -89,7 +93,10 @@ async def test_a_container_that_is_started_again_serves_the_model_and_asks_for_t
         await first.ready()
         kept = (first.run_directory / "model.json").read_bytes()
 
-    async with serving_here(model=None, run_files={"model.json": kept}) as again, httpx.AsyncClient(timeout=120) as http:
+    async with (
+        serving_here(model=None, run_files={"model.json": kept}) as again,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
         await again.ready()
         assert (await http.get(f"{again.url}/v1/models")).status_code == 401
         headers = {names.HEADER_SERVING_TOKEN: "of the gateway"}

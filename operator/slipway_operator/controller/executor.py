@@ -23,6 +23,7 @@ from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, Stat
 from slipway_kube.objects import Object, Pod
 from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
+from slipway_operator.controller.claimer import Claimer
 from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
 from slipway_operator.controller.store import ObjectStore
@@ -30,12 +31,14 @@ from slipway_operator.core.actions import (
     Action,
     AddFinalizer,
     ApplyChild,
+    ClaimPod,
     CreatePod,
     CreateRevision,
     DeletePod,
     DeleteRevision,
     DrainPod,
     Failure,
+    LoadModel,
     RemoveFinalizer,
 )
 from slipway_operator.metrics import OperatorMetrics
@@ -103,6 +106,7 @@ class Executor:
         self._stores = stores
         self._pod_of = pod_of
         self._metrics = metrics
+        self._claims = Claimer(client, writer, replicas, calls, pod_of)
         self._now = now
         self._monotonic = monotonic
 
@@ -153,8 +157,13 @@ class Executor:
                     action.name,
                     uid=action.uid,
                     grace_seconds=action.grace_seconds,
+                    resource_version=action.resource_version,
                     owner=key,
                 )
+            case ClaimPod():
+                return await self._claims.claim(key, stored, action, memory)
+            case LoadModel():
+                self._claims.ask_to_load(key, stored, action.name, action.uid, action.request)
             case ApplyChild():
                 await self._apply_child(key, action, memory)
             case CreateRevision():
@@ -316,7 +325,7 @@ def _describe(action: Action) -> str:
 def _object_of(action: Action) -> str:
     """The name of the object that the action is about."""
     match action:
-        case CreatePod() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
+        case CreatePod() | ClaimPod() | LoadModel() | DrainPod() | DeletePod() | CreateRevision() | DeleteRevision():
             return action.name
         case ApplyChild():
             return action.key

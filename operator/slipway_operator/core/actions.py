@@ -4,11 +4,14 @@ Each carries its `reason`, the sentence that the executor logs. Each is safe to 
 costs a pass, never a pod.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from slipway_api.conditions import EventReason
+from slipway_api.runtime_api import LoadModelRequest
+from slipway_api.warm_pool_conditions import PoolEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,33 @@ class CreatePod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimPod:
+    """Make a waiting pod of a WarmPool a replica: one JSON patch with tests, then POST /model with `request`.
+
+    A failed test, or a pod that is gone, is a lost race: the executor adds the uid to `Observed.lost_claims`.
+    """
+
+    name: str
+    uid: str
+    pool_uid: str  # the owner before
+    owner: Mapping[str, Any]  # the owner reference after
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    request: LoadModelRequest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadModel:
+    """POST /model to a claimed pod that has no model, in the background; best effort, the plan repeats it."""
+
+    name: str
+    uid: str
+    request: LoadModelRequest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainPod:
     """Label `state=draining` with the two annotations (field manager for metadata), then POST /drain.
 
@@ -62,6 +92,7 @@ class DeletePod:
     uid: str
     grace_seconds: int
     reason: str
+    resource_version: str = ""  # where set, a pod that changed since it was read is left alone: it may be claimed now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +124,16 @@ class DeleteRevision:
 
 
 Action = (
-    AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild | CreateRevision | DeleteRevision
+    AddFinalizer
+    | RemoveFinalizer
+    | CreatePod
+    | ClaimPod
+    | LoadModel
+    | DrainPod
+    | DeletePod
+    | ApplyChild
+    | CreateRevision
+    | DeleteRevision
 )
 
 
@@ -111,7 +151,7 @@ class Failure:
 class Event:
     """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
 
-    reason: EventReason  # its `type` says Normal or Warning
+    reason: EventReason | PoolEvent  # its `type` says Normal or Warning
     action: str  # what was done, in one CamelCase verb: Create, Drain, Delete, Scale, Rollout
     message: str
     pod: str = ""  # `related`, where the event is about one pod

@@ -17,6 +17,7 @@ from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
 from slipway_operator.inputs.reading import read
+from slipway_operator.inputs.warm_supply import WarmSupplies
 
 KIND = INFERENCE_SERVICES.kind
 
@@ -39,6 +40,7 @@ class InferenceServices:
         self._inputs = inputs
         self._store = inputs.caches.stores[KIND]
         self._claims = ServedNames()
+        self._supply = WarmSupplies(inputs)
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_revision_change(self._saw_revisions)
@@ -98,7 +100,10 @@ class InferenceServices:
             serving_digests=self._inputs.serving_digests,
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
+            warm=self._supply.of(reading.service),
         )
+        # Of pods that are gone, or another's for good, nothing has to be remembered.
+        memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()
         self._note_ages(observed)
         return self.with_memory(observed, memory)
 
@@ -110,6 +115,7 @@ class InferenceServices:
             recommendations=carried.recommendations,
             ready_before=carried.ready,
             taken_names=memory.taken_names,
+            lost_claims=memory.lost_claims,
             applied=dict(memory.applied),
             failures=memory.failures,
         )

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from slipway_api.runtime_api import Signals, State
+from slipway_api.runtime_api import ReadyReason, Signals, State
 from slipway_operator.controller.isolation import FairSlots
 from slipway_operator.core.observed import Capacity, Sample
 
@@ -216,7 +216,8 @@ class Scraper(Generic[AddressT, KeyT]):
             return None
 
     def _interval(self, target: Target[AddressT, KeyT], sample: Sample | None) -> float:
-        is_moving = target.is_draining or target.is_starting
+        waits_for_a_model = sample is not None and sample.starting == ReadyReason.NO_MODEL
+        is_moving = target.is_draining or (target.is_starting and not waits_for_a_model)
         is_busy = is_moving or sample is None or sample.draining or sample.requests > 0
         return self._busy_seconds() if is_busy else IDLE_SECONDS
 

@@ -49,6 +49,7 @@ from slipway_operator.core.service.revision import (
 )
 from slipway_operator.core.service.rollout import Revisions, RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
+from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
@@ -94,22 +95,26 @@ def plan(observed: Observed, now: datetime) -> Plan:
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
     rebuilt = _assign_stable(observed, members, stable, rolling, unhealthy, now) if stable else Assignment()
+    assigned_update = _assign_update(observed, members, revision, rolling, desired, unhealthy, now)
     decided = Decided(
         members=members,
         revision=revision,
         desired=desired,
         scaling=scaling,
         rollout=rolling,
-        assignment=_assign_update(observed, members, revision, rolling, desired, unhealthy, now),
+        assignment=assigned_update,
         stable=stable,
         stable_assignment=rebuilt,
+        pool_wait=describe_wait(observed, revision, assigned_update.creations, now),
     )
     may_act = _is_recorded(service, revision, desired)
 
     steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and revision.spec is not None:
-        steps += _create(observed, decided)
+        steps += _create(observed, decided, now)
+    steps += load_claimed(observed, members, stored, now)
+    steps += Steps(events=wait_events(service.status, decided.pool_wait))
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
@@ -313,15 +318,15 @@ def _one_victim_at_a_time(
     return steps
 
 
-def _create(observed: Observed, decided: Decided) -> Steps:
+def _create(observed: Observed, decided: Decided, now: datetime) -> Steps:
     """Create missing replicas; those of the stable revision first, because it is known to serve."""
-    steps = Steps()
+    steps, claims = Steps(), Claims(observed, now)
     if decided.stable:
-        steps += _create_of(observed, decided.stable, decided.stable_assignment, decided.rollout.stable_wanted)
-    return steps + _create_of(observed, decided.revision, decided.assignment, decided.desired)
+        steps += _create_of(observed, decided.stable, decided.stable_assignment, decided.rollout.stable_wanted, claims)
+    return steps + _create_of(observed, decided.revision, decided.assignment, decided.desired, claims)
 
 
-def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int) -> Steps:
+def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int, claims: Claims) -> Steps:
     service = revision.apply_to(observed.service)
     steps = Steps()
     for creation in assignment.creations:
@@ -334,9 +339,8 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             access=port_access(observed, service, name),
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
-        steps += Steps(
-            actions=(CreatePod(name=name, manifest=manifest, reason=reason),), events=(_created(name, reason),)
-        )
+        create = CreatePod(name=name, manifest=manifest, reason=reason)
+        steps += claims.start_replica(service, revision, creation, create, _created(name, reason))
     return steps
 
 

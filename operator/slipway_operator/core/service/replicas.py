@@ -333,6 +333,8 @@ def _is_over(member: Member, *, unhealthy: str, replace_broken: bool) -> bool:
         return True
     if member.stage is Stage.UNHEALTHY:
         return member.replica.uid == unhealthy
+    if member.stage is Stage.OVERDUE and member.replica.claimed_at is not None:
+        return True  # the kubelet starts others over; the startup probe of a claimed pod has no end
     return replace_broken and member.stage.is_broken
 
 

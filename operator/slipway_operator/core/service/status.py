@@ -47,6 +47,7 @@ from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
+from slipway_operator.core.service.performance import measure_performance
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
@@ -69,6 +70,7 @@ class Decided:
     assignment: Assignment  # of the revision that the spec asks for
     stable: Revision | None  # the revision that replicas are rebuilt of meanwhile
     stable_assignment: Assignment
+    pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
     def attempts(self) -> tuple[AttemptStatus, ...]:
@@ -117,6 +119,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         attempts=decided.attempts,
         autoscaling=_autoscaling(service, decided, now),
         capacity=_capacity(decided) or before.capacity,
+        performance=measure_performance(decided.members) or before.performance,
     )
 
 
@@ -325,7 +328,8 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
     if decided.rollout.is_rolling:
         return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}"
     if not enough:
-        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted"
+        wait = f"; {decided.pool_wait}" if decided.pool_wait else ""
+        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted{wait}"
     return None
 
 
