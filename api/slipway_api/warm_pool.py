@@ -40,7 +40,7 @@ class Refill(Struct):
     max_concurrent: int = Field(default=1, ge=1, le=100)
     """Pods of the pool that start at the same time."""
     delay_seconds: int = Field(default=10, ge=0, le=3600)
-    """Pause after a claim, so that the start of a pod does not take CPU and disk from a replica that loads its model."""
+    """Pause after a claim, so that the start of a pod takes no CPU and disk from a replica that loads its model."""
 
 
 class WarmPoolSpec(Struct):
@@ -121,6 +121,8 @@ class WarmPoolStatus(Struct):
     """Pods in a row that ended before they could be claimed; they set the backoff."""
     not_before: Time | None = None
     """No new pod before this moment."""
+    yielded_time: Time | None = None
+    """When waiting pods were last deleted for a replica that found no node; the next ones are after a pause."""
     uses: Annotated[tuple[PoolUse, ...], bounded_list(at_most=32)] = ()
     """The last replicas that were wanted from the pool, newest first."""
 

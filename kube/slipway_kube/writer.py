@@ -127,7 +127,8 @@ class Writer:
     ) -> bool:
         """Delete the object of that uid. False when it did not exist any more, which is no error.
 
-        With `resource_version`, an object that has changed since is left alone, and the answer is False too. With `owner` and `uid`, the object is pending until an informer shows it as terminating or gone.
+        With `resource_version`, an object that has changed since is left alone, and the answer is False too.
+        With `owner` and `uid`, the object is pending until an informer shows it as terminating or gone.
         """
         write = Write("delete", resource, namespace, name)
         expected = owner if uid and not self._dry_run else None

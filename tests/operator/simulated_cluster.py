@@ -306,8 +306,8 @@ class SimulatedCluster:
             return
         if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
             return
-        is_empty = pod["spec"]["containers"][0]["args"][1].startswith("--")
-        runtime = self.runtimes.setdefault(f"{meta['name']}", Runtime(starting="Booting" if is_empty else ""))
+        is_empty = names.LABEL_POOL in meta["labels"]
+        runtime = self.runtimes.setdefault(meta["name"], Runtime(starting="Booting" if is_empty else ""))
         if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
             runtime.starting = "NoModel"
         if runtime.starting == "Loading" and time >= runtime.ready_from:
@@ -317,7 +317,9 @@ class SimulatedCluster:
             "phase": "Running",
             "podIP": f"10.0.0.{1 + len(self._since) % 250}",
             "conditions": [_condition("PodScheduled", self), _condition("Ready", self, is_true=is_ready)],
-            "containerStatuses": [{"name": "server", "ready": is_ready, "started": not runtime.starting, "state": {"running": {}}}],
+            "containerStatuses": [
+                {"name": "server", "ready": is_ready, "started": not runtime.starting, "state": {"running": {}}}
+            ],
         }
         now = [(one["type"], one["status"]) for one in pod.get("status", {}).get("conditions", [])]
         if now != [(one["type"], one["status"]) for one in status["conditions"]]:

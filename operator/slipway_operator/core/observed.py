@@ -32,7 +32,7 @@ class Capacity:
     """Requests of full length at once: as many as fit the KV cache, at most `maxNumSeqs`."""
     kv_blocks: int
     bytes_per_token: int
-    startup: StartupTimes = StartupTimes()
+    startup: StartupTimes = field(default_factory=StartupTimes)
     """Where the time of its start went; the same until the engine starts again."""
 
     @classmethod

@@ -27,6 +27,7 @@ from slipway_operator.core.warm_pool.uses import count_uses, last_claim
 
 GRACE_SECONDS: Final = 30  # nothing runs in a pod that waits
 RESTARTS_UNTIL_REPLACED: Final = 3
+YIELD_AGAIN_AFTER: Final = timedelta(seconds=60)  # the grace of the pod, and the longest backoff of the scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
 
     ended, pause = _replace_ended(observed, live, now)
     left = [pod for pod in live if pod not in [one.pod for one in ended]]
-    yielded = _yield(observed, left)
+    yielded = _yield(observed, left, now)
     left = [pod for pod in left if pod not in [one.pod for one in yielded]]
     surplus = _remove_surplus(left, size)
     left = [pod for pod in left if pod not in [one.pod for one in surplus]]
@@ -81,6 +82,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         unschedulable=next((pod.replica.unschedulable for pod in left if pod.replica.unschedulable), ""),
         image_error=next((_image_error(pod) for pod in left if _image_error(pod)), ""),
         backoff=pause,
+        yielded_at=now.replace(microsecond=0) if yielded else observed.pool.status.yielded_time,
     )
     status = build_status(observed, counts, uses, now)
     booted = frozenset(pod.name for pod in left if _can_be_claimed(pod, observed))
@@ -88,7 +90,11 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         *(one.event for one in removals if one.event is not None),
         *status_events(observed, status, counts, uses, booted),
     )
-    again_at = earliest(resume_at if resume_at and resume_at > now else None, size.again_at)
+    again_at = earliest(
+        resume_at if resume_at and resume_at > now else None,
+        size.again_at,
+        (status.yielded_time or now) + YIELD_AGAIN_AFTER if observed.hungry_for_our_gpus else None,
+    )
     return PoolPlan(
         actions=(*(_delete(one) for one in removals), *creations),
         status=status,
@@ -124,8 +130,14 @@ def _replace_ended(observed: ObservedPool, live: Sequence[PoolPod], now: datetim
     return removals, pause
 
 
-def _yield(observed: ObservedPool, live: Sequence[PoolPod]) -> list[_Removal]:
-    """One waiting pod for each replica that found no node and asks for the same kind of GPU; the coldest first."""
+def _yield(observed: ObservedPool, live: Sequence[PoolPod], now: datetime) -> list[_Removal]:
+    """One waiting pod for each replica that found no node and asks for the same kind of GPU; the coldest first.
+
+    The scheduler needs a moment to notice what is free: until then the replica is not hungry for a second pod.
+    """
+    before = observed.pool.status.yielded_time
+    if before is not None and now < before + YIELD_AGAIN_AFTER:
+        return []
     hungry = observed.hungry_for_our_gpus
     placed = [pod for pod in live if pod.replica.node]  # one without a node holds no GPU
     removals = []

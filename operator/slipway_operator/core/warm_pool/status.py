@@ -37,6 +37,7 @@ class Counts:
     unschedulable: str = ""
     image_error: str = ""
     backoff: Backoff
+    yielded_at: datetime | None = None
 
     @property
     def warming(self) -> int:
@@ -62,6 +63,7 @@ def build_status(observed: ObservedPool, counts: Counts, uses: Uses, now: dateti
         claim_seconds=claim_seconds(uses.listed),
         failures=counts.backoff.failures or None,
         not_before=counts.backoff.not_before if counts.backoff.failures else None,
+        yielded_time=counts.yielded_at,
         uses=uses.listed,
     )
 
