@@ -121,8 +121,8 @@ class WarmPoolStatus(Struct):
     """Pods in a row that ended before they could be claimed; they set the backoff."""
     not_before: Time | None = None
     """No new pod before this moment."""
-    yielded_time: Time | None = None
-    """When waiting pods were last deleted for a replica that found no node; the next ones are after a pause."""
+    yielded_to: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], bounded_list(at_most=64)] = ()
+    """Replicas that find no node, and for which waiting pods were deleted: once for each of them."""
     uses: Annotated[tuple[PoolUse, ...], bounded_list(at_most=32)] = ()
     """The last replicas that were wanted from the pool, newest first."""
 

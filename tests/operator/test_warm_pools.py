@@ -327,7 +327,7 @@ def test_a_waiting_pod_gives_way_to_a_replica_that_finds_no_node(tmp_path):
             no_node = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}
             cluster.server.patch_status(PODS, NAMESPACE, name, {"conditions": [no_node]})
             await cluster.until(lambda: len(waiting(cluster)) == 1, "one that gave way")
-            await cluster.quiet(60)
+            await cluster.quiet(200)
 
             assert len(waiting(cluster)) == 1, "one for one replica, and no refill takes the GPU back"
             (yielded,) = events(cluster, "YieldedToWorkload")

@@ -71,10 +71,7 @@ class WarmPools:
                 for name in sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
                 if (node := caches.nodes.get(("", name))) is not None
             },
-            hungry=tuple(
-                HungryReplica(name=pod.name, gpu_resource=self._gpu_of(pod))
-                for pod in self._index.hungry(key.namespace)
-            ),
+            hungry=tuple(self._hungry_facts(pod) for pod in self._index.hungry(key.namespace)),
             defaults=self._inputs.defaults,
             token_digests=self._inputs.token_digests,
             nonce_seed=self._inputs.random_bytes(32),
@@ -113,20 +110,19 @@ class WarmPools:
             is_miss=names.ANNOTATION_POOL_MISSED in annotations,
         )
 
-    def _gpu_of(self, pod: Pod) -> str:
-        """The GPU resource that the service of a replica asks for; empty: none, or the service is gone."""
+    def _hungry_facts(self, pod: Pod) -> HungryReplica:
+        """With the GPUs that its service asks for; none where the service is gone, or cannot be read."""
         service = service_of(pod)
         store = self._inputs.caches.stores.get(INFERENCE_SERVICES.kind)
         stored = store.get(Key(INFERENCE_SERVICES.kind, *service)) if store is not None and service else None
         spec = stored.body.get("spec") if stored is not None else None
         resources = spec.get("resources") if isinstance(spec, dict) else None
-        if stored is None:
-            return ""
         try:
             gpu = GPU.model_validate((resources or {}).get("gpu") or {})
         except ValidationError:
-            return ""
-        return gpu.resource_name if gpu.count else ""
+            gpu = GPU(count=0)
+        has_gpus = stored is not None and gpu.count > 0
+        return HungryReplica(name=pod.name, gpu_resource=gpu.resource_name if has_gpus else "", gpus=gpu.count)
 
 
 @dataclass(frozen=True, slots=True)

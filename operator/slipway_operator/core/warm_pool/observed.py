@@ -48,6 +48,7 @@ class HungryReplica:
 
     name: str
     gpu_resource: str  # empty: it asks for none
+    gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ and after pods that ended by themselves not before a pause of 10, 20, 40 … 300
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import count
+from itertools import count, islice
 from typing import Final
 
 from slipway_api.warm_pool import WarmPoolStatus
@@ -27,7 +27,7 @@ from slipway_operator.core.warm_pool.uses import count_uses, last_claim
 
 GRACE_SECONDS: Final = 30  # nothing runs in a pod that waits
 RESTARTS_UNTIL_REPLACED: Final = 3
-YIELD_AGAIN_AFTER: Final = timedelta(seconds=60)  # the grace of the pod, and the longest backoff of the scheduler
+MOST_YIELDS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
 
     ended, pause = _replace_ended(observed, live, now)
     left = [pod for pod in live if pod not in [one.pod for one in ended]]
-    yielded = _yield(observed, left, now)
+    yielded = _yield(observed, left)
     left = [pod for pod in left if pod not in [one.pod for one in yielded]]
     surplus = _remove_surplus(left, size)
     left = [pod for pod in left if pod not in [one.pod for one in surplus]]
@@ -82,7 +82,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         unschedulable=next((pod.replica.unschedulable for pod in left if pod.replica.unschedulable), ""),
         image_error=next((_image_error(pod) for pod in left if _image_error(pod)), ""),
         backoff=pause,
-        yielded_at=now.replace(microsecond=0) if yielded else observed.pool.status.yielded_time,
+        yielded_to=tuple(one.name for one in observed.hungry_for_our_gpus)[:MOST_YIELDS],
     )
     status = build_status(observed, counts, uses, now)
     booted = frozenset(pod.name for pod in left if _can_be_claimed(pod, observed))
@@ -93,7 +93,6 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     again_at = earliest(
         resume_at if resume_at and resume_at > now else None,
         size.again_at,
-        (status.yielded_time or now) + YIELD_AGAIN_AFTER if observed.hungry_for_our_gpus else None,
     )
     return PoolPlan(
         actions=(*(_delete(one) for one in removals), *creations),
@@ -130,21 +129,22 @@ def _replace_ended(observed: ObservedPool, live: Sequence[PoolPod], now: datetim
     return removals, pause
 
 
-def _yield(observed: ObservedPool, live: Sequence[PoolPod], now: datetime) -> list[_Removal]:
-    """One waiting pod for each replica that found no node and asks for the same kind of GPU; the coldest first.
+def _yield(observed: ObservedPool, live: Sequence[PoolPod]) -> list[_Removal]:
+    """As many waiting pods as hold the GPUs of each replica that found no node; the coldest first.
 
-    The scheduler needs a moment to notice what is free: until then the replica is not hungry for a second pod.
+    Once for each replica: where that did not help, something else keeps it from a node.
     """
-    before = observed.pool.status.yielded_time
-    if before is not None and now < before + YIELD_AGAIN_AFTER:
-        return []
-    hungry = observed.hungry_for_our_gpus
-    placed = [pod for pod in live if pod.replica.node]  # one without a node holds no GPU
+    told = observed.pool.status.yielded_to
+    pods = iter(_coldest_first([pod for pod in live if pod.replica.node], observed))  # others hold no GPU
     removals = []
-    for pod, replica in zip(_coldest_first(placed, observed), hungry, strict=False):
-        message = f"{pod.name} gives up its GPUs: {replica.name} finds no node"
-        event = Event(reason=PoolEvent.YIELDED_TO_WORKLOAD, action="Delete", message=message, pod=pod.name)
-        removals.append(_Removal(pod, message, event))
+    for replica in observed.hungry_for_our_gpus:
+        if replica.name in told:
+            continue
+        needed = -(-replica.gpus // max(1, observed.pool.spec.resources.gpu.count))
+        for pod in islice(pods, needed):
+            message = f"{pod.name} gives up its GPUs: {replica.name} finds no node"
+            event = Event(reason=PoolEvent.YIELDED_TO_WORKLOAD, action="Delete", message=message, pod=pod.name)
+            removals.append(_Removal(pod, message, event))
     return removals
 
 

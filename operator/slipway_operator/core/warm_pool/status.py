@@ -37,7 +37,7 @@ class Counts:
     unschedulable: str = ""
     image_error: str = ""
     backoff: Backoff
-    yielded_at: datetime | None = None
+    yielded_to: tuple[str, ...] = ()
 
     @property
     def warming(self) -> int:
@@ -63,7 +63,7 @@ def build_status(observed: ObservedPool, counts: Counts, uses: Uses, now: dateti
         claim_seconds=claim_seconds(uses.listed),
         failures=counts.backoff.failures or None,
         not_before=counts.backoff.not_before if counts.backoff.failures else None,
-        yielded_time=counts.yielded_at,
+        yielded_to=counts.yielded_to,
         uses=uses.listed,
     )
 
