@@ -61,7 +61,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
 
     ended, pause = _replace_ended(observed, live, now)
     left = [pod for pod in live if pod not in [one.pod for one in ended]]
-    yielded = _yield(observed, left)
+    yielded, yielded_to = _yield(observed, left)
     left = [pod for pod in left if pod not in [one.pod for one in yielded]]
     surplus = _remove_surplus(left, size)
     left = [pod for pod in left if pod not in [one.pod for one in surplus]]
@@ -82,7 +82,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         unschedulable=next((pod.replica.unschedulable for pod in left if pod.replica.unschedulable), ""),
         image_error=next((_image_error(pod) for pod in left if _image_error(pod)), ""),
         backoff=pause,
-        yielded_to=tuple(one.name for one in observed.hungry_for_our_gpus)[:MOST_YIELDS],
+        yielded_to=yielded_to,
     )
     status = build_status(observed, counts, uses, now)
     booted = frozenset(pod.name for pod in left if _can_be_claimed(pod, observed))
@@ -129,23 +129,25 @@ def _replace_ended(observed: ObservedPool, live: Sequence[PoolPod], now: datetim
     return removals, pause
 
 
-def _yield(observed: ObservedPool, live: Sequence[PoolPod]) -> list[_Removal]:
+def _yield(observed: ObservedPool, live: Sequence[PoolPod]) -> tuple[list[_Removal], tuple[str, ...]]:
     """As many waiting pods as hold the GPUs of each replica that found no node; the coldest first.
 
-    Once for each replica: where that did not help, something else keeps it from a node.
+    Once for each replica: where that did not help, something else keeps it from a node. With the names of these.
     """
-    told = observed.pool.status.yielded_to
+    told = [one.name for one in observed.hungry_for_our_gpus if one.name in observed.pool.status.yielded_to]
     pods = iter(_coldest_first([pod for pod in live if pod.replica.node], observed))  # others hold no GPU
     removals = []
     for replica in observed.hungry_for_our_gpus:
         if replica.name in told:
             continue
         needed = -(-replica.gpus // max(1, observed.pool.spec.resources.gpu.count))
-        for pod in islice(pods, needed):
+        given = list(islice(pods, needed))
+        told += [replica.name] if given else []
+        for pod in given:
             message = f"{pod.name} gives up its GPUs: {replica.name} finds no node"
             event = Event(reason=PoolEvent.YIELDED_TO_WORKLOAD, action="Delete", message=message, pod=pod.name)
             removals.append(_Removal(pod, message, event))
-    return removals
+    return removals, tuple(told[:MOST_YIELDS])
 
 
 def _remove_surplus(live: Sequence[PoolPod], size: Size) -> list[_Removal]:
