@@ -217,7 +217,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a strategy of later", {"rollout": {"strategy": "Canary"}}, 'supported values: "RollingUpdate"'),
     ("a drain without a limit", {"drain": {"timeoutSeconds": 3601}}, "less than or equal to 3600"),
     ("a drain shorter than its first step", {"drain": {"timeoutSeconds": 5}}, "must be below timeoutSeconds"),
-    ("a field of later", {"warmPool": {"name": "a"}}, 'unknown field "spec.warmPool"'),
+    ("a field of later", {"budget": {"maxGPUs": 1}}, 'unknown field "spec.budget"'),
     (
         "the operator's own labels",
         {"template": {"metadata": {"labels": {"slipway.dev/state": "serving"}}}},

@@ -55,6 +55,7 @@ class Runtime:
     model: Object | None = None  # what POST /model brought
     starting: str = ""  # Booting, NoModel or Loading, until it is ready
     ready_from: float = 0.0
+    pod_uid: str = ""
 
 
 class Severable(InProcessClient):
@@ -72,7 +73,7 @@ class Severable(InProcessClient):
         reply = await super()._exchange(method, path, **options)
         self._process.check()
         if is_write:
-            await self._process.after_write()
+            await self._process.after_write(f"{method} {path}")
         return reply
 
 
@@ -128,8 +129,9 @@ class Process:
             await asyncio.Event().wait()
         self.writes.append(what)
 
-    async def after_write(self) -> None:
+    async def after_write(self, what: str) -> None:
         await asyncio.sleep(self._cluster.write_seconds)
+        self._cluster.on_written(what)
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -203,7 +205,8 @@ class SimulatedCluster:
         self.stop_seconds = 0.5
         self.kubelet_works = True
         self.write_seconds = 0.0
-        self.on_write: Callable[[str], None] = lambda _what: None
+        self.on_write: Callable[[str], None] = lambda _what: None  # may raise, before the server has it
+        self.on_written: Callable[[str], None] = lambda _what: None  # may raise: the reply is lost
         self.silent: Callable[[str], bool] = lambda _pod: False
         self.sampled: list[tuple[float, str]] = []  # when which pod answered for its signals
         self.most_live_pods = 0
@@ -307,7 +310,10 @@ class SimulatedCluster:
         if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
             return
         is_empty = names.LABEL_POOL in meta["labels"]
-        runtime = self.runtimes.setdefault(meta["name"], Runtime(starting="Booting" if is_empty else ""))
+        runtime = self.runtimes.get(meta["name"])
+        if runtime is None or runtime.pod_uid not in ("", uid):  # a name may be used again
+            runtime = self.runtimes[meta["name"]] = Runtime(starting="Booting" if is_empty else "")
+        runtime.pod_uid = uid
         if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
             runtime.starting = "NoModel"
         if runtime.starting == "Loading" and time >= runtime.ready_from:

@@ -1,10 +1,13 @@
 """WarmPools in a simulated cluster, in virtual time: refill, claims, lost races, crashes, yielding."""
 
+import asyncio
+import random
 from typing import Any
 
 import pytest
 
 from slipway_api import names
+from slipway_kube.errors import Unreachable
 from slipway_kube.resources import EVENTS, PODS, WARM_POOLS
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
@@ -335,5 +338,87 @@ def test_a_waiting_pod_gives_way_to_a_replica_that_finds_no_node(tmp_path):
             scheduled = {"type": "PodScheduled", "status": "True"}
             cluster.server.patch_status(PODS, NAMESPACE, name, {"conditions": [scheduled]})
             await cluster.until(lambda: len(waiting(cluster)) == 2, "the refill")
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("AS-5")
+@pytest.mark.parametrize("is_lost_on_the_way", [True, False], ids=["the request", "the reply"])
+def test_a_claim_whose_request_or_reply_is_lost_is_made_once(tmp_path, is_lost_on_the_way):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            apply_pool(cluster, size=2, refill={"maxConcurrent": 1, "delaySeconds": 3600})
+            cluster.start_operator()
+            await warmed(cluster, 2)
+            lost: list[str] = []
+
+            def lose(what: str) -> None:
+                if what.startswith("PATCH") and "/pods/" in what and len(lost) < 2:
+                    lost.append(what)
+                    raise Unreachable("cut off")
+
+            if is_lost_on_the_way:
+                cluster.on_write = lose
+            else:
+                cluster.on_written = lose
+            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
+            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+
+            assert lost
+            assert waiting(cluster) == ["pool-warm-1"]
+            await cluster.until(lambda: pool_status(cluster).get("hits") == 1, "one hit")
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("AS-5")
+@pytest.mark.parametrize("seed", range(8))
+def test_in_a_random_walk_with_faults_no_pod_has_two_owners_and_no_service_too_many_replicas(tmp_path, seed):
+    draw = random.Random(seed)
+    wanted = {"one": 1, "two": 1}
+
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            apply_pool(cluster, size=2, refill={"maxConcurrent": 2, "delaySeconds": 1})
+
+            def fail_now_and_then(_what: str) -> None:
+                if "/leases" not in _what and draw.random() < 0.08:
+                    raise Unreachable("cut off")
+
+            cluster.on_write = cluster.on_written = fail_now_and_then
+            cluster.write_seconds = 0.1
+            most: dict[str, int] = dict(wanted)
+            for name, replicas in wanted.items():
+                cluster.apply(name, replicas=replicas, warmPool={"name": "pool"})
+            cluster.start_operator()
+            for _ in range(25):
+                name = draw.choice(list(wanted))
+                match draw.randrange(6):
+                    case 0 | 1 | 2:
+                        wanted[name] = draw.randrange(4)
+                        most[name] = max(most[name], wanted[name])
+                        cluster.apply(name, replicas=wanted[name])
+                    case 3:
+                        cluster.processes[-1].kill()
+                        cluster.start_operator()
+                    case 4:
+                        apply_pool(cluster, size=draw.randrange(4), suspend=draw.random() < 0.2)
+                    case 5:
+                        live = cluster.live()
+                        if live:
+                            cluster.server.delete(PODS, NAMESPACE, draw.choice(live)["metadata"]["name"])
+                for _ in range(draw.randrange(1, 60)):
+                    await asyncio.sleep(0.25)
+                    check_owners(cluster)
+                    for service, limit in most.items():
+                        assert len(cluster.live(service)) <= limit + 1, "desired + maxSurge"
+            cluster.on_write = cluster.on_written = lambda _what: None
+            apply_pool(cluster, size=2, suspend=False)
+            await cluster.until(
+                lambda: all(len(cluster.serving(one)) == count for one, count in wanted.items()), "the end"
+            )
+            await warmed(cluster, 2)
+            await cluster.until(lambda: len(cluster.live()) == sum(wanted.values()) + 2, "nothing left over")
+            check_owners(cluster)
 
     run_in_virtual_time(story())

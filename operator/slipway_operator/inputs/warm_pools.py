@@ -1,5 +1,6 @@
 """The controller's kind WarmPool: builds `ObservedPool` from caches, returns the core's plan as a `Decision`."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -35,6 +36,7 @@ class WarmPools:
         self._index = PoolIndex()
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_node_change(self._saw_node)
+        inputs.caches.on_object_change(KIND, self._saw_pool)
 
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
@@ -44,6 +46,16 @@ class WarmPools:
         pools |= {PoolKey(key.namespace, key.name) for key in known if key.namespace in namespaces}
         for pool in pools:
             self._inputs.wake(Key(KIND, *pool), Urgency.NORMAL)
+
+    def _saw_pool(self, key: Key, _old: StoredObject | None, new: StoredObject | None) -> None:
+        """Show the pool's counts as metrics."""
+        status = (new.body.get("status") or {}) if new is not None else {}
+        for state in ("ready", "warming", "claimed"):
+            if new is None:
+                with contextlib.suppress(KeyError):
+                    self._inputs.metrics.warm_pods.remove(key.namespace, key.name, state)
+            else:
+                self._inputs.metrics.warm_pods.labels(key.namespace, key.name, state).set(status.get(state) or 0)
 
     def _saw_node(self, old: Node | None, new: Node | None) -> None:
         before = node_facts(old) if old is not None else None
