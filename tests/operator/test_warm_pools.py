@@ -93,6 +93,7 @@ def test_a_replica_is_a_pod_of_the_pool_and_the_pool_fills_up_again(tmp_path):
             assert pool_condition(cluster, "Ready")["reason"] == "Available"
             assert len(events(cluster, "WarmPodClaimed")) == len(events(cluster, "PodClaimed")) == 1
             assert events(cluster, "ReplicaCreated") == []
+            assert any("s after it was claimed: 1 of 1" in one for one in events(cluster, "ReplicaReady"))
             assert len(events(cluster, "PodWarmed")) == 3
             check_owners(cluster)
             assert await cluster.quiet(700) == []

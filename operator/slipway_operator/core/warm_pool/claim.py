@@ -150,6 +150,7 @@ def describe_wait(observed: Observed, revision: Revision, creations: Sequence[Cr
 def wait_events(before: InferenceServiceStatus, wait: str) -> tuple[Event, ...]:
     """The event of a replica that begins to wait for a pod of the pool."""
     told = find_condition(before.conditions, ConditionType.RECONCILING)
-    if not wait or (told is not None and wait in told.message):
+    is_stalled = find_condition(before.conditions, ConditionType.STALLED) is not None  # in place of Reconciling
+    if not wait or is_stalled or (told is not None and wait in told.message):
         return ()
     return (Event(reason=EventReason.WARM_POOL_MISS, action="Claim", message=wait),)

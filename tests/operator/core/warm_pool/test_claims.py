@@ -12,7 +12,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.runtime_api import StartupTimes
 from slipway_operator.controller.claimer import claim_operations
 from slipway_operator.core.actions import ClaimPod, CreatePod, LoadModel
-from slipway_operator.core.observed import Capacity, Observed, Sample
+from slipway_operator.core.observed import Capacity, Failure, Observed, Sample
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
@@ -118,6 +118,10 @@ def test_require_creates_nothing_and_says_so_once():
     assert [event.reason for event in first.events] == [EventReason.WARM_POOL_MISS]
     assert second.events == ()
     assert second.status == first.status
+    stalled = Failure(action="CreatePod x", reason="Forbidden", message="exceeded quota: gpus", at=T0)
+    third = plan(supplied(told, failures=(stalled,)), T0 + seconds(40))
+    again = plan(supplied(told.model_copy(update={"status": third.status}), failures=(stalled,)), T0 + seconds(60))
+    assert again.events == (), "nor while it is stalled for another cause"
     (waits,) = (one for one in first.status.conditions if one.type == "Reconciling")
     assert "no pod of WarmPool pool can be claimed, and policy is Require" in waits.message
 
