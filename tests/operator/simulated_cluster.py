@@ -22,7 +22,7 @@ import msgspec
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
-from slipway_api.runtime_api import DrainStatus, ModelInfo, Signals
+from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
 from slipway_kube.errors import KubeError, Unreachable
 from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
 from slipway_operator.clock import Clock
@@ -201,6 +201,7 @@ class SimulatedCluster:
         self.start_seconds = 1.0
         self.boot_seconds = 3.0  # of a pod of a WarmPool
         self.claim_seconds = 1.0  # from POST /model to ready
+        self.startup: StartupTimes | None = None  # what GET /state says; None: it is not answered
         self.refuses_models = 0  # so many POSTs of a model get no answer
         self.stop_seconds = 0.5
         self.kubelet_works = True
@@ -362,6 +363,12 @@ class SimulatedCluster:
             if runtime.model is None:
                 runtime.model, runtime.starting, runtime.ready_from = asked, "Loading", self.time() + self.claim_seconds
             return 202, ModelInfo(uri=asked["uri"]).wire()
+        if path == names.PATH_STATE and self.startup is not None:
+            free = BlockCounts(total=1000, live=0, cached=0, free=1000)
+            sizes = {"block_size": 16, "bytes_per_token": 1, "max_model_len": 1024, "max_num_seqs": 4}
+            queue = QueueCounts(running=0, waiting=0)
+            facts = {"model_name": "m", "uptime_seconds": 1.0, "blocks": free, "queue": queue, "draining": False}
+            return 200, State.model_validate({**facts, **sizes, "startup": self.startup}).wire()
         self.sampled.append((self.time(), replica.pod))
         signals = Signals(
             boot_id=pod["metadata"]["uid"],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slipway_api import names
+from slipway_api.runtime_api import StartupTimes
 from slipway_kube.errors import Unreachable
 from slipway_kube.resources import EVENTS, PODS, WARM_POOLS
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
@@ -65,9 +66,11 @@ def test_a_replica_is_a_pod_of_the_pool_and_the_pool_fills_up_again(tmp_path):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
             apply_pool(cluster, size=2)
-            cluster.start_operator()
+            operator = cluster.start_operator()
             await warmed(cluster, 2)
             assert waiting(cluster) == ["pool-warm-0", "pool-warm-1"]
+            shown = {"namespace": NAMESPACE, "pool": "pool", "state": "ready"}
+            assert operator.metrics.registry.get_sample_value("slipway_operator_warm_pool_pods", shown) == 2
             assert await cluster.quiet(700) == [], "a pool at rest writes nothing"
 
             cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
@@ -421,5 +424,29 @@ def test_in_a_random_walk_with_faults_no_pod_has_two_owners_and_no_service_too_m
             await warmed(cluster, 2)
             await cluster.until(lambda: len(cluster.live()) == sum(wanted.values()) + 2, "nothing left over")
             check_owners(cluster)
+
+    run_in_virtual_time(story())
+
+
+@pytest.mark.capability("ST-5")
+def test_a_cold_start_is_in_status_once_and_counted_once(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.startup = StartupTimes(download_seconds=3.0, load_seconds=8.0, warmup_seconds=0.5)
+            operator = cluster.start_operator()
+            await cluster.quiet(2)
+            cluster.apply("chat", replicas=2)
+            await cluster.until(lambda: "performance" in cluster.status("chat"), "the breakdown")
+            assert cluster.status("chat")["performance"]["coldStart"]["loadSeconds"] == "8.00"
+            await cluster.quiet(60)
+            assert await cluster.quiet(700) == [], "and then nothing is written"
+
+            def counted(phase: str) -> float | None:
+                return operator.metrics.registry.get_sample_value(
+                    "slipway_operator_cold_start_seconds_sum", {"phase": phase}
+                )
+
+            assert counted("load") in (8.0, 16.0), "once for each replica that status showed"
+            assert counted("warmup") in (0.5, 1.0)
 
     run_in_virtual_time(story())
