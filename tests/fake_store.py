@@ -181,12 +181,24 @@ class Store:
         return stored, False
 
     def delete(
-        self, kind: str, where: Where, *, uid: str = "", grace: int | None = None, dry_run: bool = False
+        self,
+        kind: str,
+        where: Where,
+        *,
+        uid: str = "",
+        version: str = "",
+        grace: int | None = None,
+        dry_run: bool = False,
     ) -> Object:
         kept = self._find(kind, where)
         meta = kept.body["metadata"]
         if uid and uid != meta["uid"]:
             raise Refused(409, f"Precondition failed: UID in precondition: {uid}, UID in object meta: {meta['uid']}")
+        if version and version != meta["resourceVersion"]:
+            have = meta["resourceVersion"]
+            raise Refused(
+                409, f"Precondition failed: ResourceVersion in precondition: {version}, in object meta: {have}"
+            )
         seconds = self._grace(kind, kept.body, grace)
         if not meta.get("finalizers") and not seconds:
             return self._remove(kind, kept, dry_run=dry_run)

@@ -292,8 +292,9 @@ class FakeApiServer:
                 options = body or {}
                 dry_run = options.get("dryRun") == ["All"] if body else dry_run  # a body outweighs the query
                 uid = options.get("preconditions", {}).get("uid", "")
+                version = options.get("preconditions", {}).get("resourceVersion", "")
                 grace = options.get("gracePeriodSeconds")
-                return self.store.delete(route.kind, where, uid=uid, grace=grace, dry_run=dry_run), 200
+                return self.store.delete(route.kind, where, uid=uid, version=version, grace=grace, dry_run=dry_run), 200
             case "PATCH":
                 return self._patch(request, route, dry_run=dry_run)
         raise Refused(405, "method not allowed", "MethodNotAllowed")

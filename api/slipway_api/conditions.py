@@ -98,6 +98,8 @@ class EventReason(StrEnum):
     ROLLOUT_COMPLETED = "RolloutCompleted"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
+    WARM_POD_CLAIMED = "WarmPodClaimed"
+    WARM_POOL_MISS = "WarmPoolMiss"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
     SCALING_HELD = "ScalingHeld"
@@ -140,6 +142,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.ROLLOUT_COMPLETED,
         EventReason.SUSPENDED,
         EventReason.RESUMED,
+        EventReason.WARM_POD_CLAIMED,
     }
 )
 
@@ -168,7 +171,7 @@ def find_condition(conditions: Iterable[Condition], type: str) -> Condition | No
 
 def set_condition(
     conditions: Iterable[Condition],
-    type: ConditionType,
+    type: StrEnum,
     status: ConditionStatus | bool,
     reason: str,
     message: str,
@@ -194,6 +197,6 @@ def set_condition(
     return tuple(after if condition is before else condition for condition in kept)
 
 
-def remove_condition(conditions: Iterable[Condition], type: ConditionType) -> tuple[Condition, ...]:
+def remove_condition(conditions: Iterable[Condition], type: StrEnum) -> tuple[Condition, ...]:
     """The conditions without this one: how Reconciling and Stalled stop being True."""
     return tuple(condition for condition in conditions if condition.type != type)

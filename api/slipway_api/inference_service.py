@@ -128,6 +128,24 @@ RESTART_PATTERN = (
     r"^([0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
     r"([.][0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9]))?$"
 )
+
+
+class WarmPoolPolicy(StrEnum):
+    """What happens when the warm pool has no pod for a replica."""
+
+    PREFER = "Prefer"
+    REQUIRE = "Require"
+
+
+class WarmPoolReference(Struct):
+    """The WarmPool whose pods become replicas of the service."""
+
+    name: str = Field(min_length=1, max_length=63)
+    """Name of the WarmPool, in the same namespace."""
+    policy: WarmPoolPolicy = WarmPoolPolicy.PREFER
+    """Prefer: start a replica cold when the pool has no fit pod. Require: wait for one."""
+
+
 _POOL_WITHIN_LIMIT = (
     "self.resources.gpu.count != 0 || !has(self.runtime.kvCache.bytes) || !has(self.resources.limits) || "
     "!('memory' in self.resources.limits) || !isQuantity(self.runtime.kvCache.bytes) || "
@@ -230,6 +248,8 @@ class InferenceServiceSpec(Struct):
     the other. A moment in the future waits until then."""
     suspend: bool = False
     """true: all replicas drain and none is started, whatever replicas and autoscaling say."""
+    warm_pool: WarmPoolReference | None = None
+    """Take replicas from this WarmPool. Absent: every replica is started cold."""
 
 
 class InferenceService(Struct):

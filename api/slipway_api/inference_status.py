@@ -144,6 +144,28 @@ class CapacityStatus(Struct):
     """Bytes of KV cache per token."""
 
 
+class ColdStart(Struct):
+    """Where the time of the newest replica went that was started cold, in seconds."""
+
+    schedule_seconds: DecimalString | None = None
+    """Until the scheduler found a node."""
+    pull_seconds: DecimalString | None = None
+    """Until the container ran: pulling the image, mounting volumes."""
+    download_seconds: DecimalString | None = None
+    """Downloading the model."""
+    load_seconds: DecimalString | None = None
+    """Loading the weights."""
+    warmup_seconds: DecimalString | None = None
+    """The first steps."""
+
+
+class PerformanceStatus(Struct):
+    """Measured times of the replicas."""
+
+    cold_start: ColdStart | None = None
+    """Where the time of the newest replica went that was started cold, in seconds."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -185,3 +207,5 @@ class InferenceServiceStatus(Struct):
     """The last decision of the autoscaler, and why."""
     capacity: CapacityStatus | None = None
     """The capacity of one replica."""
+    performance: PerformanceStatus | None = None
+    """Measured times of the replicas."""

@@ -13,6 +13,7 @@ LABEL_SLOT: Final = f"{GROUP}/slot"
 LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
 LABEL_STATE: Final = f"{GROUP}/state"
 LABEL_ROLE: Final = f"{GROUP}/role"
+LABEL_POOL: Final = f"{GROUP}/pool"  # the WarmPool that made the pod; a claimed pod keeps it
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY: Final = "slipway"
 MANAGED_SELECTOR: Final = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
@@ -33,6 +34,12 @@ ANNOTATION_SERVED_NAME: Final = f"{GROUP}/served-name"  # the served name of the
 ANNOTATION_ADMIN_NONCE: Final = f"{GROUP}/admin-nonce"  # random for each pod; its admin tokens are derived from it
 # Comma-separated hex digests of the serving tokens that the pod accepts; absent: it accepts requests without one.
 ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
+
+# Of warm pools: what a claim cannot change of the pod, as digests of its parts; when a service claimed the pod; and on
+# a replica that was started cold, the pool that had no pod for it.
+ANNOTATION_WARM_SHAPE: Final = f"{GROUP}/warm-shape"
+ANNOTATION_CLAIMED_AT: Final = f"{GROUP}/claimed-at"
+ANNOTATION_POOL_MISSED: Final = f"{GROUP}/pool-missed"
 
 # Annotations on an InferenceService, written by its user; each acts only while the revision that it names is the update
 # (rollback-to: while it is in status.revisions).

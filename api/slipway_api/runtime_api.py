@@ -15,7 +15,7 @@ ignored and every field that may grow has a default, so that an older side under
 | /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads     |
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
 | /model    | GET    | yes   |                             | ModelInfo                           |
-| /model    | POST   | yes   | ModelSpec                   | ModelInfo: 202 while it loads, 409 for another one |
+| /model    | POST   | yes   | LoadModelRequest            | ModelInfo: 202 while it loads, 409 for another one |
 | /sleep    | POST   | yes   | SleepRequest (may be empty) | SleepStatus                         |
 | /wake_up  | POST   | yes   |                             | SleepStatus                         |
 """
@@ -60,7 +60,7 @@ class Signals(Body):
     handed_over: int = Field(default=0, ge=0)
     generated_tokens: int = Field(default=0, ge=0)
     prompt_tokens: int = Field(default=0, ge=0)
-    starting: str = ""  # until it is ready for the first time: Downloading, Loading or WarmingUp, as in Ready.reason
+    starting: str = ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading or WarmingUp
     # Why it is not ready, once it was: StepLoopStalled or EngineDead, as in Ready.reason; left out while empty.
     not_ready: str = Field(default="", exclude_if=lambda reason: not reason)
 
@@ -73,6 +73,7 @@ class Signals(Body):
 class ReadyReason(StrEnum):
     """Why a replica is or is not ready."""
 
+    BOOTING = "Booting"
     NO_MODEL = "NoModel"
     DOWNLOADING = "Downloading"
     LOADING = "Loading"
@@ -254,6 +255,18 @@ class ModelSpec(Body):
     max_cpu_adapters: int = Field(default=0, alias="maxCPUAdapters")
     max_rank: int = 0
     warm_prompts: tuple[str | tuple[Mapping[str, str], ...], ...] = ()  # texts, and messages with role and content
+
+
+class LoadModelRequest(ModelSpec):
+    """Serve a model: body of POST /model. Beside the model, what a process without one could not be started with.
+
+    Asking again is harmless. Where a field is absent, the setting of the process stays.
+    """
+
+    serving_token_sha256: tuple[str, ...] = Field(default=(), alias="servingTokenSha256")
+    """SHA-256 digests of the tokens that the serving port requires from now on; none: it stays as it is."""
+    drain_timeout_seconds: int = Field(default=0, ge=0)
+    """How long a drain may take that comes from inside the pod; 0: as the process was started with."""
 
 
 class SleepRequest(Body):

@@ -104,6 +104,8 @@ EVENTS: Final = {
     EventReason.ROLLOUT_COMPLETED: "Only the new revision serves.",
     EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
     EventReason.RESUMED: "spec.suspend became false: replicas start again.",
+    EventReason.WARM_POD_CLAIMED: "A pod of the warm pool became a replica, and for which slot.",
+    EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
     EventReason.SCALING_HELD: "No ready replica, or no gateway of a service at zero, reports: the number stays.",

@@ -127,15 +127,22 @@ class Client:
         path: str,
         *,
         uid: str = "",
+        resource_version: str = "",
         grace_seconds: int | None = None,
         propagation: str = "",
         dry_run: bool = False,
         timeout: float | None = None,
     ) -> bytes:
-        """DELETE; with `uid` only the object of that uid (409 when the name belongs to another object by now)."""
+        """DELETE; with `uid` only the object of that uid (409 when the name belongs to another object by now).
+
+        With `resource_version` only that version of it (409 when it has changed).
+        """
         options: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
+        preconditions = {"uid": uid} if uid else {}
+        if resource_version:
+            preconditions["resourceVersion"] = resource_version
+        if preconditions:
+            options["preconditions"] = preconditions
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
         if propagation:

@@ -121,11 +121,13 @@ class Writer:
         name: str,
         *,
         uid: str = "",
+        resource_version: str = "",
         grace_seconds: int | None = None,
         owner: Hashable | None = None,
     ) -> bool:
         """Delete the object of that uid. False when it did not exist any more, which is no error.
 
+        With `resource_version`, an object that has changed since is left alone, and the answer is False too.
         With `owner` and `uid`, the object is pending until an informer shows it as terminating or gone.
         """
         write = Write("delete", resource, namespace, name)
@@ -135,7 +137,12 @@ class Writer:
             if expected is not None:
                 self.expectations.expect_delete(expected, uid, now=self._clock())
             return await self._client.delete(
-                write.path, uid=uid, grace_seconds=grace_seconds, dry_run=self._dry_run, timeout=self._timeout()
+                write.path,
+                uid=uid,
+                resource_version=resource_version,
+                grace_seconds=grace_seconds,
+                dry_run=self._dry_run,
+                timeout=self._timeout(),
             )
 
         try:
@@ -250,6 +257,11 @@ class Writer:
             write,
             lambda: self._client.json_patch(write.path, operations, dry_run=self._dry_run, timeout=self._timeout()),
         )
+
+    def expect_label(self, owner: Hashable, uid: str, label: str, value: str) -> None:
+        """Let the object of this uid be pending for the owner until an informer shows the label."""
+        if not self._dry_run:
+            self.expectations.expect_label(owner, uid, label, value, now=self._clock())
 
     async def merge_patch(
         self, resource: Resource, namespace: str, name: str, body: dict[str, Any], *, subresource: str = ""

@@ -15,11 +15,12 @@ from typing import Any
 
 import structlog
 
+from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, LeadershipLost
 from slipway_kube.lease import Elector
 from slipway_kube.recorder import Recorder
-from slipway_kube.resources import INFERENCE_SERVICES, Resource
+from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS, Resource
 from slipway_kube.writer import Write, Writer
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.executor import Executor, StaleView
@@ -32,7 +33,9 @@ from slipway_operator.core.observed import Defaults, Network
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.inference_services import InferenceServices
+from slipway_operator.inputs.observer import PoolKey
 from slipway_operator.inputs.scraper import Scraper
+from slipway_operator.inputs.warm_pools import WarmPools
 from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import Verdict
@@ -59,7 +62,7 @@ class Registration:
     build: Callable[[Inputs], Kind]
 
 
-KINDS = (Registration(INFERENCE_SERVICES, InferenceServices),)
+KINDS = (Registration(INFERENCE_SERVICES, InferenceServices), Registration(WARM_POOLS, WarmPools))
 
 
 def leave_at_once(reason: str) -> None:
@@ -91,6 +94,7 @@ class Manager:
         self._election: list[asyncio.Task[Any]] = []  # ends last, when nothing writes any more
         self._is_stopping = False
         self._listed = asyncio.Event()
+        self._pool_listeners: list[Callable[[PoolKey], None]] = []
 
         masters = Masters(settings.master_directory)
         masters.read()  # without one no pod could ever be asked for its signals: refuse to start
@@ -143,6 +147,7 @@ class Manager:
             asking_since=lambda: self._scraper.asking_since,
             metrics=metrics,
             now=clock.now,
+            on_pool_sample=self._pool_listeners.append,
         )
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(
@@ -310,15 +315,21 @@ class Manager:
         else:
             self._scraper.watch(target)
 
-    def _wake_after_sample(self, service: tuple[str, str], is_load: bool) -> None:
+    def _wake_after_sample(self, owner: ServiceKey | PoolKey, is_load: bool) -> None:
         """Queue the service of a sample that matters; passes for load alone are rate-limited over the whole fleet."""
-        key = Key(INFERENCE_SERVICES.kind, *service)
+        key = _key_of(owner)
+        if key.kind not in self.caches.stores:
+            return
+        if isinstance(owner, PoolKey):
+            for tell in self._pool_listeners:
+                tell(owner)
         pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
         self._queue.add_after(key, pause, Urgency.BACKGROUND)
 
     def _is_ours(self, target: ReplicaTarget) -> bool:
         """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""
-        stored = self.caches.stores[INFERENCE_SERVICES.kind].get(Key(INFERENCE_SERVICES.kind, *target.service))
+        key = _key_of(target.service)
+        stored = self.caches.stores[key.kind].get(key) if key.kind in self.caches.stores else None
         return stored is not None and stored.uid == target.address.owner_uid
 
     def _count_write(self, write: Write, outcome: str) -> None:
@@ -327,6 +338,11 @@ class Manager:
 
     def _count_silence(self, error: Exception) -> None:
         self._metrics.signal_errors.labels(type(error).__name__).inc()
+
+
+def _key_of(owner: ServiceKey | PoolKey) -> Key:
+    """The object that a replica, or a pod that waits, belongs to."""
+    return Key(WARM_POOLS.kind if isinstance(owner, PoolKey) else INFERENCE_SERVICES.kind, *owner)
 
 
 def _network(settings: OperatorSettings) -> Network | None:

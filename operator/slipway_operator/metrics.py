@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 AGE_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 
 
@@ -53,6 +54,16 @@ class OperatorMetrics:
         self.is_leader = gauge("is_leader", "1 while this replica holds the Lease.")
         self.lease_transitions = counter("lease_transitions_total", "Leadership gained and lost.", "change")
         self.writes = counter("writes_total", "Writes to the API server.", "verb", "resource", "code")
+        self.cold_start = Histogram(
+            "slipway_operator_cold_start_seconds",
+            "Cold starts of replicas, by phase: schedule, pull, download, load, warmup.",
+            ("phase",),
+            buckets=START_BUCKETS,
+            registry=self.registry,
+        )
+        self.warm_pods = gauge(
+            "warm_pool_pods", "Pods of each WarmPool: ready, warming, claimed.", "namespace", "pool", "state"
+        )
         self.loop_lag = gauge("event_loop_lag_seconds", "How late the event loop woke last time it was asked to.")
 
     def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:

@@ -12,7 +12,15 @@ from typing import Protocol, TypeVar
 from pydantic import ValidationError
 
 from slipway_api import names
-from slipway_api.runtime_api import Body, DrainRequest, DrainStatus, Signals, State
+from slipway_api.runtime_api import (
+    Body,
+    DrainRequest,
+    DrainStatus,
+    LoadModelRequest,
+    ModelInfo,
+    Signals,
+    State,
+)
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError
 from slipway_kube.objects import Pod
@@ -35,7 +43,7 @@ class ReplicaUnreachable(ReplicaError):  # noqa: N818  reads as a fact where it 
 
 
 class ReplicaRefused(ReplicaError):  # noqa: N818  reads as a fact where it is raised
-    """The replica answered with another status than 200; `status` is the HTTP status."""
+    """The replica answered with another status than 200 and 202; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -130,6 +138,10 @@ class ReplicaClient:
         body = DrainRequest(timeout_seconds=timeout_seconds, refuse_after_seconds=refuse_after_seconds, reason=reason)
         return await self._call("POST", replica, names.PATH_DRAIN, DrainStatus, body)
 
+    async def load_model(self, replica: Address, request: LoadModelRequest) -> ModelInfo:
+        """POST /model: serve this model; returns while it loads, and asking again is harmless."""
+        return await self._call("POST", replica, names.PATH_MODEL, ModelInfo, request)
+
     async def undrain(self, replica: Address) -> DrainStatus:
         """POST /undrain: accept requests again."""
         return await self._call("POST", replica, names.PATH_UNDRAIN, DrainStatus)
@@ -152,12 +164,12 @@ class ReplicaClient:
             ) from exc
 
     async def _open(self, method: str, replica: Address, path: str, body: Body | None) -> bytes:
-        """The body of a 200. After a 401 the next token is tried: the pod may be older than the rotation."""
+        """The body of a 200 or 202. After a 401 the next token is tried: the pod may be older than the rotation."""
         status, raw = 401, b"there is no token to try"
         for token in self._tokens.tokens(replica.namespace, replica.pod, replica.nonce):
             headers = {names.HEADER_ADMIN_TOKEN: token, "Content-Type": "application/json"}
             status, raw = await self._dial(method, replica, path, headers, body.wire() if body is not None else None)
-            if status == 200:
+            if status in (200, 202):
                 return raw
             if status != 401:
                 break

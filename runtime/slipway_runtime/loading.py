@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from slipway_runtime.cores import compute_threads
-from slipway_runtime.engine.launch import EngineProcess
+from slipway_runtime.engine.launch import BootedEngine, EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.engine.transport import Transport
@@ -24,6 +24,7 @@ from slipway_runtime.storage.fetch import check_digest, fetch
 
 LOADER: Final = "load"  # the name of threads that nobody waits for at the end
 _T = TypeVar("_T")
+_TASKS: Final[set["asyncio.Task[None]"]] = set()  # the event loop itself keeps no reference to a task
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,33 @@ def bring(settings: RuntimeSettings) -> Fetched:
     return Fetched(directory, beside, tokenizer, seconds)
 
 
+async def boot_engine(settings: RuntimeSettings, on_booted: Callable[[], object]) -> BootedEngine | None:
+    """Begin what an engine needs without a model; `on_booted` is called on the event loop when it is done."""
+    if settings.in_process:
+
+        def load_modules() -> None:
+            import slipway_runtime.engine.build  # noqa: F401  torch costs seconds, and the ports are open meanwhile
+
+        await in_daemon_thread(load_modules)
+        on_booted()
+        return None
+    booted = await BootedEngine.start()
+
+    async def tell() -> None:
+        if await booted.wait():
+            on_booted()
+
+    task = asyncio.create_task(tell(), name="boot")
+    _TASKS.add(task)
+    task.add_done_callback(_TASKS.discard)
+    return booted
+
+
 async def load_engine(
-    settings: RuntimeSettings, fetched: Fetched, on_news: Callable[[Loading | WarmingUp], object]
+    settings: RuntimeSettings,
+    fetched: Fetched,
+    on_news: Callable[[Loading | WarmingUp], object],
+    booted: BootedEngine | None = None,
 ) -> Transport:
     """A warm engine; `on_news` is called on the event loop. Raises EngineNotLoadedError or what the engine raised."""
     options = engine_options(settings, fetched)
@@ -73,6 +99,7 @@ async def load_engine(
         run_directory=settings.run_directory,
         log_level=settings.log_level,
         on_news=on_news,
+        booted=booted,
     )
 
 

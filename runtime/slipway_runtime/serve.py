@@ -31,7 +31,7 @@ from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.gpu_faults import is_gpu_fault
-from slipway_runtime.loading import LOADER, Fetched, bring, in_daemon_thread, load_engine
+from slipway_runtime.loading import LOADER, Fetched, boot_engine, bring, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.server.adapter_source import AdapterSource, adapter_roots
@@ -109,9 +109,9 @@ async def serve(settings: RuntimeSettings) -> int:
         if loading.done():
             code = loading.result()
         else:
-            replica.drain(settings.drain_timeout, "SIGTERM")
+            replica.drain(replica.drain_timeout, "SIGTERM")
             with contextlib.suppress(TimeoutError):  # a step loop that hangs must not keep the process for ever
-                async with asyncio.timeout(settings.drain_timeout + LAST_WORDS_SECONDS):
+                async with asyncio.timeout(replica.drain_timeout + LAST_WORDS_SECONDS):
                     await replica.drained()
             log.info("drained", left=replica.drain_status().running)
             code = 0
@@ -147,7 +147,13 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
 
 async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPoolExecutor) -> int:
     """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
-    settings = await choice.chosen()
+    booted = None if choice.is_made else await boot_engine(choice.process_settings, replica.booted)
+    try:
+        settings = await choice.chosen()
+    except asyncio.CancelledError:
+        if booted is not None:
+            await booted.stop()
+        raise
     began = time.monotonic()
 
     def hear(news: Loading | WarmingUp) -> None:
@@ -161,7 +167,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
             replica.downloading()
         fetched = await in_daemon_thread(lambda: bring(settings))
         replica.loading()
-        transport = await load_engine(settings, fetched, hear)
+        transport = await load_engine(settings, fetched, hear, booted)
     except (FetchError, ModelRefusedError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
         return _refuse(settings, error)
     except EngineNotLoadedError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.runtime_api import ModelSpec
+from slipway_api.runtime_api import LoadModelRequest, ModelSpec
 from slipway_api.types import parse_quantity
 
 # Fields of a ModelSpec that settings take as they are, where they are given.
@@ -157,6 +157,9 @@ class RuntimeSettings:
         if spec.gpu_memory_utilization:
             given["gpu_memory_utilization"] = float(spec.gpu_memory_utilization)
         given["max_cpu_adapters"] = spec.max_cpu_adapters or max(0, spec.max_adapters)
+        if isinstance(spec, LoadModelRequest):
+            given["serving_token_digests"] = spec.serving_token_sha256 or self.serving_token_digests
+            given["drain_timeout"] = float(spec.drain_timeout_seconds) or self.drain_timeout
         settings = replace(
             self,
             model_uri=spec.uri,

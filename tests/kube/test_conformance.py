@@ -111,6 +111,18 @@ async def test_a_delete_with_another_uid_is_a_conflict(world):
         await world.get(CONFIG_MAPS, "x")
 
 
+async def test_a_delete_of_an_old_version_is_a_conflict_and_deletes_nothing(world):
+    old = await world.config_map("x", a="1")
+    path, uid = world.path(CONFIG_MAPS, "x"), old["metadata"]["uid"]
+    await world.client.merge_patch(path, {"data": {"a": "2"}})
+    with pytest.raises(errors.Conflict):
+        await world.client.delete(path, uid=uid, resource_version=old["metadata"]["resourceVersion"])
+    new = await world.get(CONFIG_MAPS, "x")
+    await world.client.delete(path, uid=uid, resource_version=new["metadata"]["resourceVersion"])
+    with pytest.raises(errors.NotFound):
+        await world.get(CONFIG_MAPS, "x")
+
+
 async def test_a_put_of_an_old_version_is_a_conflict(world):
     old = await world.config_map("x", a="1")
     path = world.path(CONFIG_MAPS, "x")

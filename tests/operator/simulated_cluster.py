@@ -22,7 +22,7 @@ import msgspec
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
-from slipway_api.runtime_api import DrainStatus, Signals
+from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
 from slipway_kube.errors import KubeError, Unreachable
 from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
 from slipway_operator.clock import Clock
@@ -54,6 +54,10 @@ class Runtime:
     drained_with: list[int | None] = field(default_factory=list)
     state_at_undrain: list[str] = field(default_factory=list)  # the pod's label when it was asked to serve again
     is_ending: bool = False  # it drains for good, whatever it is asked
+    model: Object | None = None  # what POST /model brought
+    starting: str = ""  # Booting, NoModel or Loading, until it is ready
+    ready_from: float = 0.0
+    pod_uid: str = ""
 
 
 class Severable(InProcessClient):
@@ -71,7 +75,7 @@ class Severable(InProcessClient):
         reply = await super()._exchange(method, path, **options)
         self._process.check()
         if is_write:
-            await self._process.after_write()
+            await self._process.after_write(f"{method} {path}")
         return reply
 
 
@@ -128,8 +132,9 @@ class Process:
             await asyncio.Event().wait()
         self.writes.append(what)
 
-    async def after_write(self) -> None:
+    async def after_write(self, what: str) -> None:
         await asyncio.sleep(self._cluster.write_seconds)
+        self._cluster.on_written(what)
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
@@ -197,10 +202,15 @@ class SimulatedCluster:
         self.clock = Clock(now=self.now, monotonic=self.time, lease=self.time)
         self.runtimes: dict[str, Runtime] = {}
         self.start_seconds = 1.0
+        self.boot_seconds = 3.0  # of a pod of a WarmPool
+        self.claim_seconds = 1.0  # from POST /model to ready
+        self.startup: StartupTimes | None = None  # what GET /state says; None: it is not answered
+        self.refuses_models = 0  # so many POSTs of a model get no answer
         self.stop_seconds = 0.5
         self.kubelet_works = True
         self.write_seconds = 0.0
-        self.on_write: Callable[[str], None] = lambda _what: None
+        self.on_write: Callable[[str], None] = lambda _what: None  # may raise, before the server has it
+        self.on_written: Callable[[str], None] = lambda _what: None  # may raise: the reply is lost
         self.silent: Callable[[str], bool] = lambda _pod: False
         self.sampled: list[tuple[float, str]] = []  # when which pod answered for its signals
         self.completion: Callable[[str], tuple[int, str]] = lambda _pod: (200, "a text")
@@ -288,7 +298,7 @@ class SimulatedCluster:
             self.most_live_pods = max(self.most_live_pods, len(self.live()))
             if self.kubelet_works:
                 for pod in self.server.objects(PODS):
-                    if names.LABEL_SERVICE in pod["metadata"]["labels"]:
+                    if {names.LABEL_SERVICE, names.LABEL_POOL} & set(pod["metadata"]["labels"]):
                         self._tend(pod)
                 self.server.collect_garbage()
             await asyncio.sleep(TICK_SECONDS)
@@ -305,13 +315,23 @@ class SimulatedCluster:
             return
         if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
             return
-        runtime = self.runtimes.setdefault(meta["name"], Runtime())
-        is_ready = not runtime.draining
+        is_empty = names.LABEL_POOL in meta["labels"]
+        runtime = self.runtimes.get(meta["name"])
+        if runtime is None or runtime.pod_uid not in ("", uid):  # a name may be used again
+            runtime = self.runtimes[meta["name"]] = Runtime(starting="Booting" if is_empty else "")
+        runtime.pod_uid = uid
+        if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
+            runtime.starting = "NoModel"
+        if runtime.starting == "Loading" and time >= runtime.ready_from:
+            runtime.starting = ""
+        is_ready = not runtime.draining and not runtime.starting
         status = {
             "phase": "Running",
             "podIP": f"10.0.0.{1 + len(self._since) % 250}",
             "conditions": [_condition("PodScheduled", self), _condition("Ready", self, is_true=is_ready)],
-            "containerStatuses": [{"name": "server", "ready": is_ready, "started": True, "state": {"running": {}}}],
+            "containerStatuses": [
+                {"name": "server", "ready": is_ready, "started": not runtime.starting, "state": {"running": {}}}
+            ],
         }
         now = [(one["type"], one["status"]) for one in pod.get("status", {}).get("conditions", [])]
         if now != [(one["type"], one["status"]) for one in status["conditions"]]:
@@ -344,6 +364,22 @@ class SimulatedCluster:
             runtime.draining = runtime.is_ending
             drain = DrainStatus(draining=runtime.draining, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
+        if path == names.PATH_MODEL:
+            if self.refuses_models:
+                self.refuses_models -= 1
+                raise ConnectionResetError(replica.pod)
+            asked = msgspec.json.decode(body or b"{}")
+            if runtime.model is not None and runtime.model != asked:
+                return 409, b"another model"
+            if runtime.model is None:
+                runtime.model, runtime.starting, runtime.ready_from = asked, "Loading", self.time() + self.claim_seconds
+            return 202, ModelInfo(uri=asked["uri"]).wire()
+        if path == names.PATH_STATE and self.startup is not None:
+            free = BlockCounts(total=1000, live=0, cached=0, free=1000)
+            sizes = {"block_size": 16, "bytes_per_token": 1, "max_model_len": 1024, "max_num_seqs": 4}
+            queue = QueueCounts(running=0, waiting=0)
+            facts = {"model_name": "m", "uptime_seconds": 1.0, "blocks": free, "queue": queue, "draining": False}
+            return 200, State.model_validate({**facts, **sizes, "startup": self.startup}).wire()
         self.sampled.append((self.time(), replica.pod))
         signals = Signals(
             boot_id=pod["metadata"]["uid"],
@@ -351,6 +387,7 @@ class SimulatedCluster:
             running=runtime.running,
             waiting=runtime.waiting,
             draining=runtime.draining,
+            starting=runtime.starting,
         )
         return 200, signals.wire()
 

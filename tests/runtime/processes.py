@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,13 +117,17 @@ def command_line(model: str, flags: tuple[str, ...]) -> list[str]:
     ]
 
 
+def without_model(flags: tuple[str, ...]) -> list[str]:
+    return ["serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *flags]
+
+
 @asynccontextmanager
-async def serving(*flags: str, model: str = f"file://{TINY}") -> AsyncIterator[Process]:
-    """A replica as it runs in a pod."""
+async def serving(*flags: str, model: str | None = f"file://{TINY}") -> AsyncIterator[Process]:
+    """A replica as it runs in a pod. model: None waits for POST /model."""
     with tempfile.TemporaryDirectory(prefix="slw") as run:
         process = await asyncio.create_subprocess_exec(
             *RUNTIME,
-            *command_line(model, flags),
+            *(without_model(flags) if model is None else command_line(model, flags)),
             stderr=subprocess.PIPE,
             env={**os.environ, **SETTINGS, "SLIPWAY_RUN_DIR": run},
         )
@@ -146,14 +150,17 @@ async def serving(*flags: str, model: str = f"file://{TINY}") -> AsyncIterator[P
 
 
 @asynccontextmanager
-async def serving_here(*flags: str, model: str | None = f"file://{TINY}") -> AsyncIterator[Here]:
+async def serving_here(
+    *flags: str, model: str | None = f"file://{TINY}", run_files: Mapping[str, bytes] | None = None
+) -> AsyncIterator[Here]:
     """The same on the loop of the test, with its engine on a thread. Signals for it come to this process.
 
-    model: None waits for POST /model.
+    model: None waits for POST /model. run_files: what an earlier run left in the run directory.
     """
     with tempfile.TemporaryDirectory(prefix="slw") as run, capture_logs([_renamed]) as log:
-        ports = ["serve", "--host", "127.0.0.1", "--port", "0", "--admin-port", "0", *flags]
-        arguments = ports if model is None else command_line(model, flags)
+        for name, content in (run_files or {}).items():
+            (Path(run) / name).write_bytes(content)
+        arguments = without_model(flags) if model is None else command_line(model, flags)
         settings = serve_settings(arguments_of([*arguments, "--in-process"]), {**SETTINGS, "SLIPWAY_RUN_DIR": run})
         running = Here(Path(run), log, task=asyncio.create_task(serve(settings)))  # type: ignore[arg-type]
         try:

@@ -1,11 +1,17 @@
 """A process that was started without a model serves the one that POST /model brings."""
 
+import asyncio
+import hashlib
+from pathlib import Path
+
 import httpx
+import pytest
 
-from slipway_api.runtime_api import ModelInfo, ModelSpec
-from tests.runtime.processes import TINY, serving_here
+from slipway_api import names
+from slipway_api.runtime_api import LoadModelRequest, ModelInfo
+from tests.runtime.processes import TINY, children, serving, serving_here
 
-SPEC = ModelSpec(
+SPEC = LoadModelRequest(
     uri=f"file://{TINY}",
     served_name="chat",
     revision="rev7",
@@ -16,10 +22,23 @@ SPEC = ModelSpec(
 )
 
 
+def has_loaded(library: str, pid: int) -> bool:
+    return library in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def reason_when_booted(http: httpx.AsyncClient, admin_url: str) -> tuple[int, str]:
+    """Status and reason of /ready, once everything that needs no model is done."""
+    async with asyncio.timeout(120):
+        while True:
+            ready = await http.get(f"{admin_url}/ready")
+            if ready.json()["reason"] != "Booting":
+                return ready.status_code, ready.json()["reason"]
+            await asyncio.sleep(0.02)
+
+
 async def test_a_process_without_a_model_loads_the_one_that_is_asked_for_and_no_other():
     async with serving_here(model=None) as replica, httpx.AsyncClient(timeout=120) as http:
-        ready = await http.get(f"{replica.admin_url}/ready")
-        assert (ready.status_code, ready.json()["reason"]) == (503, "NoModel")
+        assert await reason_when_booted(http, replica.admin_url) == (503, "NoModel")
         assert (await http.get(f"{replica.admin_url}/health")).status_code == 200
         assert (await http.get(f"{replica.url}/v1/models")).status_code == 503
         for senseless in ({}, {"uri": "file:///x", "dtype": "int4"}, {"uri": "file:///x", "kvCacheBytes": "x"}):
@@ -50,3 +69,36 @@ async def test_a_process_that_never_gets_a_model_ends_on_sigterm():
     async with serving_here(model=None) as replica:
         replica.terminate()
         assert await replica.ended() == 0
+
+
+@pytest.mark.capability("AS-5")
+async def test_a_booted_process_builds_the_engine_in_the_process_that_has_imported_torch_already():
+    async with serving(model=None) as replica, httpx.AsyncClient(timeout=120) as http:
+        assert await reason_when_booted(http, replica.admin_url) == (503, "NoModel")
+        (engine,) = children(replica.process.pid)
+        assert has_loaded("libtorch", engine), "torch is loaded before there is a model"
+
+        await http.post(f"{replica.admin_url}/model", content=SPEC.wire())
+        await replica.ready()
+
+        assert replica.engine_pid == engine
+
+
+@pytest.mark.capability("AS-5")
+async def test_a_container_that_is_started_again_serves_the_model_and_asks_for_the_token_it_was_given():
+    closed = SPEC.model_copy(update={"serving_token_sha256": (hashlib.sha256(b"of the gateway").hexdigest(),)})
+    async with serving_here(model=None) as first, httpx.AsyncClient(timeout=120) as http:
+        assert (await http.post(f"{first.admin_url}/model", content=closed.wire())).status_code == 202
+        assert (await http.get(f"{first.url}/v1/models")).status_code == 401, "closed before the model answers"
+        await first.ready()
+        kept = (first.run_directory / "model.json").read_bytes()
+
+    async with (
+        serving_here(model=None, run_files={"model.json": kept}) as again,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
+        await again.ready()
+        assert (await http.get(f"{again.url}/v1/models")).status_code == 401
+        headers = {names.HEADER_SERVING_TOKEN: "of the gateway"}
+        (card, *_) = (await http.get(f"{again.url}/v1/models", headers=headers)).json()["data"]
+        assert (card["id"], card["revision"]) == ("chat", "rev7")

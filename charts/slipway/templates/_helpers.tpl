@@ -163,6 +163,15 @@ subjects:
 
 {{- define "slipway.operatorRules" -}}
 - apiGroups: [slipway.dev]
+  resources: [warmpools]
+  verbs: [get, list, watch]
+- apiGroups: [slipway.dev]
+  resources: [warmpools/status]
+  verbs: [patch]
+- apiGroups: [slipway.dev]
+  resources: [warmpools/finalizers]
+  verbs: [update]  # to own the pods with blockOwnerDeletion
+- apiGroups: [slipway.dev]
   resources: [inferenceservices]
   verbs: [get, list, watch, patch]  # patch: only the finalizer
 - apiGroups: [slipway.dev]

@@ -24,6 +24,7 @@ from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, Stat
 from slipway_kube.objects import Object, Pod
 from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
+from slipway_operator.controller.claimer import Claimer
 from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
 from slipway_operator.controller.store import ObjectStore
@@ -34,6 +35,7 @@ from slipway_operator.core.actions import (
     AnnotatePod,
     ApplyChild,
     AskSmokeTests,
+    ClaimPod,
     CreatePod,
     CreateRevision,
     DeleteChild,
@@ -41,6 +43,7 @@ from slipway_operator.core.actions import (
     DeleteRevision,
     DrainPod,
     Failure,
+    LoadModel,
     RemoveFinalizer,
     UndrainPod,
 )
@@ -112,6 +115,7 @@ class Executor:
         self._stores = stores
         self._pod_of = pod_of
         self._metrics = metrics
+        self._claims = Claimer(client, writer, replicas, calls, pod_of)
         self._now = now
         self._monotonic = monotonic
 
@@ -164,10 +168,15 @@ class Executor:
                     action.name,
                     uid=action.uid,
                     grace_seconds=action.grace_seconds,
+                    resource_version=action.resource_version,
                     owner=key,
                 )
             case AnnotatePod():
                 await self._annotate(key, action)
+            case ClaimPod():
+                return await self._claims.claim(key, stored, action, memory)
+            case LoadModel():
+                self._claims.ask_to_load(key, stored, action.name, action.uid, action.request)
             case ApplyChild():
                 await self._apply_child(key, action, memory)
             case DeleteChild():
@@ -389,6 +398,8 @@ def _object_of(action: Action) -> str:
     match action:
         case (
             CreatePod()
+            | ClaimPod()
+            | LoadModel()
             | DrainPod()
             | UndrainPod()
             | DeletePod()

@@ -64,6 +64,8 @@ class Memory:
     """`Decision.carried` of the last pass."""
     taken_names: frozenset[str] = frozenset()
     """Names of pods that another owner has created."""
+    lost_claims: frozenset[str] = frozenset()
+    """Uids of pods of a WarmPool whose claim failed: another service has them, or they are going."""
     applied: dict[str, str] = field(default_factory=dict)
     """Digest of each child as last applied; the resync empties it, so that the next pass corrects drift."""
     failures: tuple[Failure, ...] = ()

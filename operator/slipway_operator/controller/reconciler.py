@@ -21,7 +21,7 @@ from slipway_kube.writer import Writer
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, Refusal, StoredObject
 from slipway_operator.controller.store import ObjectStore
-from slipway_operator.core.actions import Action, CreatePod, DeletePod, DrainPod
+from slipway_operator.core.actions import Action, ClaimPod, CreatePod, DeletePod, DrainPod
 from slipway_operator.metrics import OperatorMetrics
 
 log = structlog.get_logger()
@@ -118,7 +118,7 @@ class Reconciler:
 
     async def _run_pass(self, key: Key, stored: StoredObject) -> Outcome:
         kind, memory = self._kinds[key.kind], self._memories[key]
-        names_before, failures_before = memory.taken_names, memory.failures
+        names_before, failures_before = (memory.taken_names, memory.lost_claims), memory.failures
         observed = kind.observe(key, stored, memory)
         decision = kind.plan(observed, self._now())
         execution = await self._executor.execute(key, stored, decision.actions, memory)
@@ -129,7 +129,7 @@ class Reconciler:
                 Refusal(execution.failure.action, stored.generation, float("inf")) if execution.failure else None
             )
         requeue_after = 0.0 if execution.is_unfinished else decision.requeue_after
-        if (memory.failures, memory.taken_names) != (failures_before, names_before):
+        if (memory.failures, (memory.taken_names, memory.lost_claims)) != (failures_before, names_before):
             # The server's refusal belongs in the status of this pass.
             decision = kind.plan(kind.with_memory(observed, memory), self._now())
             requeue_after = 0.0 if execution.failure is None else decision.requeue_after
@@ -180,7 +180,7 @@ class Reconciler:
 
     def _record(self, key: Key, stored: StoredObject, decision: Decision, *, left: tuple[Action, ...]) -> None:
         """Post the events, except those of actions that were not executed."""
-        undone = {action.name for action in left if isinstance(action, CreatePod | DrainPod | DeletePod)}
+        undone = {action.name for action in left if isinstance(action, CreatePod | ClaimPod | DrainPod | DeletePod)}
         api_version = self._kinds[key.kind].resource.api_version
         regarding = reference(api_version, key.kind, key.namespace, key.name, stored.uid)
         for event in decision.events:

@@ -4,11 +4,14 @@ Each carries its `reason`, the sentence that the executor logs. Each is safe to 
 costs a pass, never a pod.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
 from slipway_api.conditions import EventReason
+from slipway_api.runtime_api import LoadModelRequest
+from slipway_api.warm_pool_conditions import PoolEvent
 
 ABSENT: Final = "absent"  # in place of a digest: the child does not exist
 
@@ -36,6 +39,33 @@ class CreatePod:
 
     name: str
     manifest: dict[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimPod:
+    """Make a waiting pod of a WarmPool a replica: one JSON patch with tests, then POST /model with `request`.
+
+    A failed test, or a pod that is gone, is a lost race: the executor adds the uid to `Observed.lost_claims`.
+    """
+
+    name: str
+    uid: str
+    pool_uid: str  # the owner before
+    owner: Mapping[str, Any]  # the owner reference after
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    request: LoadModelRequest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadModel:
+    """POST /model to a claimed pod that has no model, in the background; best effort, the plan repeats it."""
+
+    name: str
+    uid: str
+    request: LoadModelRequest
     reason: str
 
 
@@ -76,6 +106,7 @@ class DeletePod:
     uid: str
     grace_seconds: int
     reason: str
+    resource_version: str = ""  # where set, a pod that changed since it was read is left alone: it may be claimed now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +183,8 @@ Action = (
     AddFinalizer
     | RemoveFinalizer
     | CreatePod
+    | ClaimPod
+    | LoadModel
     | DrainPod
     | UndrainPod
     | DeletePod
@@ -178,7 +211,7 @@ class Failure:
 class Event:
     """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
 
-    reason: EventReason  # its `type` says Normal or Warning
+    reason: EventReason | PoolEvent  # its `type` says Normal or Warning
     action: str  # what was done, in one CamelCase verb: Create, Drain, Delete, Scale, Rollout
     message: str
     pod: str = ""  # `related`, where the event is about one pod

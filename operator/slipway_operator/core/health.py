@@ -267,7 +267,9 @@ def _is_cut_off(replica: Replica, nodes: Mapping[str, Node]) -> bool:
 def _unready_since(replica: Replica, nodes: Mapping[str, Node]) -> datetime:
     """Since when the replica itself is not ready. What was lost with its node gets its time again when that returns."""
     node = nodes.get(replica.node)
-    moments = (replica.scheduled_at or replica.created_at, replica.unready_since, node.ready_since if node else None)
+    # A claimed pod waited before it was a replica: its time begins with the claim, which is its creation to us.
+    begun = max(replica.scheduled_at or replica.created_at, replica.claimed_at or replica.created_at)
+    moments = (begun, replica.unready_since, node.ready_since if node else None)
     return max(moment for moment in moments if moment is not None)
 
 

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
-from slipway_api.runtime_api import Signals, State
+from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
+from slipway_operator.core.warm_pool.supply import WarmSupply
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -32,6 +33,8 @@ class Capacity:
     """Requests of full length at once: as many as fit the KV cache, at most `maxNumSeqs`."""
     kv_blocks: int
     bytes_per_token: int
+    startup: StartupTimes = field(default_factory=StartupTimes)
+    """Where the time of its start went; the same until the engine starts again."""
 
     @classmethod
     def of(cls, state: State) -> "Capacity | None":
@@ -46,6 +49,7 @@ class Capacity:
             max_sequences=min(state.max_num_seqs, state.blocks.total // blocks_of_one),
             kv_blocks=state.blocks.total,
             bytes_per_token=state.bytes_per_token,
+            startup=state.startup,
         )
 
 
@@ -95,7 +99,7 @@ class Replica:
     slot: int  # label; a number within one revision
     attempt: int  # label
     state: str = names.STATE_SERVING  # label: serving | draining
-    created_at: datetime
+    created_at: datetime  # of a pod that was claimed from a WarmPool: when it was claimed
     deleted_at: datetime | None = None  # metadata.deletionTimestamp
 
     phase: Phase = "Pending"
@@ -122,6 +126,9 @@ class Replica:
     drain_forced: datetime | None = None  # annotation slipway.dev/node-drain-forced
     safe_to_evict: str = ""  # annotation of cluster-autoscaler; "": absent
     do_not_disrupt: str = ""  # annotation of Karpenter; "": absent
+    claimed_at: datetime | None = None  # annotation slipway.dev/claimed-at; None: it was created for the service
+    serving_digests: tuple[str, ...] = ()  # annotation slipway.dev/serving-token-sha256
+    running_since: datetime | None = None  # containerStatuses[server].state.running.startedAt
     sample: Sample | None = None  # the newest one, however old; None: never answered
 
 
@@ -259,6 +266,10 @@ class Observed:
     """Requests at the gateways; None: no gateway has reported since this operator began to lead."""
     outcomes_since: OutcomesSince | None = None
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
+
+    warm: WarmSupply | None = None
+    """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
+    lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
     scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)

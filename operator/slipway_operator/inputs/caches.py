@@ -29,7 +29,7 @@ from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
 from slipway_operator.core.observed import Defaults, Sample, ServingDigests, TokenDigests
 from slipway_operator.inputs.disruption import NodeCounts
-from slipway_operator.inputs.observer import PodIndex, service_of
+from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from slipway_operator.inputs.scraper import Target
 from slipway_operator.metrics import OperatorMetrics
@@ -45,7 +45,7 @@ OnPodChange = Callable[[Change, Pod | None, Pod | None, set[ServiceKey]], None]
 OnRevisionChange = Callable[[set[ServiceKey]], None]
 OnNodeChange = Callable[[Node | None, Node | None], None]
 OnTargetChange = Callable[[str, "ReplicaTarget | None"], None]
-ReplicaTarget = Target[Address, ServiceKey]
+ReplicaTarget = Target[Address, ServiceKey | PoolKey]
 
 
 class Caches:
@@ -275,11 +275,13 @@ class Inputs:
     asking_since: Callable[[], datetime]
     metrics: OperatorMetrics
     now: Callable[[], datetime]
+    on_pool_sample: Callable[[Callable[[PoolKey], None]], None] = lambda _callback: None
+    """Call a function with the pool of each sample that matters of a pod that waits."""
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:
     """The replica to scrape; None while it cannot answer: its server does not run, or it is being deleted."""
-    key = service_of(pod)
+    key = service_of(pod) or pool_of(pod)
     server = pod.container(names.SERVER_CONTAINER)
     if key is None or not pod.status.pod_ip or pod.is_terminating or server is None or server.state.running is None:
         return None

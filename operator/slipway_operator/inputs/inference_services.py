@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import cast
 
+from slipway_api.inference_service import InferenceService
+from slipway_api.inference_status import ColdStart
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Node, Pod
@@ -17,6 +19,7 @@ from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
 from slipway_operator.inputs.reading import read
+from slipway_operator.inputs.warm_supply import WarmSupplies
 
 KIND = INFERENCE_SERVICES.kind
 
@@ -40,6 +43,8 @@ class InferenceServices:
         self._inputs = inputs
         self._store = inputs.caches.stores[KIND]
         self._claims = ServedNames()
+        self._supply = WarmSupplies(inputs)
+        self._cold_starts: dict[Key, ColdStart | None] = {}
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_pod_change(self._saw_pod)
         inputs.caches.on_revision_change(self._saw_revisions)
@@ -48,6 +53,8 @@ class InferenceServices:
     # --- changes of the caches ----------------------------------------------------------------------------------------
 
     def _saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
+        if new is None:
+            self._cold_starts.pop(key, None)
         for rival in self._claims.saw(key, old, new):
             self._inputs.wake(rival, Urgency.NORMAL)
 
@@ -99,8 +106,12 @@ class InferenceServices:
             serving_digests=self._inputs.serving_digests,
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
+            warm=self._supply.of(reading.service),
         )
+        # Of pods that are gone, or another's for good, nothing has to be remembered.
+        memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()
         self._note_ages(observed)
+        self._note_cold_start(key, reading.service)
         return self.with_memory(observed, memory)
 
     def with_memory(self, observed: Observed, memory: Memory) -> Observed:
@@ -112,6 +123,7 @@ class InferenceServices:
             scaling_memory=carried.scaling,
             ready_before=carried.ready,
             taken_names=memory.taken_names,
+            lost_claims=memory.lost_claims,
             applied=dict(memory.applied),
             failures=memory.failures,
             smoke_results=dict(memory.smoke_results),
@@ -132,6 +144,16 @@ class InferenceServices:
                 recommendations=decided.recommendations, scaling=decided.scaling_memory, ready=decided.ready
             ),
         )
+
+    def _note_cold_start(self, key: Key, service: InferenceService) -> None:
+        """Count a cold start once: when status shows another one than in the pass before."""
+        start = service.status.performance.cold_start if service.status.performance is not None else None
+        is_new = key in self._cold_starts and self._cold_starts[key] != start
+        self._cold_starts[key] = start
+        if start is not None and is_new:
+            for phase, seconds in start:
+                if seconds is not None:
+                    self._inputs.metrics.cold_start.labels(phase.removesuffix("_seconds")).observe(float(seconds))
 
     def _note_ages(self, observed: Observed) -> None:
         now = self._inputs.now()

@@ -6,7 +6,7 @@ controls the pod is decided in the core, by the owner's uid.
 
 from collections import defaultdict
 from datetime import UTC, datetime
-from typing import cast
+from typing import NamedTuple, cast
 
 from slipway_api import names
 from slipway_api.types import ServiceKey
@@ -16,6 +16,13 @@ from slipway_operator.core import observed as seen
 from slipway_operator.core.node_taints import find_departure, is_shut_down
 
 TERMINATION_MESSAGE_SHOWN = 300  # characters of it that go into a condition
+
+
+class PoolKey(NamedTuple):
+    """Which WarmPool."""
+
+    namespace: str
+    name: str
 
 
 class PodIndex:
@@ -70,6 +77,13 @@ def service_of(pod: Pod) -> ServiceKey | None:
     return ServiceKey(pod.namespace, name) if name else None
 
 
+def pool_of(pod: Pod) -> PoolKey | None:
+    """The WarmPool for which the pod waits, or waited; the pods of a service that the pool had no pod for, too."""
+    annotations = pod.metadata.annotations
+    name = pod.labels.get(names.LABEL_POOL) or annotations.get(names.ANNOTATION_POOL_MISSED)
+    return PoolKey(pod.namespace, name) if name else None
+
+
 def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     """The facts of one pod."""
     owner = next((reference.uid for reference in pod.metadata.owner_references if reference.controller), "")
@@ -81,6 +95,9 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     annotations = pod.metadata.annotations
     # The API server always sets a creation time; a pod without one is as old as can be.
     created_at = pod.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
+    claimed_at = _moment(annotations.get(names.ANNOTATION_CLAIMED_AT))
+    running = server.state.running if server is not None else None
+    digests = annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
     return seen.Replica(
         name=pod.name,
         uid=pod.uid,
@@ -89,7 +106,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         slot=_number(pod.labels.get(names.LABEL_SLOT)),
         attempt=_number(pod.labels.get(names.LABEL_ATTEMPT)),
         state=pod.labels.get(names.LABEL_STATE, names.STATE_SERVING),
-        created_at=created_at,
+        created_at=claimed_at or created_at,
         deleted_at=pod.metadata.deletion_timestamp,
         phase=cast(seen.Phase, pod.status.phase or "Pending"),
         phase_reason=pod.status.reason,
@@ -114,6 +131,9 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         drain_forced=_moment(annotations.get(names.ANNOTATION_NODE_DRAIN_FORCED)),
         safe_to_evict=annotations.get(names.ANNOTATION_SAFE_TO_EVICT, ""),
         do_not_disrupt=annotations.get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
+        claimed_at=claimed_at,
+        serving_digests=tuple(part for part in digests.split(",") if part),
+        running_since=running.started_at if running is not None else None,
         sample=sample,
     )
 

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from slipway_api.runtime_api import Signals, State
+from slipway_api.runtime_api import ReadyReason, Signals, State
 from slipway_operator.controller.isolation import FairSlots
 from slipway_operator.core.observed import Capacity, Sample
 
@@ -246,7 +246,8 @@ class Scraper(Generic[AddressT, KeyT]):
             self._demanded_until.pop(known.service, None)
 
     def _interval(self, target: Target[AddressT, KeyT], sample: Sample | None) -> float:
-        is_moving = target.is_draining or target.is_starting
+        waits_for_a_model = sample is not None and sample.starting == ReadyReason.NO_MODEL
+        is_moving = target.is_draining or (target.is_starting and not waits_for_a_model)
         is_demanded = _loop_time() < self._demanded_until.get(target.service, 0.0)
         is_busy = is_moving or is_demanded or sample is None or sample.draining or sample.requests > 0
         return self._busy_seconds() if is_busy else IDLE_SECONDS

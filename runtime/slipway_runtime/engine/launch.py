@@ -23,6 +23,7 @@ import zmq
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import EngineFailed, Loaded, Loading, Message, News, StepReport, WarmingUp
 
+BOOT_FLAG: Final = "--boot"  # of the engine process: import everything first, and say so on this file descriptor
 LAST_WORD_SECONDS: Final = 0.3  # for what an engine said before its end to come through
 _LONGEST_RUN_DIRECTORY: Final = 80  # Linux allows 107 bytes for the path of a socket
 
@@ -42,6 +43,50 @@ class EngineNotLoadedError(Exception):
     def __init__(self, sentence: str, trace: str = "") -> None:
         super().__init__(sentence)
         self.trace = trace
+
+
+class BootedEngine:
+    """An engine process without a model yet: it imports torch and the kernels, and then waits for a model."""
+
+    def __init__(self, process: asyncio.subprocess.Process, booted: "asyncio.Future[None]") -> None:
+        self.process = process
+        self._booted = booted
+
+    @classmethod
+    async def start(cls) -> "BootedEngine":
+        """Start the process; returns at once."""
+        loop = asyncio.get_running_loop()
+        booted: asyncio.Future[None] = loop.create_future()
+        reading, writing = os.pipe()
+
+        def hear() -> None:
+            loop.remove_reader(reading)
+            os.close(reading)
+            if not booted.done():
+                booted.set_result(None)
+
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "slipway_runtime.engine.process", BOOT_FLAG, str(writing)),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(writing,),
+            )
+        finally:
+            os.close(writing)  # ours: what is left is the child's, so its end is heard too
+        loop.add_reader(reading, hear)
+        return cls(process, booted)
+
+    async def wait(self) -> bool:
+        """Return once everything is imported; False where the process ended instead."""
+        await self._booted
+        with contextlib.suppress(TimeoutError):  # closed by its end, or written by a process that goes on
+            async with asyncio.timeout(LAST_WORD_SECONDS):
+                await self.process.wait()
+        return self.process.returncode is None
+
+    async def stop(self) -> None:
+        """End the process."""
+        await _kill(self.process)
 
 
 class EngineProcess:
@@ -65,12 +110,19 @@ class EngineProcess:
         run_directory: Path | None = None,
         log_level: str = "INFO",
         on_news: Callable[[Loading | WarmingUp], object] = lambda _: None,
+        booted: BootedEngine | None = None,
     ) -> "EngineProcess":
-        """Start an engine and return when it is warm. Raises EngineNotLoadedError; cancelling ends the process."""
+        """Start an engine and return when it is warm. Raises EngineNotLoadedError; cancelling ends the process.
+
+        With `booted`, the engine is built in that process, whose imports are done or under way.
+        """
         pipe = _Pipe(run_directory)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "slipway_runtime.engine.process", stdin=asyncio.subprocess.PIPE
-        )
+        if booted is not None and booted.process.returncode is None:
+            process = booted.process
+        else:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "slipway_runtime.engine.process", stdin=asyncio.subprocess.PIPE
+            )
         try:
             assert process.stdin is not None
             start = EngineStart(

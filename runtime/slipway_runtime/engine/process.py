@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from slipway_api import logs
-from slipway_runtime.engine.launch import EngineStart
+from slipway_runtime.engine.launch import BOOT_FLAG, EngineStart
 from slipway_runtime.engine.loop import StepLoop
 from slipway_runtime.messages import EngineFailed, Loaded, Message, News
 
@@ -31,7 +31,11 @@ def main() -> int:
     # Signals are for the parent: it drains, and its end is ours.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if BOOT_FLAG in sys.argv:
+        _boot(int(sys.argv[sys.argv.index(BOOT_FLAG) + 1]))
     start = _read_start(sys.stdin.buffer)
+    if start is None:
+        return 0
     threading.Thread(target=_end_with_parent, args=(sys.stdin.buffer,), name="parent", daemon=True).start()
     logs.configure("runtime", start.log_level)
     with zmq.Context() as context:
@@ -111,8 +115,26 @@ def _write(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, news: "que
             socket.send(encoder.encode(message))
 
 
-def _read_start(stream: BinaryIO) -> EngineStart:
-    length = int.from_bytes(stream.read(4), "big")
+def _boot(done: int) -> None:
+    """Do what needs no model: import torch and the kernels, and create the GPU's context, where there is a GPU."""
+    import torch
+
+    import slipway_runtime.engine.build  # noqa: F401  everything that an engine is built from
+    from slipway_runtime.kernels import native
+
+    native.library()
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+    os.write(done, b"1")
+    os.close(done)
+
+
+def _read_start(stream: BinaryIO) -> EngineStart | None:
+    """What to build; None where the parent ended before it had a model."""
+    head = stream.read(4)
+    if not head:
+        return None
+    length = int.from_bytes(head, "big")
     return msgspec.msgpack.decode(stream.read(length), type=EngineStart)
 
 

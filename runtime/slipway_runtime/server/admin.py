@@ -18,7 +18,7 @@ from slipway_api.runtime_api import (
     Body,
     DrainRequest,
     LoadAdapterRequest,
-    ModelSpec,
+    LoadModelRequest,
     SleepRequest,
     SleepStatus,
 )
@@ -161,7 +161,7 @@ async def model(http: Request) -> Response:
 async def load_model(http: Request) -> Response:
     """Serve a model: 202 while it loads, 200 when it answers. A process without one takes it; another one is a 409."""
     choice: ModelChoice = http.app.state.model_choice
-    choice.choose(await _asked(http, ModelSpec, "a ModelSpec, with at least a uri"))
+    choice.choose(await _asked(http, LoadModelRequest, "a ModelSpec, with at least a uri"))
     info = choice.info()
     return _wire(info, 200 if info.loaded else 202)
 

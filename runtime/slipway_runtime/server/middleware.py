@@ -97,9 +97,10 @@ class ServingMiddleware:
             self._open -= 1
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        if self._token_digests and scope["path"] not in OPEN_PATHS:
+        digests = self._replica.serving_token_digests or self._token_digests
+        if digests and scope["path"] not in OPEN_PATHS:
             token = headers.get(names.HEADER_SERVING_TOKEN, "")
-            if not token_matches(token, self._token_digests):
+            if not token_matches(token, digests):
                 return ApiError(401, f"the header {names.HEADER_SERVING_TOKEN} is missing or wrong")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:

@@ -1,49 +1,84 @@
-"""Which model a process serves: the one of its command line, or the first that POST /model brings."""
+"""Which model a process serves: the one of its command line, or the first that POST /model brings.
+
+What POST /model brought is kept in a file of the pod. A container that the kubelet starts again finds it there and
+loads the same model by itself: whether a replica comes back must not depend on an operator that asks again.
+"""
 
 import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
 
-from slipway_api.runtime_api import ModelInfo, ModelSpec
+import structlog
+from pydantic import ValidationError
+
+from slipway_api.runtime_api import LoadModelRequest, ModelInfo
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.loaded import Identity
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.settings import RuntimeSettings
 
+log = structlog.get_logger()
+
+KEPT_REQUEST: Final = "model.json"  # in the run directory, which outlives the container and ends with the pod
+_SAME_AS: Final = {  # the setting that says the same as a field of the request
+    "uri": "model_uri",
+    "served_name": "model_name",
+    "serving_token_sha256": "serving_token_digests",
+    "drain_timeout_seconds": "drain_timeout",
+}
+
 
 class ModelChoice:
-    """Takes the first model that is asked for, and no other one until the process ends."""
+    """Takes the first model that is asked for, and no other one until the pod ends."""
 
     def __init__(self, settings: RuntimeSettings, replica: Replica) -> None:
         """Needs a running event loop."""
         self._settings = settings
         self._replica = replica
+        self._kept = settings.run_directory / KEPT_REQUEST
         self._chosen: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
         if settings.model_uri:
             self._take(settings)
+        elif (earlier := _read(self._kept)) is not None:
+            with contextlib.suppress(ApiError):  # an image that cannot serve it any more: wait for another request
+                self.choose(earlier)
+
+    @property
+    def process_settings(self) -> RuntimeSettings:
+        """The settings that hold without a model, too."""
+        return self._settings
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a model to serve."""
+        return self._chosen.done()
 
     async def chosen(self) -> RuntimeSettings:
         """The settings with the model, as soon as there is one."""
         return await asyncio.shield(self._chosen)
 
-    def choose(self, spec: ModelSpec) -> None:
+    def choose(self, request: LoadModelRequest) -> None:
         """Serve this model. The one that is here is no change; what a body leaves out agrees with it.
 
         Raises ApiError: 400 for what no replica can serve, 409 where another model is here.
         """
         try:
-            wanted = self._settings.with_model(spec)
+            wanted = self._settings.with_model(request)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
         if not self._settings.model_uri:
+            _keep(self._kept, request)
             self._take(wanted)
             return
-        same_as = {"uri": "model_uri", "served_name": "model_name"}  # the setting that says the same
         differing = sorted(
             name
-            for name in spec.model_fields_set
-            if getattr(wanted, same_as.get(name, name)) != getattr(self._settings, same_as.get(name, name))
+            for name in request.model_fields_set
+            if getattr(wanted, _SAME_AS.get(name, name)) != getattr(self._settings, _SAME_AS.get(name, name))
         )
         if differing:
-            raise ApiError(409, f"another model is here until the process ends: it differs in {', '.join(differing)}")
+            raise ApiError(409, f"another model is here until the pod ends: it differs in {', '.join(differing)}")
 
     def info(self) -> ModelInfo:
         """Which model is here, and whether it answers."""
@@ -57,6 +92,9 @@ class ModelChoice:
 
     def _take(self, settings: RuntimeSettings) -> None:
         self._settings = settings
+        # Before the model answers: a service that is closed to all but the gateway must never be open for a moment.
+        self._replica.serving_token_digests = settings.serving_token_digests
+        self._replica.drain_timeout = settings.drain_timeout
         self._replica.name_model(
             Identity(
                 model=settings.model_name,
@@ -66,3 +104,21 @@ class ModelChoice:
             )
         )
         self._chosen.set_result(settings)
+
+
+def _keep(path: Path, request: LoadModelRequest) -> None:
+    """Write the request whole or not at all. Without a run directory, as on a laptop, nothing is kept."""
+    beside = path.with_suffix(".new")
+    try:
+        beside.write_bytes(request.model_dump_json(by_alias=True, exclude_unset=True).encode())
+        os.replace(beside, path)
+    except OSError as error:
+        log.info("the model is not kept for a restart", path=str(path), error=error.strerror)
+
+
+def _read(path: Path) -> LoadModelRequest | None:
+    """The request that an earlier run of this container took."""
+    try:
+        return LoadModelRequest.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

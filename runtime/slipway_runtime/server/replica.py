@@ -2,7 +2,8 @@
 
 | engine        | draining | seconds without a step that is due | ready | reason          | health |
 |---------------|----------|------------------------------------|-------|-----------------|--------|
-| none asked for| any      | –                                  | no    | NoModel         | yes    |
+| none asked for| any      | –                                  | no    | Booting         | yes    |
+| none asked for| any      | –, and torch is imported           | no    | NoModel         | yes    |
 | not there yet | any      | –                                  | no    | Downloading     | yes    |
 | not there yet | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
@@ -43,6 +44,7 @@ LONGEST_STEPS: Final = 4.0  # a step may take so many times the longest so far: 
 ENGINE_STOPPED: Final = "the engine of this replica has stopped"
 _ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
 _STARTING: Final = {
+    ReadyReason.BOOTING: "no model yet, and the engine process is importing torch and the kernels",
     ReadyReason.NO_MODEL: "no model yet: POST /model brings one",
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
@@ -69,11 +71,12 @@ class Replica:
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
-        self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.NO_MODEL
+        self.serving_token_digests: tuple[str, ...] = ()  # set by POST /model; the serving port requires one of them
+        self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.BOOTING
         self._progress = ""
         self._draining = False
         self._refusing = False  # new requests: from some seconds after the drain began
-        self._drain_timeout = drain_timeout
+        self.drain_timeout = drain_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._refuse_at: asyncio.TimerHandle | None = None
         self._stall_seconds = stall_seconds
@@ -92,6 +95,11 @@ class Replica:
         """The model that this process will serve is known."""
         self.identity = identity
         self._phase = ReadyReason.LOADING
+
+    def booted(self) -> None:
+        """The engine process has imported torch and the kernels, and waits for a model."""
+        if self._phase is ReadyReason.BOOTING:
+            self._phase = ReadyReason.NO_MODEL
 
     def downloading(self) -> None:
         """The model is being brought from where it lives."""
@@ -306,7 +314,7 @@ class Replica:
         """
         if not self._draining:
             log.info("draining", reason=reason, open=len(self._open))
-        seconds = self._drain_timeout if timeout_seconds is None else timeout_seconds
+        seconds = self.drain_timeout if timeout_seconds is None else timeout_seconds
         self._draining = True
         self._deadline = _earlier(self._deadline, seconds, self._end_what_is_left)
         if min(seconds, refuse_after_seconds) <= 0:

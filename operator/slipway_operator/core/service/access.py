@@ -42,11 +42,21 @@ class PortAccess:
 
 def port_access(observed: Observed, service: InferenceService, pod: str) -> PortAccess:
     """The digests of a pod that is about to be created under this name; `service` as the pod's revision has it."""
-    namespace, name = service.metadata.namespace, service.metadata.name
-    nonce = hmac.new(observed.nonce_seed, f"{namespace}/{pod}".encode(), hashlib.sha256).hexdigest()[:NONCE_LENGTH]
-    is_closed = service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY
+    namespace = service.metadata.namespace
+    nonce = derive_nonce(observed.nonce_seed, namespace, pod)
     return PortAccess(
         nonce=nonce,
         admin_digests=observed.token_digests(namespace, pod, nonce),
-        serving_digests=observed.serving_digests(namespace, name) if is_closed else (),
+        serving_digests=serving_digests(observed, service),
     )
+
+
+def serving_digests(observed: Observed, service: InferenceService) -> tuple[str, ...]:
+    """The digests of the serving tokens; none where the port takes requests without a token."""
+    is_closed = service.spec.routing.direct_access is DirectAccess.GATEWAY_ONLY
+    return observed.serving_digests(service.metadata.namespace, service.metadata.name) if is_closed else ()
+
+
+def derive_nonce(seed: bytes, namespace: str, pod: str) -> str:
+    """The nonce of a new pod, from random bytes of this pass."""
+    return hmac.new(seed, f"{namespace}/{pod}".encode(), hashlib.sha256).hexdigest()[:NONCE_LENGTH]

@@ -53,6 +53,7 @@ from slipway_operator.core.service.status import Decided, build_status, deletion
 from slipway_operator.core.service.strategy import decide_rollout
 from slipway_operator.core.service.target import Target, choose_target
 from slipway_operator.core.service.undrain import take_back
+from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
@@ -100,6 +101,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     unhealthy = unhealthy_to_replace(
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
+    assigned_update = _assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now)
     decided = Decided(
         members=members,
         target=target,
@@ -107,7 +109,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
         rollout=rolling.step,
         progress=rolling.progress,
         failed_revision=rolling.failed_revision,
-        assignment=_assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now),
+        assignment=assigned_update,
+        pool_wait=describe_wait(observed, target.revision, assigned_update.creations, now),
         stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
     may_act = _is_recorded(service, target, desired)
@@ -116,9 +119,11 @@ def plan(observed: Observed, now: datetime) -> Plan:
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and target.revision.spec is not None:
         steps += taken_back.steps
-        steps += _create(observed, decided)
+        steps += _create(observed, decided, now)
     if may_act:
         steps += Steps(actions=rolling.actions)
+    steps += load_claimed(observed, members, stored, now)
+    steps += Steps(events=wait_events(service.status, decided.pool_wait))
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
@@ -307,16 +312,16 @@ def _one_victim_at_a_time(
     return steps
 
 
-def _create(observed: Observed, decided: Decided) -> Steps:
+def _create(observed: Observed, decided: Decided, now: datetime) -> Steps:
     """Create missing replicas; those of the stable revision first, because it is known to serve."""
-    steps, target, rolling = Steps(), decided.target, decided.rollout
+    steps, target, rolling, claims = Steps(), decided.target, decided.rollout, Claims(observed, now)
     if target.stable:
-        steps += _create_of(observed, target.stable, decided.stable_assignment, rolling.stable_wanted)
+        steps += _create_of(observed, target.stable, decided.stable_assignment, rolling.stable_wanted, claims)
     wanted = decided.desired if rolling.update_wanted is None else rolling.update_wanted
-    return steps + _create_of(observed, target.revision, decided.assignment, wanted)
+    return steps + _create_of(observed, target.revision, decided.assignment, wanted, claims)
 
 
-def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int) -> Steps:
+def _create_of(observed: Observed, revision: Revision, assignment: Assignment, wanted: int, claims: Claims) -> Steps:
     service = revision.apply_to(observed.service)
     steps = Steps()
     for creation in assignment.creations:
@@ -330,9 +335,8 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             avoid_node=creation.avoid_node,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
-        steps += Steps(
-            actions=(CreatePod(name=name, manifest=manifest, reason=reason),), events=(_created(name, reason),)
-        )
+        create = CreatePod(name=name, manifest=manifest, reason=reason)
+        steps += claims.start_replica(service, revision, creation, create, _created(name, reason))
     return steps
 
 

@@ -356,6 +356,8 @@ def _is_over(member: Member, *, unhealthy: str, replace_broken: bool) -> bool:
         return member.replica.uid == unhealthy
     if has_gpu_fault(member):
         return True
+    if member.stage is Stage.OVERDUE and member.replica.claimed_at is not None:
+        return True  # the kubelet starts others over; the startup probe of a claimed pod has no end
     return replace_broken and member.stage.is_broken
 
 

@@ -47,6 +47,7 @@ from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.scaling.target import ScaleTarget
 from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.performance import measure_performance
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
@@ -71,6 +72,7 @@ class Decided:
     failed_revision: str
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+    pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
     def desired(self) -> int:
@@ -142,6 +144,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         attempts=decided.attempts,
         autoscaling=autoscaling,
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
+        performance=measure_performance(decided.members) or before.performance,
     )
 
 
@@ -343,7 +346,8 @@ def _progress(observed: Observed, decided: Decided, enough: bool) -> tuple[Reaso
             )
         return Reason.ROLLING_OUT, f"revision {decided.revision.hash} replaces {before.current_revision}{waits}"
     if not enough:
-        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted"
+        wait = f"; {decided.pool_wait}" if decided.pool_wait else ""
+        return Reason.SCALING_UP, f"{decided.desired} replicas are wanted{wait}"
     return None
 
 

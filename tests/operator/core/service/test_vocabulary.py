@@ -16,7 +16,9 @@ from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
 from slipway_operator.core.service.plan import Plan, plan
-from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
+from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
+from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
+from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, revision_of, seen
 from tests.operator.core.scaling.gateways import Gateways
 from tests.operator.core.service.test_canary import a_world as a_canary_world
 from tests.operator.core.service.test_canary import roll
@@ -104,6 +106,20 @@ def stalled() -> Said:
 
 def likely_to_be_regretted() -> Said:
     return said_in(passes(a_service(uri="hf://org/model"), ()))
+
+
+def a_warm_pool() -> Said:
+    service = one(warmPool={"name": "pool"})
+    pod = WarmPod(
+        name="pool-warm-0",
+        uid="uid-of-pool-warm-0",
+        shape=write_shape(shape_of_service(service, revision_of(service))),
+        starting="NoModel",
+        sampled_at=T0,
+    )
+    full = replace(seen(service), warm=WarmSupply(pool="pool", pool_uid="uid-of-pool", pods=(pod,)))
+    empty = replace(seen(service), warm=WarmSupply(pool="pool", pool_uid="uid-of-pool"))
+    return said_in([plan(full, T0), plan(empty, T0)])
 
 
 def one_name_for_two_services() -> Said:
@@ -230,6 +246,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     stalled,
     likely_to_be_regretted,
     one_name_for_two_services,
+    a_warm_pool,
     life_of_a_fixed_fleet,
     life_of_an_autoscaled_fleet,
     autoscaled_without_capacity,

@@ -1,0 +1,165 @@
+"""The WarmPool kind: pods that are started beforehand, so that a replica begins in seconds instead of minutes.
+
+Levels that are not built yet are absent from the schema, not ignored.
+"""
+
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from slipway_api.conditions import Condition
+from slipway_api.inference_service import Resources
+from slipway_api.names import API_VERSION
+from slipway_api.overlay import Template
+from slipway_api.types import ObjectMeta, Rule, ServiceKey, Struct, Time, bounded_list, cel_rules
+
+
+class WarmLevel(StrEnum):
+    """How far the pods of a pool are started."""
+
+    BOOTED = "Booted"
+
+
+class Autosize(Struct):
+    """The number of pods follows how fast pods of the pool are asked for."""
+
+    model_config = cel_rules(Rule("self.min <= self.max", "min must not be above max", ".min"))
+
+    min: int = Field(default=1, ge=0, le=1000)
+    """Fewest pods."""
+    max: int = Field(ge=1, le=1000)
+    """Most pods."""
+    cover_seconds: int = Field(default=120, ge=10, le=3600)
+    """The pods must last for so long at the fastest pace of the last hour: the time in which a used pod is replaced."""
+
+
+class Refill(Struct):
+    """How used pods are replaced."""
+
+    max_concurrent: int = Field(default=1, ge=1, le=100)
+    """Pods of the pool that start at the same time."""
+    delay_seconds: int = Field(default=10, ge=0, le=3600)
+    """Pause after a claim, so that the start of a pod takes no CPU and disk from a replica that loads its model."""
+
+
+class WarmPoolSpec(Struct):
+    """The desired state of the pool: how many pods, of which shape, started how far."""
+
+    model_config = cel_rules(
+        Rule("has(self.size) != has(self.autosize)", "set either size or autosize"),
+    )
+
+    size: int | None = Field(default=None, ge=0, le=1000)
+    """Number of pods that wait for a claim."""
+    autosize: Autosize | None = None
+    """The number of pods follows how fast pods of the pool are asked for; instead of size."""
+    level: WarmLevel = WarmLevel.BOOTED
+    """Booted: the image is pulled, the process runs, torch and the kernels are loaded, and no model is."""
+    image: str = Field(default="", pattern=r"^\S*$", max_length=512)
+    """Runtime image; empty: the chart's. Only services whose revision has the same image can claim a pod."""
+    resources: Resources = Resources()
+    """Resources of one pod. Only services with the same resources can claim it."""
+    template: Template = Template()
+    """An overlay for the pods, as of an InferenceService. Only services with the same spec in it can claim a pod."""
+    yield_: bool = Field(default=True, alias="yield")
+    """Delete a waiting pod when a replica of this namespace finds no node and asks for the same kind of GPU."""
+    refill: Refill = Refill()
+    """How used pods are replaced."""
+    suspend: bool = False
+    """Delete the waiting pods, and start none. Claimed pods are replicas and stay."""
+
+
+class ClaimSeconds(Struct):
+    """Seconds from a claim until the replica is ready."""
+
+    p50: int | None = Field(default=None, ge=0)
+    """Median of the claims in uses."""
+    p95: int | None = Field(default=None, ge=0)
+    """95th percentile of the claims in uses."""
+
+
+class PoolUse(Struct):
+    """One replica that a service wanted from the pool."""
+
+    time: Time
+    """When it was wanted."""
+    service: str = Field(max_length=64)
+    """The InferenceService."""
+    pod: str = Field(max_length=253)
+    """The pod that became the replica."""
+    hit: bool
+    """True: a pod of the pool was claimed. False: none was fit, and the replica was started cold."""
+    seconds: int | None = Field(default=None, ge=0)
+    """Seconds until the replica was ready; absent while it is not."""
+
+
+class WarmPoolStatus(Struct):
+    """The state of the pool that the operator last observed."""
+
+    observed_generation: int | None = Field(default=None, ge=0)
+    """The generation of the spec that this status was made from."""
+    conditions: Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type")] = ()
+    """Ready is the summary; Reconciling, Stalled and Exhausted are present only when True."""
+    size: int | None = Field(default=None, ge=0)
+    """Number of pods that should wait: spec.size, or what autosize asks for."""
+    ready: int | None = Field(default=None, ge=0)
+    """Pods that can be claimed."""
+    warming: int | None = Field(default=None, ge=0)
+    """Pods that start."""
+    claimed: int | None = Field(default=None, ge=0)
+    """Pods of the pool that are replicas of services now."""
+    hits: int | None = Field(default=None, ge=0)
+    """Replicas that were claimed from the pool."""
+    misses: int | None = Field(default=None, ge=0)
+    """Replicas that were wanted from the pool and started cold."""
+    hit_percent: int | None = Field(default=None, ge=0, le=100)
+    """Share of hits."""
+    claim_seconds: ClaimSeconds | None = None
+    """Seconds from a claim until the replica is ready."""
+    failures: int | None = Field(default=None, ge=0)
+    """Pods in a row that ended before they could be claimed; they set the backoff."""
+    not_before: Time | None = None
+    """No new pod before this moment."""
+    yielded_to: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], bounded_list(at_most=64)] = ()
+    """Replicas that find no node, and for which waiting pods were deleted: once for each of them."""
+    uses: Annotated[tuple[PoolUse, ...], bounded_list(at_most=32)] = ()
+    """The last replicas that were wanted from the pool, newest first."""
+
+
+class WarmPool(Struct):
+    """Pods that run Slipway's runtime without a model, and become replicas of services of the same namespace."""
+
+    model_config = cel_rules(
+        Rule(
+            "size(self.metadata.name) <= 40",
+            "metadata.name may have at most 40 characters, so that the names of its pods fit",
+            ".metadata.name",
+        ),
+        Rule(
+            "self.metadata.name.matches('^[a-z]([a-z0-9-]*[a-z0-9])?$')",
+            "metadata.name must be lower-case letters, digits and '-', starting with a letter",
+            ".metadata.name",
+        ),
+    )
+
+    KIND: ClassVar[str] = "WarmPool"
+    PLURAL: ClassVar[str] = "warmpools"
+
+    api_version: str = API_VERSION
+    kind: str = "WarmPool"
+    metadata: ObjectMeta
+    spec: WarmPoolSpec
+    """The desired state of the pool: how many pods, of which shape, started how far."""
+    status: WarmPoolStatus = WarmPoolStatus()
+    """The state of the pool that the operator last observed."""
+
+    @property
+    def key(self) -> ServiceKey:
+        """Namespace and name."""
+        return ServiceKey(self.metadata.namespace, self.metadata.name)
+
+    @property
+    def is_being_deleted(self) -> bool:
+        """Whether the garbage collector is about to delete the waiting pods."""
+        return self.metadata.deletion_timestamp is not None

@@ -1,0 +1,71 @@
+"""A service takes its replica from a warm pool, beside one that is started cold."""
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.slipway import EXAMPLES, Slipway, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def pool(slipway: Slipway) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(slipway.access.kubectl("get", "wpool", "standby", "-o", "json"))
+    return found
+
+
+def ready_pods(slipway: Slipway) -> int:
+    return int(pool(slipway).get("status", {}).get("ready") or 0)
+
+
+def seconds_until_ready(service: dict[str, Any]) -> float:
+    (ready,) = (one for one in service["status"]["conditions"] if one["type"] == "Ready")
+    created = datetime.fromisoformat(service["metadata"]["creationTimestamp"])
+    return (datetime.fromisoformat(ready["lastTransitionTime"]) - created).total_seconds()
+
+
+def answers(slipway: Slipway, model: str) -> bool:
+    said = slipway.openai().completions.create(model=model, prompt="Once upon a time", max_tokens=4)
+    return bool(said.choices[0].text)
+
+
+@pytest.mark.capability("AS-5", "ST-5")
+def test_a_replica_is_claimed_from_the_pool_and_outlives_it(clean: Slipway) -> None:
+    standby, warm = yaml.safe_load_all((EXAMPLES / "warm-pool.yaml").read_text())
+    clean.apply(yaml.safe_dump(standby))
+    wait_for("a pod that can be claimed", lambda: ready_pods(clean) == 1, timeout=120)
+
+    cold = warm | {"metadata": {"name": "cold"}, "spec": {k: v for k, v in warm["spec"].items() if k != "warmPool"}}
+    clean.apply(yaml.safe_dump(cold))
+    cold_service = clean.wait_ready("cold", replicas=1)
+    clean.apply(yaml.safe_dump(warm))
+    warm_service = clean.wait_ready("warm", replicas=1)
+
+    (pod,) = clean.pods("warm")
+    server = pod.status.container_statuses[0]
+    created = datetime.fromisoformat(warm_service["metadata"]["creationTimestamp"])
+    assert pod.metadata.name == "standby-warm-0"
+    assert server.restart_count == 0
+    assert server.state.running.started_at < created, "its process is older than the service"
+    assert {event.reason for event in clean.events("warm")} >= {"WarmPodClaimed", "ReplicaReady"}
+    assert "ReplicaCreated" not in {event.reason for event in clean.events("warm")}
+    assert wait_for("an answer of the claimed replica", lambda: answers(clean, "warm"))
+    start = wait_for("the measured start", lambda: clean.service("cold")["status"].get("performance"))["coldStart"]
+    assert {"scheduleSeconds", "pullSeconds", "loadSeconds", "warmupSeconds"} <= set(start)
+    assert "performance" not in clean.service("warm")["status"], "a claim tells nothing about a cold start"
+    wait_for("the refill", lambda: ready_pods(clean) == 1, timeout=120)
+    status = wait_for("the counted hit", lambda: (s := pool(clean)["status"])["hits"] == 1 and s)
+    print(f"cold: {seconds_until_ready(cold_service):.0f} s, {start}")
+    print(f"warm: {seconds_until_ready(warm_service):.0f} s, {status['claimSeconds']} from claim to ready")
+
+    clean.access.kubectl("delete", "wpool", "standby")
+    wait_for("the waiting pod is collected", lambda: "standby-warm-1" not in pod_names(clean), timeout=90)
+    assert "standby-warm-0" in pod_names(clean)
+    assert answers(clean, "warm")
+
+
+def pod_names(slipway: Slipway) -> list[str]:
+    return slipway.access.kubectl("get", "pods", "-o", "jsonpath={.items[*].metadata.name}").split()

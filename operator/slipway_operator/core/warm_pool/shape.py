@@ -1,0 +1,85 @@
+"""The parts of a pod that no claim can change, as digests: a service may claim only pods that agree in all of them.
+
+Image, resources, environment, mounts, Secrets and placement of a live pod are immutable. They are compared as the user
+wrote them, not as pods are built from them: so a newer operator that builds pods otherwise agrees with older pods.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from slipway_api.inference_service import InferenceService, Resources
+from slipway_api.overlay import ContainerOverlay, PodOverlay, Template
+from slipway_api.warm_pool import WarmPool
+from slipway_operator.core.service import model_access
+from slipway_operator.core.service.revision import Revision
+
+PARTS: Final = ("image", "resources", "environment", "volumes", "placement", "security", "arguments", "secrets")
+_SECURITY: Final = {"security_context", "service_account_name", "runtime_class_name"}
+_DIGITS: Final = 8
+
+Shape = Mapping[str, str]
+
+
+def shape_of_service(service: InferenceService, revision: Revision) -> Shape:
+    """The shape of the pods of this revision; `service` has the inputs of the revision."""
+    spec = service.spec
+    return _shape(
+        spec.resources,
+        spec.template,
+        image=revision.image,
+        env=spec.runtime.env,
+        arguments=spec.runtime.args,
+        secrets=model_access.credentials(spec.model),
+        claims=model_access.volumes(spec.model),
+    )
+
+
+def shape_of_pool(pool: WarmPool, default_image: str) -> Shape:
+    """The shape of the pods that the pool starts now."""
+    return _shape(pool.spec.resources, pool.spec.template, image=pool.spec.image or default_image)
+
+
+def write_shape(shape: Shape) -> str:
+    """`image=1f0c2a9d,resources=…`: the annotation of a pod of a pool."""
+    return ",".join(f"{part}={shape[part]}" for part in PARTS)
+
+
+def differing_parts(annotation: str, wanted: Shape) -> tuple[str, ...]:
+    """The parts in which a pod with this annotation differs from what is wanted."""
+    has = dict(part.split("=", 1) for part in annotation.split(",") if "=" in part)
+    return tuple(part for part in PARTS if has.get(part) != wanted[part])
+
+
+def _shape(
+    resources: Resources,
+    template: Template,
+    *,
+    image: str,
+    env: Any = (),
+    arguments: Any = (),
+    secrets: Any = (),
+    claims: Any = (),
+) -> Shape:
+    overlay = template.spec
+    container = next(iter(overlay.containers), ContainerOverlay(name="server"))
+    merged = {entry["name"]: entry for entry in (*env, *container.env)}
+    return {
+        "image": _digest(image),
+        "resources": _digest([resources.to_json(), container.resources.to_json()]),
+        "environment": _digest(sorted(merged.items())),
+        "volumes": _digest([list(overlay.volumes), list(container.volume_mounts), list(claims)]),
+        "placement": _digest(_written(overlay, without={"containers", "volumes", *_SECURITY})),
+        "security": _digest(_written(overlay, only=_SECURITY)),
+        "arguments": _digest(list(arguments)),
+        "secrets": _digest(list(secrets)),
+    }
+
+
+def _written(overlay: PodOverlay, *, only: set[str] | None = None, without: set[str] | None = None) -> Any:
+    return overlay.model_dump(mode="json", exclude_defaults=True, exclude_none=True, include=only, exclude=without)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:_DIGITS]

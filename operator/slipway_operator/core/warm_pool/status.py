@@ -1,0 +1,155 @@
+"""Builds the status of a WarmPool, and the events that follow from its changes.
+
+| pods that can be claimed | should wait | otherwise                | Ready                      |
+|--------------------------|-------------|--------------------------|----------------------------|
+| any                      | 0           |                          | True Suspended             |
+| all                      | > 0         |                          | True Available             |
+| some                     | > 0         |                          | True Warming               |
+| none                     | > 0         | Stalled                  | False, reason of Stalled   |
+| none                     | > 0         | pods start               | Unknown Warming            |
+| none                     | > 0         | a pause, or no capacity  | False NoReadyPods          |
+"""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from slipway_api.conditions import Condition, ConditionStatus, find_condition, remove_condition, set_condition
+from slipway_api.warm_pool import WarmPoolStatus
+from slipway_api.warm_pool_conditions import PoolCondition, PoolEvent, PoolReason
+from slipway_operator.core.actions import Event
+from slipway_operator.core.warm_pool.autosize import Size
+from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool
+from slipway_operator.core.warm_pool.uses import Uses, claim_seconds
+
+FAILURES_UNTIL_STALLED: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """The pods after this pass has deleted what it deletes, and before what it creates exists."""
+
+    size: Size
+    ready: int
+    live: int
+    claimed: int
+    unschedulable: str = ""
+    image_error: str = ""
+    backoff: Backoff
+    yielded_to: tuple[str, ...] = ()
+
+    @property
+    def warming(self) -> int:
+        """Pods that start."""
+        return self.live - self.ready
+
+
+def build_status(observed: ObservedPool, counts: Counts, uses: Uses, now: datetime) -> WarmPoolStatus:
+    """The status after this pass."""
+    before = observed.pool.status
+    hits = (before.hits or 0) + sum(use.hit for use in uses.new)
+    misses = (before.misses or 0) + sum(not use.hit for use in uses.new)
+    return WarmPoolStatus(
+        observed_generation=observed.pool.metadata.generation,
+        conditions=_conditions(observed, counts, hits, now),
+        size=counts.size.pods,
+        ready=counts.ready,
+        warming=counts.warming,
+        claimed=counts.claimed,
+        hits=hits,
+        misses=misses,
+        hit_percent=round(100 * hits / (hits + misses)) if hits + misses else None,
+        claim_seconds=claim_seconds(uses.listed),
+        failures=counts.backoff.failures or None,
+        not_before=counts.backoff.not_before if counts.backoff.failures else None,
+        yielded_to=counts.yielded_to,
+        uses=uses.listed,
+    )
+
+
+def _conditions(observed: ObservedPool, counts: Counts, hits: int, now: datetime) -> tuple[Condition, ...]:
+    conditions = observed.pool.status.conditions
+    generation = observed.pool.metadata.generation
+    stalled = _stalled(observed, counts)
+    wanted: dict[PoolCondition, tuple[ConditionStatus | bool, PoolReason, str] | None] = {
+        PoolCondition.READY: _readiness(counts, stalled),
+        PoolCondition.STALLED: (True, *stalled) if stalled else None,
+        PoolCondition.RECONCILING: _progress(counts) if not stalled else None,
+        PoolCondition.EXHAUSTED: _exhaustion(counts, hits),
+    }
+    for type, value in wanted.items():
+        if value is None:
+            conditions = remove_condition(conditions, type)
+        else:
+            status, reason, message = value
+            conditions = set_condition(
+                conditions, type, status, reason.value, message[:4096], generation=generation, now=now
+            )
+    return conditions
+
+
+def _readiness(counts: Counts, stalled: tuple[PoolReason, str] | None) -> tuple[ConditionStatus, PoolReason, str]:
+    size, ready = counts.size.pods, counts.ready
+    sentence = f"{ready} of {size} pods can be claimed"
+    if size == 0:
+        return ConditionStatus.TRUE, PoolReason.SUSPENDED, counts.size.reason
+    if ready >= size:
+        return ConditionStatus.TRUE, PoolReason.AVAILABLE, sentence
+    if ready:
+        return ConditionStatus.TRUE, PoolReason.WARMING, sentence
+    if stalled:
+        return ConditionStatus.FALSE, *stalled
+    if counts.unschedulable or not counts.live:
+        return ConditionStatus.FALSE, PoolReason.NO_READY_PODS, sentence
+    return ConditionStatus.UNKNOWN, PoolReason.WARMING, sentence
+
+
+def _progress(counts: Counts) -> tuple[bool, PoolReason, str] | None:
+    if counts.ready >= counts.size.pods:
+        return None
+    if counts.unschedulable:
+        return True, PoolReason.WAITING_FOR_CAPACITY, counts.unschedulable
+    return True, PoolReason.WARMING, f"{counts.size.pods} pods should wait for a claim"
+
+
+def _exhaustion(counts: Counts, hits: int) -> tuple[bool, PoolReason, str] | None:
+    if not hits or counts.ready or not counts.size.pods:
+        return None
+    return True, PoolReason.NO_READY_PODS, f"no pod of {counts.size.pods} is left to be claimed"
+
+
+def _stalled(observed: ObservedPool, counts: Counts) -> tuple[PoolReason, str] | None:
+    """What only a person can change."""
+    if observed.fault:
+        return PoolReason.INVALID_SPEC, observed.fault
+    for failure in observed.failures:
+        if failure.reason == "Invalid":
+            return PoolReason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
+    if counts.image_error and not counts.ready:
+        return PoolReason.IMAGE_PULL_FAILED, f"{counts.image_error}; check spec.image and imagePullSecrets"
+    if counts.backoff.failures >= FAILURES_UNTIL_STALLED and not counts.ready:
+        return PoolReason.WARM_FAILED, f"pods ended {counts.backoff.failures} times in a row; see their events"
+    return None
+
+
+def status_events(
+    observed: ObservedPool, after: WarmPoolStatus, counts: Counts, uses: Uses, booted: AbstractSet[str]
+) -> tuple[Event, ...]:
+    """The events of this pass that follow from the difference between the status before and after."""
+    before, size = observed.pool.status, counts.size
+    events = []
+    for name in sorted(booted - observed.booted_before) if observed.booted_before is not None else ():
+        message = f"{name} can be claimed: {counts.ready} of {size.pods}"
+        events.append(Event(reason=PoolEvent.POD_WARMED, action="Start", message=message, pod=name))
+    for use in uses.new:
+        if use.hit:
+            message = f"{use.pod} is a replica of {use.service}; {counts.ready} of {size.pods} pods are left"
+            events.append(Event(reason=PoolEvent.POD_CLAIMED, action="Claim", message=message, pod=use.pod))
+    exhausted = find_condition(after.conditions, PoolCondition.EXHAUSTED)
+    if exhausted is not None and find_condition(before.conditions, PoolCondition.EXHAUSTED) is None:
+        events.append(Event(reason=PoolEvent.POOL_EXHAUSTED, action="Report", message=exhausted.message))
+    if observed.pool.spec.autosize is not None and before.size is not None and before.size != size.pods:
+        message = f"{before.size}→{size.pods}: {size.reason}"
+        events.append(Event(reason=PoolEvent.POOL_RESIZED, action="Scale", message=message))
+    return tuple(events)

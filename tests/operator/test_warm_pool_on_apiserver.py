@@ -1,0 +1,110 @@
+"""What warm pools rest on, asked of a real API server: the kind's rules, the pods, the guarded patch, the deletion."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.cluster.access import Access, ApiError, CommandError
+from slipway_api import names
+from slipway_api.runtime_api import LoadModelRequest
+from slipway_operator.controller.claimer import claim_operations
+from slipway_operator.core.actions import ClaimPod
+from slipway_operator.core.service.access import PortAccess
+from slipway_operator.core.service.pod import build_pod
+from slipway_operator.core.service.revision import Revision
+from slipway_operator.core.warm_pool.pod import build_pool_pod
+from slipway_operator.core.warm_pool.shape import shape_of_pool
+from tests.builders import IMAGE, T0, a_service
+from tests.operator.core.warm_pool.pools import a_pool
+
+pytestmark = pytest.mark.apiserver
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+Object = dict[str, Any]
+
+
+@pytest.fixture
+def namespace(apiserver: Access) -> Iterator[str]:
+    apiserver.serve_kinds(CRDS)
+    name = apiserver.create_namespace("warm", restricted=True)
+    account = {"metadata": {"name": "default"}}
+    try:
+        apiserver.api("POST", f"/api/v1/namespaces/{name}/serviceaccounts", account)
+    except ApiError as exists:
+        assert exists.code == 409  # noqa: PT017  the controller was faster, where there is one
+    yield name
+    apiserver.api("DELETE", f"/api/v1/namespaces/{name}")
+
+
+def a_manifest(**spec: Any) -> Object:
+    metadata = {"name": "pool"}
+    return {"apiVersion": names.API_VERSION, "kind": "WarmPool", "metadata": metadata, "spec": {"size": 1} | spec}
+
+
+@pytest.mark.capability("AS-5")
+def test_the_kind_is_explained_listed_and_refuses_what_cannot_work(apiserver, namespace):
+    def apply(manifest: Object) -> str:
+        return apiserver.kubectl("apply", "-n", namespace, "--dry-run=server", "-f", "-", stdin=json.dumps(manifest))
+
+    def refusal(**spec: Any) -> str:
+        with pytest.raises(CommandError) as refused:
+            apply({**a_manifest(**spec), "spec": {k: v for k, v in ({"size": 1} | spec).items() if v is not None}})
+        return refused.value.stderr
+
+    assert "created" in apply(a_manifest())
+    assert "created" in apply(a_manifest() | {"spec": {"autosize": {"min": 1, "max": 3}}})
+    assert "set either size or autosize" in refusal(autosize={"max": 2})
+    assert "set either size or autosize" in refusal(size=None)
+    assert "min must not be above max" in refusal(size=None, autosize={"min": 3, "max": 2})
+    assert "Unsupported value" in refusal(level="Loaded")
+    gpu = {"name": "server", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+    assert "gpu" in refusal(template={"spec": {"containers": [gpu]}}).lower()
+    explained = apiserver.kubectl("explain", "wpool.spec.refill.delaySeconds")
+    assert "Pause after a claim" in explained
+    apiserver.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(a_manifest()))
+    header = apiserver.kubectl("get", "wpool", "-n", namespace, "-o", "wide").splitlines()[0].split()
+    assert header == ["NAME", "LEVEL", "SIZE", "READY", "WARMING", "CLAIMED", "HIT%", "AGE"]
+
+
+@pytest.mark.capability("AS-5")
+def test_of_two_services_one_gets_the_pod_and_an_old_version_is_not_deleted(apiserver, namespace):
+    access = PortAccess(nonce="n", admin_digests=("d",))
+    pool = a_pool(resources={"gpu": {"count": 0}})
+    manifest = build_pool_pod(pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=access)
+    manifest["metadata"]["namespace"] = namespace
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    before = apiserver.api("POST", pods, manifest)
+
+    def claim(service: str) -> str:
+        wanted = a_service(service, uid=f"uid-of-{service}", resources={"gpu": {"count": 0}})
+        metadata = build_pod(wanted, Revision("x" * 10, IMAGE), slot=0, attempt=0, access=access)["metadata"]
+        action = ClaimPod(
+            name="pool-warm-0",
+            uid=before["metadata"]["uid"],
+            pool_uid=pool.metadata.uid,
+            owner=metadata["ownerReferences"][0],
+            labels=metadata["labels"],
+            annotations={names.ANNOTATION_CLAIMED_AT: T0.isoformat()},
+            request=LoadModelRequest(uri="file:///m"),
+            reason="",
+        )
+        patch = json.dumps(claim_operations(action))
+        return apiserver.kubectl("patch", "pod", "pool-warm-0", "-n", namespace, "--type=json", "-p", patch)
+
+    assert "patched" in claim("one")
+    with pytest.raises(CommandError):
+        claim("two")
+
+    after = apiserver.api("GET", f"{pods}/pool-warm-0")
+    (owner,) = after["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("InferenceService", "uid-of-one")
+    labels = after["metadata"]["labels"]
+    assert (labels[names.LABEL_STATE], labels[names.LABEL_SERVICE]) == (names.STATE_SERVING, "one")
+    assert after["metadata"]["annotations"][names.ANNOTATION_ADMIN_NONCE] == "n", "the admin token stays"
+    guard = {"uid": before["metadata"]["uid"], "resourceVersion": before["metadata"]["resourceVersion"]}
+    with pytest.raises(ApiError) as kept:
+        apiserver.api("DELETE", f"{pods}/pool-warm-0", {"preconditions": guard, "gracePeriodSeconds": 0})
+    assert kept.value.code == 409
