@@ -135,7 +135,7 @@ def find_condition(conditions: Iterable[Condition], type: str) -> Condition | No
 
 def set_condition(
     conditions: Iterable[Condition],
-    type: ConditionType,
+    type: StrEnum,
     status: ConditionStatus | bool,
     reason: str,
     message: str,
@@ -161,6 +161,6 @@ def set_condition(
     return tuple(after if condition is before else condition for condition in kept)
 
 
-def remove_condition(conditions: Iterable[Condition], type: ConditionType) -> tuple[Condition, ...]:
+def remove_condition(conditions: Iterable[Condition], type: StrEnum) -> tuple[Condition, ...]:
     """The conditions without this one: how Reconciling and Stalled stop being True."""
     return tuple(condition for condition in conditions if condition.type != type)

@@ -40,3 +40,7 @@ class GatewayKeys:
     def digests(self, namespace: str, service: str) -> tuple[str, ...]:
         """The digests of all serving tokens that a new pod of the service shall accept."""
         return tuple(token_digest(serving_token(key, namespace, service)) for key in self.read())
+
+    def tokens(self, namespace: str, service: str) -> list[str]:
+        """Serving tokens that a pod of the service may accept, the likeliest first."""
+        return [serving_token(key, namespace, service) for key in self.read()]

@@ -87,14 +87,14 @@ def direct(connections: KeptConnections, *, port: int = names.ADMIN_PORT) -> Dia
     return dial
 
 
-def through_api_server(client: Client) -> Dial:
+def through_api_server(client: Client, *, port: int = names.ADMIN_PORT) -> Dial:
     """Connect through `pods/proxy`, for an operator outside the cluster. It strips Authorization, not our header."""
 
     async def dial(
         method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
         reply = await client.proxy_to_pod(
-            replica.namespace, replica.pod, names.ADMIN_PORT, path, method=method, headers=headers, body=body
+            replica.namespace, replica.pod, port, path, method=method, headers=headers, body=body
         )
         return reply.status, reply.body
 

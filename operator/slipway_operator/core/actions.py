@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from slipway_api.adapter_conditions import AdapterEvent
 from slipway_api.conditions import EventReason
+from slipway_operator.core.adapter.calls import AdapterCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,15 @@ class DeleteRevision:
 
 
 Action = (
-    AddFinalizer | RemoveFinalizer | CreatePod | DrainPod | DeletePod | ApplyChild | CreateRevision | DeleteRevision
+    AddFinalizer
+    | RemoveFinalizer
+    | CreatePod
+    | DrainPod
+    | DeletePod
+    | ApplyChild
+    | CreateRevision
+    | DeleteRevision
+    | AdapterCall
 )
 
 
@@ -111,7 +121,7 @@ class Failure:
 class Event:
     """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
 
-    reason: EventReason  # its `type` says Normal or Warning
+    reason: EventReason | AdapterEvent  # its `type` says Normal or Warning
     action: str  # what was done, in one CamelCase verb: Create, Drain, Delete, Scale, Rollout
     message: str
     pod: str = ""  # `related`, where the event is about one pod
