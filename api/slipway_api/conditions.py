@@ -21,6 +21,7 @@ class ConditionType(StrEnum):
     WORKLOAD_AVAILABLE = "WorkloadAvailable"
     ROUTE_READY = "RouteReady"
     SCALING_ACTIVE = "ScalingActive"
+    ADAPTERS_READY = "AdaptersReady"
 
 
 class ConditionStatus(StrEnum):
@@ -66,6 +67,9 @@ class Reason(StrEnum):
     EXTERNAL = "External"
     LIMITED_BY_MAX = "LimitedByMax"
     LIMITED_BY_CAPACITY = "LimitedByCapacity"
+    # AdaptersReady
+    ADAPTERS_LOADED = "AdaptersLoaded"
+    ADAPTERS_MISSING = "AdaptersMissing"
 
 
 class EventReason(StrEnum):

@@ -38,6 +38,7 @@ INFERENCE_SERVICE_COLUMNS = [
     _column("Status", _ready("reason"), "Why"),
     _column("Replicas", ".status.readyReplicas", "Replicas that take requests", type="integer"),
     _column("Desired", ".status.desiredReplicas", "Replicas there should be", type="integer"),
+    _column("Adapters", ".status.adapters.ready", "LoRAAdapters that answer requests", type="integer"),
     _column("URL", ".status.url", "Base URL of the OpenAI API", priority=1),
     _column(
         "KV",

@@ -103,6 +103,15 @@ class CapacityStatus(Struct):
     """Bytes of KV cache per token."""
 
 
+class AdaptersStatus(Struct):
+    """The LoRAAdapters of the service."""
+
+    desired: int = Field(default=0, ge=0)
+    """LoRAAdapters whose base is this service."""
+    ready: int = Field(default=0, ge=0)
+    """Those of them that answer requests."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -140,3 +149,5 @@ class InferenceServiceStatus(Struct):
     """The last decision of the autoscaler, and why."""
     capacity: CapacityStatus | None = None
     """The capacity of one replica."""
+    adapters: AdaptersStatus | None = None
+    """The LoRAAdapters of the service; absent: it has none."""

@@ -29,9 +29,7 @@ class Alias(Struct):
     """A further model name, whose requests several adapters share by weight."""
 
     model_config = cel_rules(
-        Rule(
-            "!has(self.weight) || (has(self.name) && self.name != '')", "alias.weight needs alias.name", ".weight"
-        ),
+        Rule("!has(self.weight) || (has(self.name) && self.name != '')", "alias.weight needs alias.name", ".weight"),
         Rule(
             "!has(self.name) || self.name.matches('^([A-Za-z0-9][A-Za-z0-9._-]*)?$')",
             "alias.name must be letters, digits and . _ -, starting with a letter or digit",

@@ -67,6 +67,10 @@ _MEANINGS: Final = {
         (_FALSE, Reason.METRICS_MISSING, "No ready replica reports its load: the number is held."),
         (_UNKNOWN, Reason.METRICS_MISSING, "No replica is ready: there is no load yet."),
     ),
+    ConditionType.ADAPTERS_READY: (
+        (_TRUE, Reason.ADAPTERS_LOADED, "Every LoRAAdapter of the service answers requests."),
+        (_FALSE, Reason.ADAPTERS_MISSING, "Some LoRAAdapters of the service do not answer."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)

@@ -17,6 +17,7 @@ import structlog
 
 from slipway_api import names
 from slipway_api.adapter_conditions import AdapterReason
+from slipway_api.lora_adapter import NEXT_VERSION
 from slipway_api.runtime_api import AdapterInfo, LoadAdapterRequest
 from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
@@ -38,7 +39,6 @@ from slipway_operator.core.adapter.calls import (
     UnrouteAdapter,
 )
 from slipway_operator.core.adapter.observed import Listing, Outcome
-from slipway_operator.core.adapter.steps import is_next_version
 from slipway_operator.replica_client import Address, ReplicaError, ReplicaRefused, address_of
 from slipway_operator.secrets import CredentialsInvalid, decoded
 
@@ -241,9 +241,7 @@ class AdapterCalls:
 
         async def probe(address: Address) -> None:
             try:
-                await self._adapters.probe(
-                    address, call.service, call.probed_as, is_closed=self._is_closed(service)
-                )
+                await self._adapters.probe(address, call.service, call.probed_as, is_closed=self._is_closed(service))
             except LoadRefused as exc:
                 self._record(call, ok=False, reason=exc.reason, message=str(exc))
             except ReplicaError as exc:
@@ -293,9 +291,10 @@ class AdapterCalls:
                 }
             }
             try:
-                await self._writer.apply(
-                    PODS, routes.namespace, routes.pod, body, field_manager=names.FIELD_MANAGER_ADAPTERS
-                )
+                if wanted != routed_adapters(pod):
+                    await self._writer.apply(
+                        PODS, routes.namespace, routes.pod, body, field_manager=names.FIELD_MANAGER_ADAPTERS
+                    )
                 await self._wait_until_shown(uid, routes, wanted)
             except KubeError as exc:
                 log.info("the pod's adapters are not written; the plan repeats it", pod=routes.pod, error=str(exc))
@@ -319,7 +318,11 @@ class AdapterCalls:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def _start(
-        self, key: Key, call: LoadAdapter | ProbeAdapter | UnloadAdapter, adapter: str, run: Callable[[Address], Awaitable[None]]
+        self,
+        key: Key,
+        call: LoadAdapter | ProbeAdapter | UnloadAdapter,
+        adapter: str,
+        run: Callable[[Address], Awaitable[None]],
     ) -> None:
         """Run the call in the background; the adapter counts as busy on the replica until it ends."""
         address, service = self._address(key, call), ServiceKey(key.namespace, call.service)
@@ -347,15 +350,9 @@ class AdapterCalls:
         message: str = "",
         seconds: float = 0.0,
     ) -> None:
-        version = call.version if isinstance(call, LoadAdapter) else self._version(call)
         self._outcomes[call.uid][call.adapter] = Outcome(
-            at=self._now(), version=version, ok=ok, reason=reason, message=message, seconds=seconds
+            at=self._now(), version=call.version, ok=ok, reason=reason, message=message, seconds=seconds
         )
-
-    def _version(self, call: ProbeAdapter) -> str:
-        listing = self._listings.get(call.uid)
-        info = listing.adapters.get(call.probed_as) if listing is not None else None
-        return info.version if info is not None else ""
 
     def _learn(self, uid: str, info: AdapterInfo, *, is_gone: bool = False) -> None:
         """Correct the replica's list by an answer about one adapter."""
@@ -421,4 +418,4 @@ def _changed(before: Mapping[str, AdapterInfo], after: Mapping[str, AdapterInfo]
 
 
 def _served_as(listed: str) -> str:
-    return listed.partition(".next-")[0]
+    return listed.partition(NEXT_VERSION)[0]

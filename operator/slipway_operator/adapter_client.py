@@ -27,7 +27,7 @@ class ServingTokens(Protocol):
         """Tokens to try, the likeliest first."""
 
 
-class LoadRefused(ReplicaRefused):  # noqa: N818  reads as a fact where it is raised
+class LoadRefused(ReplicaRefused):
     """The replica cannot load the adapter; `reason` is an AdapterReason."""
 
     def __init__(self, status: int, message: str, reason: str) -> None:

@@ -57,12 +57,12 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
         client = await stack.enter_async_context(Client(auth.load(), user_agent=user_agent()))
         lease_client = await stack.enter_async_context(Client(auth.load(), user_agent=user_agent(), timeout=5.0))
         if settings.replica_access == "proxy":
-            dial = through_api_server(client)
+            dial, dial_serving = through_api_server(client), through_api_server(client, port=names.SERVING_PORT)
         else:
             connections = KeptConnections()
             stack.callback(connections.close)
-            dial = direct(connections)
-        manager = Manager(settings, client, lease_client, dial, metrics)
+            dial, dial_serving = direct(connections), direct(connections, port=names.SERVING_PORT)
+        manager = Manager(settings, client, lease_client, dial, metrics, dial_serving=dial_serving)
         admin_port = await stack.enter_async_context(
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
         )

@@ -235,7 +235,7 @@ def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, crede
     named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
     if credentials:
         kept = {key: value for key, value in os.environ.items() if key not in names.CREDENTIALS}
-        access = Access.of(kept | credentials).with_hosts_of(uri)
+        access = Access.of({**kept, **credentials}).with_hosts_of(uri)
     else:
         access = Access.of(os.environ).with_hosts_of(*named)
     access = replace(access, public_only=from_client and not settings.private_adapter_addresses)

@@ -129,7 +129,7 @@ def test_the_check_fails_with_a_diff_and_writing_repairs_it(tmp_path, capsys):
 
 
 def test_the_charts_copy_differs_only_in_what_the_chart_decides():
-    plain, chart, _ = generated_files().values()
+    plain, chart = [text for path, text in generated_files().items() if "inferenceservices" in path]
     decided = {"{{- if .Values.crds.install }}", "{{- end }}"}
 
     rest = [line for line in chart.splitlines() if line not in decided]

@@ -24,7 +24,7 @@ from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import DrainStatus, Signals
 from slipway_kube.errors import KubeError, Unreachable
-from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
+from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, NODES, PODS
 from slipway_operator.clock import Clock
 from slipway_operator.controller.kinds import Kind
 from slipway_operator.manager import KINDS, Manager, Registration
@@ -32,6 +32,7 @@ from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address
 from slipway_operator.settings import OperatorSettings
 from tests.fakes import FakeApiServer, InProcessClient
+from tests.operator.adapter_double import COMPLETIONS, AdapterDouble
 
 NAMESPACE = "team"
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
@@ -52,6 +53,8 @@ class Runtime:
     kv_usage: float = 0.0
     draining: bool = False
     drained_with: list[int | None] = field(default_factory=list)
+    boots: int = 0
+    adapters: AdapterDouble = field(default_factory=AdapterDouble)
 
 
 class Severable(InProcessClient):
@@ -300,17 +303,44 @@ class SimulatedCluster:
             return
         if time < self._since.setdefault(f"start {uid}", time) + self.start_seconds:
             return
-        runtime = self.runtimes.setdefault(meta["name"], Runtime())
+        if meta["name"] not in self.runtimes:
+            self.runtimes[meta["name"]] = Runtime()
+            self.runtimes[meta["name"]].adapters.boot(self.boot_list(meta))
+        runtime = self.runtimes[meta["name"]]
         is_ready = not runtime.draining
         status = {
             "phase": "Running",
             "podIP": f"10.0.0.{1 + len(self._since) % 250}",
             "conditions": [_condition("PodScheduled", self), _condition("Ready", self, is_true=is_ready)],
-            "containerStatuses": [{"name": "server", "ready": is_ready, "started": True, "state": {"running": {}}}],
+            "containerStatuses": [
+                {
+                    "name": "server",
+                    "ready": is_ready,
+                    "started": True,
+                    "state": {"running": {}},
+                    "restartCount": runtime.boots,
+                }
+            ],
         }
-        now = [(one["type"], one["status"]) for one in pod.get("status", {}).get("conditions", [])]
-        if now != [(one["type"], one["status"]) for one in status["conditions"]]:
+        before = pod.get("status", {})
+        now = [(one["type"], one["status"]) for one in before.get("conditions", [])]
+        restarts = [one.get("restartCount") for one in before.get("containerStatuses", [])]
+        if now != [(one["type"], one["status"]) for one in status["conditions"]] or restarts != [runtime.boots]:
             self.server.patch_status(PODS, *where, status)
+
+    def restart_container(self, pod: str) -> None:
+        """The container ends, and the kubelet starts it again: with the boot list as it is now."""
+        runtime = self.runtimes[pod]
+        runtime.boots += 1
+        found = self.server.get(PODS, NAMESPACE, pod)
+        assert found is not None
+        runtime.adapters.boot(self.boot_list(found["metadata"]))
+
+    def boot_list(self, metadata: Object) -> str:
+        """The ConfigMap that the pod mounts, as the kubelet shows it."""
+        name = f"{metadata['labels'][names.LABEL_SERVICE]}-adapters"
+        found = self.server.get(CONFIG_MAPS, metadata["namespace"], name)
+        return str(found["data"][names.ADAPTERS_FILE]) if found is not None else ""
 
     # --- runtimes -----------------------------------------------------------------------------------------------------
 
@@ -324,6 +354,8 @@ class SimulatedCluster:
         pod = self.server.get(PODS, replica.namespace, replica.pod)
         if pod is None or replica.pod not in self.runtimes:
             raise ConnectionRefusedError(replica.pod)
+        if path == COMPLETIONS:  # of the serving port
+            return self.runtimes[replica.pod].adapters.answer(method, path, body, "")
         env = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
         if not token_matches(headers[names.HEADER_ADMIN_TOKEN], env[names.ENV_ADMIN_TOKEN_SHA256].split(",")):
             return 401, b""
@@ -333,9 +365,12 @@ class SimulatedCluster:
             runtime.drained_with.append(msgspec.json.decode(body or b"{}").get("timeoutSeconds"))
             drain = DrainStatus(draining=True, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
+        boot_id = f"{pod['metadata']['uid']}-{runtime.boots}"
+        if runtime.adapters.handles(path):
+            return runtime.adapters.answer(method, path, body, boot_id)
         self.sampled.append((self.time(), replica.pod))
         signals = Signals(
-            boot_id=pod["metadata"]["uid"],
+            boot_id=boot_id,
             kv_usage=runtime.kv_usage,
             running=runtime.running,
             waiting=runtime.waiting,

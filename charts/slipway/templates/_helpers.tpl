@@ -163,10 +163,10 @@ subjects:
 
 {{- define "slipway.operatorRules" -}}
 - apiGroups: [slipway.dev]
-  resources: [inferenceservices]
+  resources: [inferenceservices, loraadapters]
   verbs: [get, list, watch, patch]  # patch: only the finalizer
 - apiGroups: [slipway.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, loraadapters/status]
   verbs: [patch]
 - apiGroups: [slipway.dev]
   resources: [inferenceservices/finalizers]
@@ -180,7 +180,7 @@ subjects:
   verbs: [get, create]
 {{- end }}
 - apiGroups: [""]
-  resources: [services]
+  resources: [services, configmaps]
   # get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may change, which
   # happens when a service is deleted and applied again before its old children are collected.
   verbs: [get, create, patch, delete]

@@ -14,6 +14,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.runtime_api import Signals, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
+from slipway_operator.core.adapter.observed import AttachedAdapter
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
 
@@ -236,6 +237,8 @@ class Observed:
     outcomes_since: OutcomesSince | None = None
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
 
+    adapters: tuple[AttachedAdapter, ...] = ()
+    """The LoRAAdapters whose base is the service, by name."""
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
     ready_before: frozenset[str] | None = None  # `Plan.ready` of the last pass; None after a takeover
     asking_since: datetime | None = None  # when this operator began to ask replicas for signals; None: long ago

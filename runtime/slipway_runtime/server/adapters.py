@@ -178,9 +178,7 @@ class AdapterRegistry:
             self._let_go(before)
         return loaded
 
-    async def _load(
-        self, before: Adapter, wanted: Adapter, brought: Brought, expected: str, replaces: bool
-    ) -> Adapter:
+    async def _load(self, before: Adapter, wanted: Adapter, brought: Brought, expected: str, replaces: bool) -> Adapter:
         digest, keeps = brought.digest, False
         try:
             if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):

@@ -48,9 +48,7 @@ async def load_boot_list(model: LoadedModel, adapters: Sequence[LoadAdapterReque
     async def load(one: LoadAdapterRequest) -> None:
         async with slots:
             with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
-                await model.adapters.load(
-                    one.name, one.uri, digest=one.digest, pinned=one.pinned, version=one.version
-                )
+                await model.adapters.load(one.name, one.uri, digest=one.digest, pinned=one.pinned, version=one.version)
 
     await asyncio.gather(*(load(one) for one in adapters))
 

@@ -45,6 +45,7 @@ class ProbeAdapter(ReplicaCall):
 
     adapter: str
     probed_as: str
+    version: str
     digest: str
     boot_id: str
 

@@ -155,4 +155,3 @@ def _slowly(observed: AdapterObserved, status: LoRAAdapterStatus, now: datetime)
 
 def _seconds_until(moment: datetime | None, now: datetime) -> float | None:
     return None if moment is None else max(0.0, (moment - now).total_seconds())
-

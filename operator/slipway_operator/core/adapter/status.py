@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
-from slipway_api.adapter_conditions import AdapterCondition, AdapterEvent, AdapterReason
+from slipway_api.adapter_conditions import FAILURE_MEANINGS, AdapterCondition, AdapterEvent, AdapterReason
 from slipway_api.conditions import ConditionStatus, find_condition, remove_condition, set_condition
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PodState
 from slipway_operator.core.actions import Event
 from slipway_operator.core.adapter.observed import AdapterObserved
-from slipway_operator.core.adapter.steps import Step, cause_of
+from slipway_operator.core.adapter.steps import Step
 
 PODS_SHOWN: Final = 64
 LAST_USED_EVERY: Final = timedelta(seconds=60)
@@ -71,7 +71,8 @@ def build_status(observed: AdapterObserved, steps: Sequence[Step], now: datetime
         loaded_replicas=loaded,
         loaded=f"{loaded}/{len(steps)}",
         # A new source counts when all replicas have it.
-        resolved_digest=info.digest if info and (loaded == len(steps) or not before.resolved_digest)
+        resolved_digest=info.digest
+        if info and (loaded == len(steps) or not before.resolved_digest)
         else before.resolved_digest,
         rank=info.rank or before.rank if info else before.rank,
         size_bytes=info.bytes or before.size_bytes if info else before.size_bytes,
@@ -189,20 +190,9 @@ def _cause(observed: AdapterObserved, step: Step) -> str:
         return step.reason
     for kind in (AdapterCondition.STALLED, AdapterCondition.READY):
         known = find_condition(observed.adapter.status.conditions, kind)
-        if known is not None and known.status is not ConditionStatus.UNKNOWN:
-            if known.reason in {reason.value for reason in _CAUSES}:
-                return known.reason
-    return cause_of(step)
-
-
-_CAUSES: Final = (
-    AdapterReason.DOWNLOAD_FAILED,
-    AdapterReason.DIGEST_MISMATCH,
-    AdapterReason.CREDENTIALS_INVALID,
-    AdapterReason.RANK_TOO_LARGE,
-    AdapterReason.CAPACITY_EXCEEDED,
-    AdapterReason.ENGINE_REJECTED,
-)
+        if known is not None and known.reason in FAILURE_MEANINGS:
+            return known.reason
+    return AdapterReason.ENGINE_REJECTED
 
 
 def _is_loaded(step: Step) -> bool:

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, Final
 
-from slipway_api.adapter_conditions import FINAL_REASONS, AdapterReason
+from slipway_api.adapter_conditions import FINAL_REASONS
 from slipway_api.lora_adapter import NEXT_VERSION, AdapterPodStatus, LoRAAdapter, PodState
 from slipway_api.runtime_api import AdapterInfo
 from slipway_operator.core.adapter.calls import (
@@ -157,7 +157,8 @@ def counted(
 
 def backoff(attempts: int) -> timedelta:
     """5 s, 10 s, 20 s … 300 s."""
-    return min(FIRST_BACKOFF * 2 ** (min(attempts, 10) - 1), LONGEST_BACKOFF)
+    doublings = min(attempts, 10) - 1
+    return min(FIRST_BACKOFF * (1 << doublings), LONGEST_BACKOFF)
 
 
 def _serve(
@@ -238,13 +239,12 @@ def _probe(
 ) -> Step:
     return _call(
         observed, pod, entry, ProbeAdapter, now,
-        reason="it is routed after it has answered", probed_as=info.name, digest=info.digest, boot_id=listing.boot_id,
+        reason="it is routed after it has answered", probed_as=info.name, version=observed.adapter.version,
+        digest=info.digest, boot_id=listing.boot_id,
     )  # fmt: skip
 
 
-def _wait(
-    observed: AdapterObserved, pod: AdapterPod, entry: AdapterPodStatus, listing: Listing, now: datetime
-) -> Step:
+def _wait(observed: AdapterObserved, pod: AdapterPod, entry: AdapterPodStatus, listing: Listing, now: datetime) -> Step:
     """Look again in a moment: the replica is busy with the adapter."""
     if listing.at + LOOK_AGAIN > now:
         return Step(pod=pod, entry=entry, again_at=listing.at + LOOK_AGAIN)
@@ -293,8 +293,3 @@ def _entry(pod: AdapterPod, state: PodState, message: str = "") -> AdapterPodSta
 
 def _cause(outcome: Outcome | None) -> str:
     return outcome.reason if outcome is not None else ""
-
-
-def cause_of(step: Step) -> str:
-    """The AdapterReason of a step that failed; after a takeover only the sentence is known."""
-    return step.reason or AdapterReason.ENGINE_REJECTED

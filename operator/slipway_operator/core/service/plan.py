@@ -113,7 +113,13 @@ def plan(observed: Observed, now: datetime) -> Plan:
     # After what is urgent, and before the children: a name that is taken there must not keep it from being stored.
     steps += Steps(actions=create_revision(service, revision, observed.revisions))
     steps += Steps(
-        actions=children(service, desired=desired, applied=observed.applied, network=observed.defaults.network)
+        actions=children(
+            service,
+            desired=desired,
+            applied=observed.applied,
+            network=observed.defaults.network,
+            adapters=observed.adapters,
+        )
     )
     if may_act:
         populated = {one.replica.revision for one in members}

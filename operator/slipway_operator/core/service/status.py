@@ -47,6 +47,7 @@ from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation, with_change
+from slipway_operator.core.service.adapters import adapters_condition, adapters_status
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
 from slipway_operator.core.service.revision import Revision
@@ -117,6 +118,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         attempts=decided.attempts,
         autoscaling=_autoscaling(service, decided, now),
         capacity=_capacity(decided) or before.capacity,
+        adapters=adapters_status(observed.adapters),
     )
 
 
@@ -290,6 +292,10 @@ def _conditions(observed: Observed, decided: Decided, ready: int, now: datetime)
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
+    if adapters := adapters_condition(observed.adapters):
+        write(ConditionType.ADAPTERS_READY, *adapters)
+    else:
+        conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
     return conditions
 
 
