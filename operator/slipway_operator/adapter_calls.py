@@ -96,6 +96,7 @@ class AdapterCalls:
         self._loading: dict[tuple[str, str], tuple[LoadAdapter, datetime]] = {}  # by uid and name on the replica
         self._routes: dict[str, _Routes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._news: dict[ServiceKey, set[str] | None] = {}
 
     @property
     def performers(self) -> Mapping[type, Perform]:
@@ -186,7 +187,7 @@ class AdapterCalls:
         is_new = before is None or (before.boot_id, before.restarts) != (after.boot_id, after.restarts)
         changed = None if is_new or before is None else _changed(before.adapters, after.adapters)
         if changed is None or changed:
-            self.on_news(service, changed)
+            self._tell(service, changed)
 
     def _finish_loads(self, uid: str, listing: Listing) -> None:
         """Record the outcomes of loads that were still running when they were answered."""
@@ -301,7 +302,7 @@ class AdapterCalls:
         routes.is_writing = False
         later = {one: on for one, on in routes.changes.items() if changes.get(one) is not on}
         routes.changes.clear()
-        self.on_news(service, frozenset(changes))
+        self._tell(service, frozenset(changes))
         if later and uid in self._routes:
             routes.changes.update(later)
             routes.is_writing = True
@@ -314,6 +315,21 @@ class AdapterCalls:
             if pod is None or pod.uid != uid or routed_adapters(pod) == wanted:
                 return
             await asyncio.sleep(GATHER_SECONDS)
+
+    def _tell(self, service: ServiceKey, adapters: frozenset[str] | None) -> None:
+        """Report a change in a moment, together with those that follow: each costs its adapters a pass."""
+        if not self._news:
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._tell_all)
+        known = self._news.setdefault(service, set())
+        if adapters is None or known is None:
+            self._news[service] = None
+        else:
+            known |= adapters
+
+    def _tell_all(self) -> None:
+        news, self._news = self._news, {}
+        for service, adapters in news.items():
+            self.on_news(service, None if adapters is None else frozenset(adapters))
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -337,9 +353,9 @@ class AdapterCalls:
                 log.info("a replica refused a call about an adapter", pod=call.name, adapter=adapter, error=str(exc))
             finally:
                 self._busy.discard((call.uid, adapter))
-                self.on_news(service, frozenset({adapter}))
+                self._tell(service, frozenset({adapter}))
 
-        self._calls.start(service, f"{call.uid} {adapter}", guarded)
+        self._calls.start(service, f"{call.uid} {adapter} {type(call).__name__}", guarded)
 
     def _record(
         self,

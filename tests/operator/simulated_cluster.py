@@ -24,7 +24,7 @@ from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import DrainStatus, Signals
 from slipway_kube.errors import KubeError, Unreachable
-from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, NODES, PODS
+from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS
 from slipway_operator.clock import Clock
 from slipway_operator.controller.kinds import Kind
 from slipway_operator.manager import KINDS, Manager, Registration
@@ -394,6 +394,7 @@ class SimulatedCluster:
                 for pod in self.pods()
             ],
             "services": [one.get("status") for one in self.server.objects(INFERENCE_SERVICES)],
+            "adapters": [one.get("status") for one in self.server.objects(LORA_ADAPTERS)],
             "lost": [process.lost for process in self.processes],
         }
 
