@@ -101,11 +101,11 @@ def find_events(
     for pod, sentence in failed:
         message = f"{pod} could not load {name}: {sentence}"
         yield Event(reason=AdapterEvent.ADAPTER_LOAD_FAILED, action="Load", message=message, pod=pod)
-    stalled_before = find_condition(before.conditions, AdapterCondition.STALLED)
+    was_stalled = find_condition(before.conditions, AdapterCondition.STALLED)
     stalled = find_condition(status.conditions, AdapterCondition.STALLED)
-    if stalled is not None and stalled.reason == AdapterReason.NAME_CONFLICT:
-        if stalled_before is None or stalled_before.message != stalled.message:
-            yield Event(reason=AdapterEvent.NAME_CONFLICT, action="Route", message=stalled.message)
+    is_new = stalled is not None and (was_stalled is None or was_stalled.message != stalled.message)
+    if stalled is not None and is_new and stalled.reason == AdapterReason.NAME_CONFLICT:
+        yield Event(reason=AdapterEvent.NAME_CONFLICT, action="Route", message=stalled.message)
 
 
 def _ready(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
@@ -156,8 +156,8 @@ def _stalled(observed: AdapterObserved, steps: Sequence[Step], ready: Verdict) -
         return None
     first = missing[0]
     sentence = (
-        f"{len(missing)} of {len(steps)} replicas gave up; {first.entry.name}: {first.entry.message}; it is tried again "
-        "when the spec changes"
+        f"{len(missing)} of {len(steps)} replicas gave up; {first.entry.name}: {first.entry.message}; "
+        "it is tried again when the spec changes"
     )
     return ConditionStatus.TRUE, AdapterReason(_cause(observed, first)), sentence
 

@@ -16,7 +16,7 @@ from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
 from slipway_operator.core.service.plan import Plan, plan
-from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, seen
+from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, seen
 from tests.operator.core.simulated_cluster import SimulatedCluster
 
 Said = tuple[set[tuple[str, str, str]], set[str]]  # (type, status, reason) of conditions, and reasons of events
@@ -149,6 +149,15 @@ def scaled_by_others() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def with_adapters() -> Said:
+    service = one()
+    pod = a_pod(service=service)
+    attached = an_attached_adapter("sailor")
+    states = [(replace(attached, is_ready=is_ready),) for is_ready in (False, True)]
+    plans = [plan(replace(seen(service, pod.ready()), adapters=adapters), T0) for adapters in states]
+    return said_in(plans)
+
+
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
     world = SimulatedCluster(service, **cluster)
     world.reconcile()
@@ -173,6 +182,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     life_of_an_autoscaled_fleet,
     autoscaled_without_capacity,
     scaled_by_others,
+    with_adapters,
 ]
 
 
