@@ -1,4 +1,4 @@
-"""An HTTP client for the adapters of runtime pods: list, load and unload on the admin port, probe on the serving port."""
+"""An HTTP client for adapters of runtime pods: list, load and unload on the admin port, probe on the serving port."""
 
 import asyncio
 import json

@@ -177,7 +177,7 @@ subjects:
 {{- if eq .Values.operator.replicaAccess "proxy" }}
 - apiGroups: [""]
   resources: [pods/proxy]
-  verbs: [get, create]
+  verbs: [get, create, delete]  # delete: to unload adapters
 {{- end }}
 - apiGroups: [""]
   resources: [services, configmaps]

@@ -1,8 +1,8 @@
 """Chooses the replicas that load an adapter: all of them, or some by rendezvous hashing.
 
-Rendezvous hashing: every replica gets a score from its name and the adapter's, and the highest ones are chosen. A replica
-that comes takes only the adapters for which it scores high; one that goes gives away only its own. Scores are coarse, and
-among equal ones the replica that has the adapter comes first, then the one with fewer adapters.
+Rendezvous hashing: every replica gets a score from its name and the adapter's, and the highest ones are chosen. A
+replica that comes takes only the adapters for which it scores high; one that goes gives away only its own. Scores are
+coarse, and among equal ones the replica that has the adapter comes first, then the one with fewer adapters.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Plans one pass over one adapter: calls to replicas, status and events, from an `AdapterObserved` and the time.
 
-Replicas that should have the adapter get it first; the others drop it only when all of the former have it, or cannot get
-it. A deletion takes it off every replica, in this order: off the route, routers told, unloaded, requests finished.
+Replicas that should have the adapter get it first; the others drop it only when all of the former have it, or cannot
+get it. A deletion takes it off every replica, in this order: off the route, routers told, unloaded, requests finished.
 """
 
 from collections.abc import Mapping, Sequence
