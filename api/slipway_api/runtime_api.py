@@ -12,7 +12,7 @@ ignored and every field that may grow has a default, so that an older side under
 | /ready    | GET    | no    |                             | Ready, with 200 or 503              |
 | /health   | GET    | no    |                             | Health: 200 unless it needs a restart |
 | /adapters | GET    | yes   |                             | AdapterList                         |
-| /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads; a refusal has `error.reason` |
+| /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads, 400 with `error.reason` |
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
 | /model    | GET    | yes   |                             | ModelInfo                           |
 | /model    | POST   | yes   | ModelSpec                   | ModelInfo: 202 while it loads, 409 for another one |
