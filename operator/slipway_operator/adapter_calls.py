@@ -141,6 +141,14 @@ class AdapterCalls:
         """Forget a replica whose pod is deleted."""
         for known in (self._listings, self._silent, self._outcomes, self._probed, self._routes):
             known.pop(uid, None)
+        for key in [one for one in self._loading if one[0] == uid]:
+            del self._loading[key]
+
+    def _forget_if_gone(self, namespace: str, call: ReplicaCall) -> None:
+        """Forget what was learnt of a replica whose pod was deleted meanwhile."""
+        pod = self._pod_of(namespace, call.name)
+        if pod is None or pod.uid != call.uid:
+            self.forget(call.uid)
 
     async def stop(self) -> None:
         """Cancel what is under way."""
@@ -166,6 +174,7 @@ class AdapterCalls:
                 asyncio.get_running_loop().call_later(SILENT_SECONDS, self._listing_now.discard, call.uid)
             else:
                 self._listing_now.discard(call.uid)
+            self._forget_if_gone(key.namespace, call)
 
         self._calls.start(service, f"{call.uid} list", ask)
 
@@ -353,6 +362,7 @@ class AdapterCalls:
                 log.info("a replica refused a call about an adapter", pod=call.name, adapter=adapter, error=str(exc))
             finally:
                 self._busy.discard((call.uid, adapter))
+                self._forget_if_gone(key.namespace, call)
                 self._tell(service, frozenset({adapter}))
 
         self._calls.start(service, f"{call.uid} {adapter} {type(call).__name__}", guarded)

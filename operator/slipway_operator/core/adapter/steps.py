@@ -33,7 +33,7 @@ from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, 
 
 LOADED_STATES: Final = frozenset({"disk", "host", "slot"})
 LIST_EVERY: Final = timedelta(seconds=120)
-LOOK_AGAIN: Final = timedelta(seconds=1)  # while a replica loads or drains the adapter
+LOOK_AGAIN: Final = timedelta(seconds=0.5)  # while a replica loads or drains the adapter
 RECHECK: Final = timedelta(seconds=5)  # when a result is late
 FIRST_BACKOFF: Final = timedelta(seconds=5)
 LONGEST_BACKOFF: Final = timedelta(seconds=300)
