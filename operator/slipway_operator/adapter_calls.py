@@ -7,7 +7,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
@@ -23,9 +23,10 @@ from slipway_api.types import ServiceKey
 from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, NotFound, StatusError
 from slipway_kube.objects import Pod
-from slipway_kube.resources import PODS, SECRETS
+from slipway_kube.resources import SECRETS
 from slipway_kube.writer import Writer
 from slipway_operator.adapter_client import AdapterClient, LoadRefused
+from slipway_operator.adapter_routes import PodRoutes
 from slipway_operator.controller.executor import Perform
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
 from slipway_operator.controller.kinds import Key, StoredObject
@@ -45,22 +46,11 @@ from slipway_operator.secrets import CredentialsInvalid, decoded
 log = structlog.get_logger()
 
 CALLS, CALLS_OF_A_SERVICE = 128, 16
-GATHER_SECONDS: Final = 0.05  # changes of one pod's annotation within so long are one write
-SHOWN_SECONDS: Final = 5.0  # until the caches show a write; afterwards the plan may repeat it
+GATHER_SECONDS: Final = 0.05  # news within so long wake each adapter once
 SILENT_SECONDS: Final = 5.0  # a replica that did not answer is not asked again before
 
 OnNews = Callable[[ServiceKey, frozenset[str] | None], None]
 """Called with a service, and the names of the adapters that changed on one of its replicas; None: any of them."""
-
-
-@dataclass(slots=True)
-class _Routes:
-    """The adapters by which one pod is routed, with changes that the caches do not show yet."""
-
-    pod: str
-    namespace: str
-    changes: dict[str, bool]
-    is_writing: bool = False
 
 
 class AdapterCalls:
@@ -79,7 +69,6 @@ class AdapterCalls:
         """`pod_of` finds a cached pod; `is_closed` tells whether a service's replicas require the serving token."""
         self.on_news: OnNews = lambda _service, _adapters: None
         self._client = client
-        self._writer = writer
         self._adapters = adapters
         self._pod_of = pod_of
         self._is_closed = is_closed
@@ -94,8 +83,7 @@ class AdapterCalls:
         self._probed: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
         self._busy: set[tuple[str, str]] = set()  # (uid of the pod, adapter)
         self._loading: dict[tuple[str, str], tuple[LoadAdapter, datetime]] = {}  # by uid and name on the replica
-        self._routes: dict[str, _Routes] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._routes = PodRoutes(writer, pod_of, on_written=self._tell)
         self._news: dict[ServiceKey, set[str] | None] = {}
 
     @property
@@ -134,13 +122,13 @@ class AdapterCalls:
 
     def is_busy(self, uid: str, adapter: str) -> bool:
         """Whether a call about the adapter is under way on the replica, or a write is not in the caches yet."""
-        routes = self._routes.get(uid)
-        return (uid, adapter) in self._busy or (routes is not None and adapter in routes.changes)
+        return (uid, adapter) in self._busy or self._routes.is_changing(uid, adapter)
 
     def forget(self, uid: str) -> None:
         """Forget a replica whose pod is deleted."""
-        for known in (self._listings, self._silent, self._outcomes, self._probed, self._routes):
+        for known in (self._listings, self._silent, self._outcomes, self._probed):
             known.pop(uid, None)
+        self._routes.forget(uid)
         for key in [one for one in self._loading if one[0] == uid]:
             del self._loading[key]
 
@@ -153,9 +141,7 @@ class AdapterCalls:
     async def stop(self) -> None:
         """Cancel what is under way."""
         await self._calls.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._routes.stop()
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
@@ -273,57 +259,10 @@ class AdapterCalls:
 
     async def _route(self, key: Key, _stored: StoredObject, call: RouteAdapter, *, is_routed: bool) -> None:
         """Change the pod's annotation, together with the changes that other adapters want at the same time."""
-        if self._address(key, call) is None:
-            return
-        routes = self._routes.setdefault(call.uid, _Routes(call.name, key.namespace, {}))
-        routes.changes[call.adapter] = is_routed
-        if not routes.is_writing:
-            routes.is_writing = True
-            task = asyncio.create_task(self._write_routes(call.uid, routes, ServiceKey(key.namespace, call.service)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _write_routes(self, uid: str, routes: _Routes, service: ServiceKey) -> None:
-        await asyncio.sleep(GATHER_SECONDS)
-        pod = self._pod_of(routes.namespace, routes.pod)
-        changes = dict(routes.changes)
-        if pod is not None and pod.uid == uid:
-            wanted = routed_adapters(pod)
-            wanted = (wanted | {one for one, on in changes.items() if on}) - {
-                one for one, on in changes.items() if not on
-            }
-            body: dict[str, Any] = {
-                "metadata": {
-                    "name": routes.pod,
-                    "namespace": routes.namespace,
-                    "uid": uid,
-                    "annotations": {names.ANNOTATION_ADAPTERS: ",".join(sorted(wanted))},
-                }
-            }
-            try:
-                if wanted != routed_adapters(pod):
-                    await self._writer.apply(
-                        PODS, routes.namespace, routes.pod, body, field_manager=names.FIELD_MANAGER_ADAPTERS
-                    )
-                await self._wait_until_shown(uid, routes, wanted)
-            except KubeError as exc:
-                log.info("the pod's adapters are not written; the plan repeats it", pod=routes.pod, error=str(exc))
-        routes.is_writing = False
-        later = {one: on for one, on in routes.changes.items() if changes.get(one) is not on}
-        routes.changes.clear()
-        self._tell(service, frozenset(changes))
-        if later and uid in self._routes:
-            routes.changes.update(later)
-            routes.is_writing = True
-            await self._write_routes(uid, routes, service)
-
-    async def _wait_until_shown(self, uid: str, routes: _Routes, wanted: frozenset[str]) -> None:
-        """Return when the cached pod has the annotation: the next write starts from it."""
-        for _ in range(int(SHOWN_SECONDS / GATHER_SECONDS)):
-            pod = self._pod_of(routes.namespace, routes.pod)
-            if pod is None or pod.uid != uid or routed_adapters(pod) == wanted:
-                return
-            await asyncio.sleep(GATHER_SECONDS)
+        if self._address(key, call) is not None:
+            self._routes.change(
+                ServiceKey(key.namespace, call.service), call.name, call.uid, call.adapter, is_routed=is_routed
+            )
 
     def _tell(self, service: ServiceKey, adapters: frozenset[str] | None) -> None:
         """Report a change in a moment, together with those that follow: each costs its adapters a pass."""
@@ -419,11 +358,6 @@ class AdapterCalls:
             return None
         address = address_of(pod)
         return address if address.owner_uid == call.owner_uid else None
-
-
-def routed_adapters(pod: Pod) -> frozenset[str]:
-    """The adapters that the pod's annotation names."""
-    return frozenset(filter(None, pod.metadata.annotations.get(names.ANNOTATION_ADAPTERS, "").split(",")))
 
 
 def _restarts(pod: Pod | None) -> int:

@@ -13,7 +13,7 @@ from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
 from slipway_kube.objects import Pod
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, Resource
-from slipway_operator.adapter_calls import routed_adapters
+from slipway_operator.adapter_routes import routed_adapters
 from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, Base, Rival
