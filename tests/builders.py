@@ -13,6 +13,8 @@ from typing import Any
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.lora_adapter import PlacementMode
+from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.observed import (
     Defaults,
     Demand,
@@ -265,3 +267,18 @@ def digests(namespace: str, pod: str, nonce: str) -> tuple[str, ...]:
 def serving_digests(namespace: str, service: str) -> tuple[str, ...]:
     """What a pod would know of the serving tokens of its service."""
     return (f"digest-of-{namespace}/{service}",)
+
+
+def an_attached_adapter(name: str, **facts: Any) -> AttachedAdapter:
+    """An adapter as the plan of its base sees it: of all replicas, and loaded."""
+    given = {
+        "uri": f"file:///models/{name}",
+        "digest": "",
+        "version": "v1",
+        "pinned": False,
+        "mode": PlacementMode.ALL,
+        "has_credentials": False,
+        "is_ready": True,
+        "is_refused": False,
+    }
+    return AttachedAdapter(name=name, **(given | facts))

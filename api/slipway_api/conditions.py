@@ -23,6 +23,7 @@ class ConditionType(StrEnum):
     SCALING_ACTIVE = "ScalingActive"
     SUSPENDED = "Suspended"
     CANARY_HEALTHY = "CanaryHealthy"
+    ADAPTERS_READY = "AdaptersReady"
 
 
 class ConditionStatus(StrEnum):
@@ -79,6 +80,9 @@ class Reason(StrEnum):
     FAILED = "Failed"
     INCONCLUSIVE = "Inconclusive"
     ROLLED_BACK = "RolledBack"
+    # AdaptersReady
+    ADAPTERS_LOADED = "AdaptersLoaded"
+    ADAPTERS_MISSING = "AdaptersMissing"
 
 
 class EventReason(StrEnum):

@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from slipway_api import warm_pool_conditions
+from slipway_api import adapter_conditions, warm_pool_conditions
 from slipway_api.inference_service import InferenceService
+from slipway_api.lora_adapter import LoRAAdapter
 from slipway_api.names import GROUP, VERSION
 from slipway_api.overlay import ALLOWED_SERVICE_ACCOUNTS
 from slipway_api.reference import reference_page
@@ -39,6 +40,7 @@ INFERENCE_SERVICE_COLUMNS = [
     _column("Replicas", ".status.readyReplicas", "Replicas that take requests", type="integer"),
     _column("Desired", ".status.desiredReplicas", "Replicas there should be", type="integer"),
     _column("Canary%", ".status.canary.weight", "Traffic of a revision that rolls out", type="integer"),
+    _column("Adapters", ".status.adapters.ready", "LoRAAdapters that answer requests", type="integer"),
     _column("URL", ".status.url", "Base URL of the OpenAI API", priority=1),
     _column(
         "KV",
@@ -49,6 +51,59 @@ INFERENCE_SERVICE_COLUMNS = [
     _column("Revision", ".status.currentRevision", "The revision that serves", priority=1),
     _column("Age", ".metadata.creationTimestamp", "Since creation", type="date"),
 ]
+
+
+LORA_ADAPTER_COLUMNS = [
+    _column("Base", ".spec.baseRef.name", "The InferenceService whose replicas load it"),
+    _column("Adapter", ".status.adapterName", "The model name in requests"),
+    _column("Ready", _ready("status"), "Whether requests for it are answered"),
+    _column("Loaded", ".status.loaded", "Replicas that have it, of those that should"),
+    _column("Status", _ready("reason"), "Why"),
+    _column("Size", ".status.sizeBytes", "Bytes of memory on a replica", type="integer", priority=1),
+    _column("LastUsed", ".status.lastUsedTime", "Since a request last used it", type="date", priority=1),
+    _column("Age", ".metadata.creationTimestamp", "Since creation", type="date"),
+]
+
+
+def lora_adapter_crd() -> dict[str, Any]:
+    """The CustomResourceDefinition of LoRAAdapter."""
+    schema = structural(LoRAAdapter.model_json_schema(by_alias=True, mode="validation"))
+    schema["properties"] |= {
+        "apiVersion": {"type": "string"},
+        "kind": {"type": "string"},
+        "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
+        "status": without_defaults(schema["properties"]["status"]),
+    }
+    schema["required"] = ["spec"]
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "additionalPrinterColumns": LORA_ADAPTER_COLUMNS,
+        "subresources": {"status": {}},
+        "schema": {"openAPIV3Schema": schema},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{LoRAAdapter.PLURAL}.{GROUP}",
+            "annotations": {"helm.sh/resource-policy": "keep"},
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": LoRAAdapter.KIND,
+                "listKind": f"{LoRAAdapter.KIND}List",
+                "plural": LoRAAdapter.PLURAL,
+                "singular": LoRAAdapter.KIND.lower(),
+                "shortNames": ["lora"],
+                "categories": ["inference"],
+            },
+            "versions": [version],
+        },
+    }
 
 
 def inference_service_crd() -> dict[str, Any]:
@@ -170,7 +225,12 @@ def _chart_template(text: str) -> str:
     accounts = ALLOWED_SERVICE_ACCOUNTS.replace("[]", "{{ .Values.allowedServiceAccountNames | toJson }}")
     if text.count(ALLOWED_SERVICE_ACCOUNTS) != 1:
         raise ValueError("the rule for ServiceAccounts must occur exactly once")
-    return "{{- if .Values.crds.install }}\n" + text.replace(ALLOWED_SERVICE_ACCOUNTS, accounts) + "{{- end }}\n"
+    return _installed_on_demand(text.replace(ALLOWED_SERVICE_ACCOUNTS, accounts))
+
+
+def _installed_on_demand(text: str) -> str:
+    """A CRD as a chart template that a value turns off."""
+    return "{{- if .Values.crds.install }}\n" + text + "{{- end }}\n"
 
 
 def generated_files() -> dict[str, str]:
@@ -178,7 +238,15 @@ def generated_files() -> dict[str, str]:
     crd = inference_service_crd()
     text = f"# {_GENERATED}\n{_to_yaml(crd)}"
     name = f"{GROUP}_{InferenceService.PLURAL}.yaml"
+    adapters = lora_adapter_crd()
+    adapters_text = f"# {_GENERATED}\n{_to_yaml(adapters)}"
+    adapters_name = f"{GROUP}_{LoRAAdapter.PLURAL}.yaml"
     return {
+        f"crds/{adapters_name}": adapters_text,
+        f"charts/slipway/templates/crds/{adapters_name}": _installed_on_demand(adapters_text),
+        "docs/api-lora-adapter.md": (
+            f"<!-- {_GENERATED} -->\n{reference_page(adapters)}\n{adapter_conditions.vocabulary_section()}"
+        ),
         f"crds/{name}": text,
         f"charts/slipway/templates/crds/{name}": _chart_template(text),
         "docs/api.md": f"<!-- {_GENERATED} -->\n{reference_page(crd)}\n{vocabulary_section()}",

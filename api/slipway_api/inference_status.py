@@ -166,6 +166,15 @@ class PerformanceStatus(Struct):
     """Where the time of the newest replica went that was started cold, in seconds."""
 
 
+class AdaptersStatus(Struct):
+    """The LoRAAdapters of the service."""
+
+    desired: int = Field(default=0, ge=0)
+    """LoRAAdapters whose base is this service."""
+    ready: int = Field(default=0, ge=0)
+    """Those of them that answer requests."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -209,3 +218,5 @@ class InferenceServiceStatus(Struct):
     """The capacity of one replica."""
     performance: PerformanceStatus | None = None
     """Measured times of the replicas."""
+    adapters: AdaptersStatus | None = None
+    """The LoRAAdapters of the service; absent: it has none."""

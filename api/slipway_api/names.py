@@ -25,6 +25,7 @@ STATE_WARM: Final = "warm"
 FINALIZER: Final = f"{GROUP}/drain"
 FIELD_MANAGER: Final = "slipway-operator"
 FIELD_MANAGER_META: Final = "slipway-operator-meta"
+FIELD_MANAGER_ADAPTERS: Final = "slipway-operator-adapters"  # one manager a purpose: an apply drops what it leaves out
 
 # Annotations on pods, written by the operator.
 ANNOTATION_APPLIED: Final = f"{GROUP}/applied"  # digest of the manifest that we applied last
@@ -108,6 +109,8 @@ RUN_DIRECTORY: Final = "/run/slipway"
 DRAIN_SOCKET: Final = f"{RUN_DIRECTORY}/drain.sock"
 CACHE_DIRECTORY: Final = "/var/cache/slipway"
 PVC_DIRECTORY: Final = "/mnt/slipway/pvc"  # where the claim of a pvc:// model is mounted, read-only
+ADAPTERS_DIRECTORY: Final = "/etc/slipway/adapters"  # where the ConfigMap <service>-adapters is mounted, read-only
+ADAPTERS_FILE: Final = "adapters.json"  # its key: a BootList, which the runtime loads at every start
 EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"
 # Prefixes of the termination message of a runtime that cannot serve its model until a person acts.
 WORD_MODEL_NOT_FOUND: Final = "ModelNotFound: "

@@ -12,7 +12,7 @@ ignored and every field that may grow has a default, so that an older side under
 | /ready    | GET    | no    |                             | Ready, with 200 or 503              |
 | /health   | GET    | no    |                             | Health: 200 unless it needs a restart |
 | /adapters | GET    | yes   |                             | AdapterList                         |
-| /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads     |
+| /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads, 400 with `error.reason` |
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
 | /model    | GET    | yes   |                             | ModelInfo                           |
 | /model    | POST   | yes   | LoadModelRequest            | ModelInfo: 202 while it loads, 409 for another one |
@@ -173,6 +173,8 @@ class AdapterInfo(Body):
     pinned: bool = False
     idle_seconds: float | None = None  # since it was last used; absent: never
     message: str = ""  # of a failed one: why
+    reason: str = ""  # of a failed one: the same in one word, an AdapterReason
+    version: str = ""  # the version that its load named
 
 
 class State(Body):
@@ -201,6 +203,8 @@ class AdapterList(Body):
 
     boot_id: str = ""
     adapters: tuple[AdapterInfo, ...] = ()
+    max_adapters: int = Field(default=0, ge=0)  # that compute at the same time; 0: the replica takes no adapters
+    max_cpu_adapters: int = Field(default=0, ge=0, alias="maxCPUAdapters")  # that stay in memory; others are re-read
 
 
 class LoadAdapterRequest(Body):
@@ -210,6 +214,14 @@ class LoadAdapterRequest(Body):
     uri: str
     digest: str = ""  # refuse any other content
     pinned: bool = False  # never evicted from host memory
+    version: str = ""  # any text that names the source; AdapterInfo.version repeats it
+    credentials: Mapping[str, str] = Field(default={}, repr=False)  # for the address, by `names.CREDENTIALS`; not kept
+
+
+class BootList(Body):
+    """The adapters that a replica loads before it is ready: content of the ConfigMap that its pod mounts."""
+
+    adapters: tuple[LoadAdapterRequest, ...] = ()
 
 
 class ModelInfo(Body):

@@ -82,6 +82,10 @@ _MEANINGS: Final = {
         (_FALSE, Reason.FAILED, "The analysis failed, fewer times than failureLimit so far."),
         (_FALSE, Reason.ROLLED_BACK, "The revision that the spec asks for was rolled back or aborted; why."),
     ),
+    ConditionType.ADAPTERS_READY: (
+        (_TRUE, Reason.ADAPTERS_LOADED, "Every LoRAAdapter of the service answers requests."),
+        (_FALSE, Reason.ADAPTERS_MISSING, "Some LoRAAdapters of the service do not answer."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)

@@ -13,7 +13,7 @@ import kopf
 
 from slipway_kube.auth import Connection
 from slipway_kube.backoff import Backoff
-from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS
 
 KOPF_CONNECTIONS = 16  # without a bound, a thousand objects at start are a thousand TLS handshakes
 FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
@@ -48,6 +48,12 @@ async def inference_service(type: str | None, event: Mapping[str, Any], memo: ko
 async def warm_pool(type: str | None, event: Mapping[str, Any], memo: kopf.Memo, **_: Any) -> None:
     """A WarmPool exists (None, at a listing), was ADDED, MODIFIED or DELETED."""
     memo.manager.heard(WARM_POOLS.kind, type, event["object"])
+
+
+@kopf.on.event(LORA_ADAPTERS.group, LORA_ADAPTERS.version, LORA_ADAPTERS.plural)
+async def lora_adapter(type: str | None, event: Mapping[str, Any], memo: kopf.Memo, **_: Any) -> None:
+    """A LoRAAdapter exists (None, at a listing), was ADDED, MODIFIED or DELETED."""
+    memo.manager.heard(LORA_ADAPTERS.kind, type, event["object"])
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

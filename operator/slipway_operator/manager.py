@@ -20,8 +20,10 @@ from slipway_kube.client import Client
 from slipway_kube.errors import KubeError, LeadershipLost
 from slipway_kube.lease import Elector
 from slipway_kube.recorder import Recorder
-from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS, Resource
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS, Resource
 from slipway_kube.writer import Write, Writer
+from slipway_operator.adapter_calls import AdapterCalls
+from slipway_operator.adapter_client import AdapterClient
 from slipway_operator.clock import SYSTEM, Clock
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
@@ -33,6 +35,7 @@ from slipway_operator.core.observed import Defaults, Network
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.inference_services import InferenceServices
+from slipway_operator.inputs.lora_adapters import LoRAAdapters, base_of
 from slipway_operator.inputs.observer import PoolKey
 from slipway_operator.inputs.scraper import Scraper
 from slipway_operator.inputs.warm_pools import WarmPools
@@ -62,7 +65,11 @@ class Registration:
     build: Callable[[Inputs], Kind]
 
 
-KINDS = (Registration(INFERENCE_SERVICES, InferenceServices), Registration(WARM_POOLS, WarmPools))
+KINDS = (
+    Registration(INFERENCE_SERVICES, InferenceServices),
+    Registration(LORA_ADAPTERS, LoRAAdapters),
+    Registration(WARM_POOLS, WarmPools),
+)
 
 
 def leave_at_once(reason: str) -> None:
@@ -88,6 +95,7 @@ class Manager:
         clock: Clock = SYSTEM,
         kinds: Sequence[Registration] = KINDS,
     ) -> None:
+        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports."""
         self._metrics = metrics
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[Any]] = []
@@ -132,7 +140,15 @@ class Manager:
             now=clock.now,
         )
         self.caches.on_target_change(self._watch_replica)
-        inputs = Inputs(
+        self._adapter_calls = AdapterCalls(
+            client,
+            writer,
+            AdapterClient(dial, serving_dial, masters, gateway_keys),
+            self.caches.pod_informer.get,
+            is_closed=self._is_closed,
+            now=clock.now,
+        )
+        self._inputs = inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
             sample_of=self._scraper.sample,
@@ -148,6 +164,7 @@ class Manager:
             metrics=metrics,
             now=clock.now,
             on_pool_sample=self._pool_listeners.append,
+            adapter_calls=self._adapter_calls,
         )
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(
@@ -171,6 +188,7 @@ class Manager:
             self.caches.stores,
             self.caches.pod_informer.get,
             metrics,
+            performers=self._adapter_calls.performers,
             now=clock.now,
             monotonic=clock.monotonic,
         )
@@ -238,6 +256,7 @@ class Manager:
         await _end(*self._tasks)
         await self._drains.stop()
         await self._smoke_tests.stop()
+        await self._adapter_calls.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -321,10 +340,18 @@ class Manager:
         if key.kind not in self.caches.stores:
             return
         if isinstance(owner, PoolKey):
-            for tell in self._pool_listeners:
+            for tell_pool in self._pool_listeners:
+                tell_pool(owner)
+        elif not is_load:
+            for tell in self._inputs.sample_listeners:
                 tell(owner)
         pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
         self._queue.add_after(key, pause, Urgency.BACKGROUND)
+
+    def _is_closed(self, service: ServiceKey) -> bool:
+        """Whether the replicas of a service answer only callers with its serving token."""
+        stored = self.caches.stores[INFERENCE_SERVICES.kind].get(Key(INFERENCE_SERVICES.kind, *service))
+        return stored is not None and base_of(stored).is_closed
 
     def _is_ours(self, target: ReplicaTarget) -> bool:
         """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""

@@ -141,6 +141,13 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
         help="an adapter to load before the replica is ready; once for each",
     )
     serve.add_argument(
+        "--boot-list",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="a file with more adapters to load before the replica is ready (the operator's ConfigMap)",
+    )
+    serve.add_argument(
         "--adapter-endpoints", action="store_true", help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter"
     )
     serve.add_argument(

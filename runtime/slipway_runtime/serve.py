@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.server.adapter_source import AdapterSource, adapter_roots
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.app import admin_app, listening, serving_app
-from slipway_runtime.server.boot import load_adapters, prefill
+from slipway_runtime.server.boot import load_adapters, load_boot_list, prefill, read_boot_list
 from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
@@ -180,6 +180,8 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
     try:
         model = _model(settings, fetched, client, threads, replica.identity)
         await load_adapters(model, settings.adapters)
+        if settings.max_adapters:
+            await load_boot_list(model, read_boot_list(settings.boot_list))
         await prefill(model, settings.warm_prompts)
         times = StartupTimes(
             download_seconds=round(fetched.seconds, 3),
@@ -240,10 +242,17 @@ def _leave_word(sentence: str) -> None:
             TERMINATION_MESSAGE.write_text(sentence[:4000])
 
 
-def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool) -> Path:
-    """Bring an adapter. The bearer token is for the hosts that the command line names, wherever adapters come from."""
+def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, credentials: Mapping[str, str]) -> Path:
+    """Bring an adapter. The bearer token is for the hosts that the command line names, wherever adapters come from.
+
+    Credentials of the load call are used instead of those of the environment, for the address that came with them.
+    """
     named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
-    access = Access.of(os.environ).with_hosts_of(*named)
+    if credentials:
+        kept = {key: value for key, value in os.environ.items() if key not in names.CREDENTIALS}
+        access = Access.of({**kept, **credentials}).with_hosts_of(uri)
+    else:
+        access = Access.of(os.environ).with_hosts_of(*named)
     access = replace(access, public_only=from_client and not settings.private_adapter_addresses)
     return fetch(uri, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES, access=access)
 

@@ -131,6 +131,7 @@ class RuntimeSettings:
     max_cpu_adapters: int = 0  # that are kept in host memory; never below max_adapters
     max_rank: int = 16
     adapters: tuple[BootAdapter, ...] = ()
+    boot_list: Path = Path(names.ADAPTERS_DIRECTORY) / names.ADAPTERS_FILE  # more of them, read at every start
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
     private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off

@@ -22,6 +22,7 @@ NAMESPACE = "slipway-system"
 VALUES: tuple[tuple[str, ...], ...] = (
     (),
     ("watchNamespaces={team-a,team-b}", "allowedServiceAccountNames={models}"),
+    ("adapterCredentials.namespaces={team-a,team-b}",),
     ("adminMaster.existingSecret=masters", "gatewayKey.existingSecret=key", "crds.install=false"),
     ("networkPolicy.enabled=false", "rbac.aggregate=false", "operator.replicaAccess=proxy"),
     ("networkPolicy.metricsNamespaces={monitoring}", "networkPolicy.clientNamespaces={batch}"),

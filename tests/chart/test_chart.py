@@ -11,7 +11,7 @@ import yaml
 
 import slipway_api
 from e2e.cluster.access import Access, CommandError
-from slipway_api.crd import inference_service_crd
+from slipway_api.crd import inference_service_crd, lora_adapter_crd
 
 pytestmark = pytest.mark.apiserver
 
@@ -157,8 +157,33 @@ def test_with_watched_namespaces_the_rights_end_there(apiserver):
     assert {"name": "SLIPWAY_WATCH_NAMESPACES", "value": "team-a,team-b"} in environment
 
 
+@pytest.mark.capability("SE-3")
+def test_secrets_are_readable_only_in_namespaces_that_ask_for_it(apiserver, rendered):
+    def readers(manifests):
+        return [
+            (one["kind"], one["metadata"]["namespace"], rule["verbs"])
+            for one in manifests
+            if one["kind"] in ("Role", "ClusterRole")
+            for rule in one["rules"]
+            if "secrets" in rule.get("resources", ())
+        ]
+
+    opted_in = render(apiserver, "adapterCredentials.namespaces={team-a}")
+
+    assert readers(rendered) == []
+    assert readers(opted_in) == [("Role", "team-a", ["get"])]
+    binding = next(one for one in opted_in if one["kind"] == "RoleBinding" and "credentials" in one["metadata"]["name"])
+    assert binding["metadata"]["name"] == "slipway-operator-adapter-credentials"
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": "slipway-operator", "namespace": "slipway-system"}
+    ]
+
+
 def test_the_chart_installs_the_very_crd_that_the_kinds_describe(apiserver, rendered):
-    assert of_kind(rendered, "CustomResourceDefinition") == {"inferenceservices.slipway.dev": inference_service_crd()}
+    assert of_kind(rendered, "CustomResourceDefinition") == {
+        "inferenceservices.slipway.dev": inference_service_crd(),
+        "loraadapters.slipway.dev": lora_adapter_crd(),
+    }
     assert of_kind(render(apiserver, "crds.install=false"), "CustomResourceDefinition") == {}
 
 

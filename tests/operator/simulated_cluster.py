@@ -24,7 +24,7 @@ from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
 from slipway_kube.errors import KubeError, Unreachable
-from slipway_kube.resources import INFERENCE_SERVICES, NODES, PODS
+from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS
 from slipway_operator.clock import Clock
 from slipway_operator.controller.kinds import Kind
 from slipway_operator.manager import KINDS, Manager, Registration
@@ -32,6 +32,7 @@ from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import Address
 from slipway_operator.settings import OperatorSettings
 from tests.fakes import FakeApiServer, InProcessClient
+from tests.operator.adapter_double import AdapterDouble
 
 NAMESPACE = "team"
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
@@ -58,6 +59,8 @@ class Runtime:
     starting: str = ""  # Booting, NoModel or Loading, until it is ready
     ready_from: float = 0.0
     pod_uid: str = ""
+    boots: int = 0
+    adapters: AdapterDouble = field(default_factory=AdapterDouble)
 
 
 class Severable(InProcessClient):
@@ -319,6 +322,8 @@ class SimulatedCluster:
         runtime = self.runtimes.get(meta["name"])
         if runtime is None or runtime.pod_uid not in ("", uid):  # a name may be used again
             runtime = self.runtimes[meta["name"]] = Runtime(starting="Booting" if is_empty else "")
+            if not is_empty:
+                runtime.adapters.boot(self.boot_list(meta))
         runtime.pod_uid = uid
         if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
             runtime.starting = "NoModel"
@@ -330,12 +335,34 @@ class SimulatedCluster:
             "podIP": f"10.0.0.{1 + len(self._since) % 250}",
             "conditions": [_condition("PodScheduled", self), _condition("Ready", self, is_true=is_ready)],
             "containerStatuses": [
-                {"name": "server", "ready": is_ready, "started": not runtime.starting, "state": {"running": {}}}
+                {
+                    "name": "server",
+                    "ready": is_ready,
+                    "started": not runtime.starting,
+                    "state": {"running": {}},
+                    "restartCount": runtime.boots,
+                }
             ],
         }
-        now = [(one["type"], one["status"]) for one in pod.get("status", {}).get("conditions", [])]
-        if now != [(one["type"], one["status"]) for one in status["conditions"]]:
+        before = pod.get("status", {})
+        now = [(one["type"], one["status"]) for one in before.get("conditions", [])]
+        restarts = [one.get("restartCount") for one in before.get("containerStatuses", [])]
+        if now != [(one["type"], one["status"]) for one in status["conditions"]] or restarts != [runtime.boots]:
             self.server.patch_status(PODS, *where, status)
+
+    def restart_container(self, pod: str) -> None:
+        """The container ends, and the kubelet starts it again: with the boot list as it is now."""
+        runtime = self.runtimes[pod]
+        runtime.boots += 1
+        found = self.server.get(PODS, NAMESPACE, pod)
+        assert found is not None
+        runtime.adapters.boot(self.boot_list(found["metadata"]))
+
+    def boot_list(self, metadata: Object) -> str:
+        """The ConfigMap that the pod mounts, as the kubelet shows it."""
+        name = f"{metadata['labels'][names.LABEL_SERVICE]}-adapters"
+        found = self.server.get(CONFIG_MAPS, metadata["namespace"], name)
+        return str(found["data"][names.ADAPTERS_FILE]) if found is not None else ""
 
     # --- runtimes -----------------------------------------------------------------------------------------------------
 
@@ -380,9 +407,12 @@ class SimulatedCluster:
             queue = QueueCounts(running=0, waiting=0)
             facts = {"model_name": "m", "uptime_seconds": 1.0, "blocks": free, "queue": queue, "draining": False}
             return 200, State.model_validate({**facts, **sizes, "startup": self.startup}).wire()
+        boot_id = f"{pod['metadata']['uid']}-{runtime.boots}"
+        if runtime.adapters.handles(path):
+            return runtime.adapters.answer(method, path, body, boot_id)
         self.sampled.append((self.time(), replica.pod))
         signals = Signals(
-            boot_id=pod["metadata"]["uid"],
+            boot_id=boot_id,
             kv_usage=runtime.kv_usage,
             running=runtime.running,
             waiting=runtime.waiting,
@@ -394,8 +424,14 @@ class SimulatedCluster:
     async def serving_dial(
         self, method: str, replica: Address, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[int, bytes]:
-        """The serving ports of all pods: they complete every prompt with the same text."""
+        """The serving ports of all pods: they complete every prompt with the same text, and know their adapters."""
         await asyncio.sleep(0.01)
+        pod = self.server.get(PODS, replica.namespace, replica.pod)
+        if pod is None or replica.pod not in self.runtimes:
+            raise ConnectionRefusedError(replica.pod)
+        model = msgspec.json.decode(body or b"{}").get("model")
+        if model != pod["metadata"]["annotations"].get(names.ANNOTATION_SERVED_NAME):
+            return self.runtimes[replica.pod].adapters.answer(method, path, body, "")
         self.prompted.append((replica.pod, path, dict(headers), msgspec.json.decode(body or b"{}")))
         status, text = self.completion(replica.pod)
         return status, msgspec.json.encode({"choices": [{"text": text}]})
@@ -416,6 +452,7 @@ class SimulatedCluster:
                 for pod in self.pods()
             ],
             "services": [one.get("status") for one in self.server.objects(INFERENCE_SERVICES)],
+            "adapters": [one.get("status") for one in self.server.objects(LORA_ADAPTERS)],
             "lost": [process.lost for process in self.processes],
         }
 

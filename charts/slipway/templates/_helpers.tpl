@@ -163,22 +163,16 @@ subjects:
 
 {{- define "slipway.operatorRules" -}}
 - apiGroups: [slipway.dev]
+  resources: [inferenceservices, loraadapters]
+  verbs: [get, list, watch, patch]  # patch: only the finalizer
+- apiGroups: [slipway.dev]
   resources: [warmpools]
   verbs: [get, list, watch]
 - apiGroups: [slipway.dev]
-  resources: [warmpools/status]
+  resources: [inferenceservices/status, loraadapters/status, warmpools/status]
   verbs: [patch]
 - apiGroups: [slipway.dev]
-  resources: [warmpools/finalizers]
-  verbs: [update]  # to own the pods with blockOwnerDeletion
-- apiGroups: [slipway.dev]
-  resources: [inferenceservices]
-  verbs: [get, list, watch, patch]  # patch: only the finalizer
-- apiGroups: [slipway.dev]
-  resources: [inferenceservices/status]
-  verbs: [patch]
-- apiGroups: [slipway.dev]
-  resources: [inferenceservices/finalizers]
+  resources: [inferenceservices/finalizers, warmpools/finalizers]
   verbs: [update]  # to own the pods with blockOwnerDeletion
 - apiGroups: [""]
   resources: [pods]
@@ -186,10 +180,10 @@ subjects:
 {{- if eq .Values.operator.replicaAccess "proxy" }}
 - apiGroups: [""]
   resources: [pods/proxy]
-  verbs: [get, create]
+  verbs: [get, create, delete]  # delete: to unload adapters
 {{- end }}
 - apiGroups: [""]
-  resources: [services]
+  resources: [services, configmaps]
   # get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may change, which
   # happens when a service is deleted and applied again before its old children are collected.
   verbs: [get, create, patch, delete]

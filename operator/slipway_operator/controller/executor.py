@@ -5,11 +5,12 @@ attempt uses, deleted by uid, and everything else is applied to an end state. Ca
 a silent admin port must not hold a worker.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -87,6 +88,10 @@ class Execution:
         return bool(self.left) and self.failure is None and not self.is_holding
 
 
+Perform = Callable[[Key, StoredObject, Any], Awaitable[None]]
+"""Executes one action of a type that is registered with the executor."""
+
+
 class Executor:
     """Executes plans."""
 
@@ -102,10 +107,12 @@ class Executor:
         pod_of: Callable[[str, str], Pod | None],
         metrics: OperatorMetrics,
         *,
+        performers: Mapping[type, Perform] = MappingProxyType({}),
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         monotonic: Callable[[], float],
     ) -> None:
-        """`pod_of` finds a cached pod by namespace and name."""
+        """`pod_of` finds a cached pod by namespace and name; `performers` execute further types of actions."""
+        self._performers = performers
         self._client = client
         self._writer = writer
         self._replicas = replicas
@@ -191,6 +198,8 @@ class Executor:
                 await self._writer.delete(
                     resources.CONTROLLER_REVISIONS, key.namespace, action.name, uid=action.uid, owner=key
                 )
+            case _:
+                await self._performers[type(action)](key, stored, action)
         return True
 
     async def _apply_child(self, key: Key, action: ApplyChild, memory: Memory) -> None:
@@ -412,7 +421,7 @@ def _object_of(action: Action) -> str:
         case ApplyChild() | DeleteChild():
             return action.key
         case _:
-            return ""
+            return getattr(action, "name", "")
 
 
 def _with_digest(action: ApplyChild) -> dict[str, Any]:

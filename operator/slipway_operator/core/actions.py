@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
+from slipway_api.adapter_conditions import AdapterEvent
 from slipway_api.conditions import EventReason
 from slipway_api.runtime_api import LoadModelRequest
 from slipway_api.warm_pool_conditions import PoolEvent
+from slipway_operator.core.adapter.calls import AdapterCall
 
 ABSENT: Final = "absent"  # in place of a digest: the child does not exist
 
@@ -194,6 +196,7 @@ Action = (
     | CreateRevision
     | DeleteRevision
     | AskSmokeTests
+    | AdapterCall
 )
 
 
@@ -211,7 +214,7 @@ class Failure:
 class Event:
     """A Kubernetes event about the service, posted after the status write; the recorder aggregates repetitions."""
 
-    reason: EventReason | PoolEvent  # its `type` says Normal or Warning
+    reason: EventReason | AdapterEvent | PoolEvent  # its `type` says Normal or Warning
     action: str  # what was done, in one CamelCase verb: Create, Drain, Delete, Scale, Rollout
     message: str
     pod: str = ""  # `related`, where the event is about one pod

@@ -15,6 +15,7 @@ from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
+from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
@@ -271,6 +272,8 @@ class Observed:
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    adapters: tuple[AttachedAdapter, ...] = ()
+    """The LoRAAdapters whose base is the service, by name."""
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover
     scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)
     """`Plan.scaling_memory` of the last pass; empty after a takeover."""

@@ -7,7 +7,7 @@ at the start, at a takeover, now and then, and soon after a watch has lost conti
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -24,10 +24,12 @@ from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Key as ObjectKey
 from slipway_kube.objects import Node, Pod
 from slipway_kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
+from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
 from slipway_operator.core.observed import Defaults, Sample, ServingDigests, TokenDigests
+from slipway_operator.inputs.adapter_index import AdapterIndex
 from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
@@ -277,6 +279,10 @@ class Inputs:
     now: Callable[[], datetime]
     on_pool_sample: Callable[[Callable[[PoolKey], None]], None] = lambda _callback: None
     """Call a function with the pool of each sample that matters of a pod that waits."""
+    adapters: AdapterIndex = field(default_factory=AdapterIndex)
+    adapter_calls: AdapterCalls | None = None
+    sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)
+    """Called with the service of a sample that shows more than load, such as another boot id."""
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

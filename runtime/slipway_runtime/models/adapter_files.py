@@ -26,6 +26,10 @@ class AdapterRefusedError(Exception):
     """An adapter that this engine cannot serve; the message is a sentence for the user."""
 
 
+class AdapterNotFoundError(AdapterRefusedError):
+    """There is nothing at the adapter's path."""
+
+
 @dataclass(frozen=True)
 class AdapterFiles:
     """Where the two files are, links resolved."""
@@ -49,7 +53,7 @@ def adapter_files(path: Path, roots: Sequence[Path] = ()) -> AdapterFiles:
     if roots and not any(folder.is_relative_to(root.resolve()) for root in roots):
         raise AdapterRefusedError("the adapter lies outside the directories that adapters may be loaded from")
     if not folder.is_dir():
-        raise AdapterRefusedError("there is no directory at the adapter's path")
+        raise AdapterNotFoundError("there is no directory at the adapter's path")
     if not (folder / WEIGHTS).exists():
         for name in _PICKLES:
             if (folder / name).exists():

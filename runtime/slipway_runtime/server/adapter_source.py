@@ -6,14 +6,15 @@
 | `hf://`, `s3://`, `http(s)://`, `pvc://`     | in the node's cache, held until `let_go`: then it may be evicted |
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from slipway_runtime.models.adapter_files import AdapterRefusedError, adapter_digest
+from slipway_api.adapter_conditions import AdapterReason
+from slipway_runtime.models.adapter_files import AdapterNotFoundError, AdapterRefusedError, adapter_digest
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.storage.errors import FetchError
+from slipway_runtime.storage.errors import AccessDeniedError, FetchError
 
 SCHEMES: Final = ("hf", "s3", "http", "https", "pvc")  # beside file:// and plain paths
 
@@ -31,9 +32,14 @@ class AdapterSource:
     """Brings adapters; its methods block, and may be called by any thread."""
 
     def __init__(
-        self, fetch: Callable[[str, bool], Path], release: Callable[[Path], None], *, roots: Sequence[Path] = ()
+        self,
+        fetch: Callable[[str, bool, Mapping[str, str]], Path],
+        release: Callable[[Path], None],
+        *,
+        roots: Sequence[Path] = (),
     ) -> None:
-        """fetch: brings an address to a folder, which stays until `release`; told whether a client named it.
+        """fetch: brings an address to a folder, which stays until `release`; told whether a client named it, and with
+        which credentials beside those of the environment.
 
         roots: where local ones may lie.
         """
@@ -41,7 +47,7 @@ class AdapterSource:
         self._release = release
         self._roots = tuple(roots)
 
-    def bring(self, uri: str, *, from_client: bool = False) -> Brought:
+    def bring(self, uri: str, *, from_client: bool = False, credentials: Mapping[str, str] | None = None) -> Brought:
         """The files and their digest; every one is let go once. Raises ApiError."""
         try:
             if "://" not in uri or uri.startswith("file://"):
@@ -50,7 +56,7 @@ class AdapterSource:
             if uri.partition("://")[0] not in SCHEMES:
                 known = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
                 raise ApiError(400, f"the address begins with none of {known}", param="lora_path")
-            path = self._fetch(uri, from_client)
+            path = self._fetch(uri, from_client, credentials or {})
             try:
                 return Brought(path, adapter_digest(path), is_fetched=True)
             except (AdapterRefusedError, OSError):
@@ -58,11 +64,17 @@ class AdapterSource:
                 raise
         except AdapterRefusedError as refusal:
             sentence = without_paths(str(refusal), Path(uri.removeprefix("file://")))
-            raise ApiError(400, sentence, param="lora_path") from None
+            is_missing = isinstance(refusal, AdapterNotFoundError)
+            reason = AdapterReason.DOWNLOAD_FAILED if is_missing else AdapterReason.ENGINE_REJECTED
+            raise ApiError(400, sentence, param="lora_path", reason=reason) from None
         except FetchError as error:
-            raise ApiError(404, f"no adapter can be had from this address ({type(error).__name__})") from None
+            denied = isinstance(error, AccessDeniedError)
+            reason = AdapterReason.CREDENTIALS_INVALID if denied else AdapterReason.DOWNLOAD_FAILED
+            sentence = f"no adapter can be had from this address ({type(error).__name__})"
+            raise ApiError(404, sentence, reason=reason) from None
         except OSError:
-            raise ApiError(404, "there is no adapter at this path", param="lora_path") from None
+            sentence = "there is no adapter at this path"
+            raise ApiError(404, sentence, param="lora_path", reason=AdapterReason.DOWNLOAD_FAILED) from None
 
     def let_go(self, brought: Brought) -> None:
         """Nobody reads these files again, as far as this one is concerned."""

@@ -14,16 +14,18 @@ Everything runs on the event loop except the fetching and hashing of files, whic
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
 
 import structlog
 
+from slipway_api.adapter_conditions import AdapterReason
 from slipway_api.runtime_api import AdapterInfo
 from slipway_runtime.engine.client import Call, EngineDead
 from slipway_runtime.messages import AdapterState, AdapterStatus, EngineFacts, LoadAdapter, Reply, UnloadAdapter
+from slipway_runtime.models.adapter_config import read_adapter_config
 from slipway_runtime.models.adapter_files import AdapterRefusedError, check_adapter_name
 from slipway_runtime.server.adapter_source import AdapterSource, Brought, without_paths
 from slipway_runtime.server.errors import ApiError, unavailable
@@ -32,6 +34,7 @@ from slipway_runtime.storage.address import shown
 log = structlog.get_logger()
 
 MAX_NAMES: Final = 1024
+TOO_LARGE: Final = "all adapters together may take"  # in the scheduler's refusal of one that can never fit
 
 
 class AdapterEngine(Protocol):
@@ -60,7 +63,9 @@ class Adapter:
     digest: str = ""
     state: AdapterState = AdapterState.LOADING
     error: str = ""
+    reason: str = ""  # of the error, in one word
     pinned: bool = False
+    version: str = ""  # as its load named it
 
 
 class AdapterRegistry:
@@ -125,6 +130,8 @@ class AdapterRegistry:
             pinned=adapter.pinned,
             idle_seconds=round(self._clock() - status.last_used, 3) if status and status.last_used else None,
             message=adapter.error,
+            reason=adapter.reason,
+            version=adapter.version,
         )
 
     # --- changing
@@ -136,28 +143,33 @@ class AdapterRegistry:
         *,
         digest: str = "",
         pinned: bool = False,
+        version: str = "",
+        credentials: Mapping[str, str] | None = None,
         replaces: bool = True,
         from_client: bool = False,
     ) -> Adapter:
-        """Make the name mean this content; returns when requests for it are answered.
+        """Make the name mean this content; returns when requests for it are answered. `version` is only repeated.
 
         Raises ApiError: 400 for what can never be (the name, the address, other content than `digest`, an adapter
         that the engine refuses), 404 where nothing is at the address, 409 for other content unless it `replaces`.
         """
         self._check(name)
-        self._named.setdefault(name, Adapter(name=name, uri=uri, pinned=pinned))
+        wanted = Adapter(name=name, uri=uri, pinned=pinned, version=version)
+        self._named.setdefault(name, wanted)
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             before = self._named.get(name)
             if before is None:  # it was unloaded while this waited for its turn
-                before = self._named[name] = Adapter(name=name, uri=uri, pinned=pinned)
+                before = self._named[name] = wanted
             try:
-                wanted = Adapter(name=name, uri=uri, pinned=pinned)
-                loaded = await self._load(before, wanted, digest, replaces, from_client)
+                brought = await asyncio.to_thread(
+                    self._source.bring, uri, from_client=from_client, credentials=credentials
+                )
+                loaded = await self._load(before, wanted, brought, digest, replaces)
             except ApiError as refusal:
                 if before.state is not AdapterState.HOST:
-                    self._named[name] = Adapter(
-                        name=name, uri=uri, pinned=pinned, state=AdapterState.FAILED, error=refusal.message
+                    self._named[name] = replace(
+                        wanted, state=AdapterState.FAILED, error=refusal.message, reason=refusal.reason
                     )
                 log.warning("adapter not loaded", adapter=name, uri=shown(uri), reason=refusal.message)
                 raise
@@ -166,19 +178,16 @@ class AdapterRegistry:
             self._let_go(before)
         return loaded
 
-    async def _load(
-        self, before: Adapter, wanted: Adapter, expected: str, replaces: bool, from_client: bool
-    ) -> Adapter:
-        brought = await asyncio.to_thread(self._source.bring, wanted.uri, from_client=from_client)
+    async def _load(self, before: Adapter, wanted: Adapter, brought: Brought, expected: str, replaces: bool) -> Adapter:
         digest, keeps = brought.digest, False
         try:
             if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):
-                raise ApiError(
-                    400, "the adapter at this address has other content than the digest says", param="digest"
-                )
+                sentence = "the adapter at this address has other content than the digest says"
+                raise ApiError(400, sentence, param="digest", reason=AdapterReason.DIGEST_MISMATCH)
+            await asyncio.to_thread(self._check_rank, brought)
             is_same = before.state is AdapterState.HOST and before.digest == digest
             if is_same and before.pinned == wanted.pinned:
-                return before
+                return replace(before, uri=wanted.uri, version=wanted.version)
             if before.state is AdapterState.HOST and not is_same and not replaces:
                 sentence = f"the name {wanted.name} is taken by an adapter with other content; unload it first"
                 raise ApiError(409, sentence, param="name")
@@ -202,7 +211,20 @@ class AdapterRegistry:
             raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
         if reply.error:
             sentence = f"the adapter cannot be used: {without_paths(reply.error, brought.path)}"
-            raise ApiError(400, sentence, param="lora_path")
+            is_too_large = TOO_LARGE in reply.error
+            reason = AdapterReason.CAPACITY_EXCEEDED if is_too_large else AdapterReason.ENGINE_REJECTED
+            raise ApiError(400, sentence, param="lora_path", reason=reason)
+
+    def _check_rank(self, brought: Brought) -> None:
+        """Refuse a rank that no slot holds before the weights are read. Raises ApiError."""
+        try:
+            rank = read_adapter_config(brought.path).max_rank
+        except (AdapterRefusedError, OSError):
+            return  # the engine reads it too, and says what is wrong with it
+        most = self._engine.facts.max_rank
+        if most and rank > most:
+            sentence = f"the adapter has rank {rank}; this server holds ranks up to {most} (--max-rank)"
+            raise ApiError(400, sentence, param="lora_path", reason=AdapterReason.RANK_TOO_LARGE)
 
     async def unload(self, name: str) -> asyncio.Task[Reply] | None:
         """Forget the name; the task is done when the content has left. None: another name still means it.
@@ -248,7 +270,8 @@ class AdapterRegistry:
 
     def _check(self, name: str) -> None:
         if not self._engine.facts.max_adapters:
-            raise ApiError(400, "this server was started without adapters (--max-adapters)")
+            sentence = "this server was started without adapters (--max-adapters)"
+            raise ApiError(400, sentence, reason=AdapterReason.CAPACITY_EXCEEDED)
         try:
             check_adapter_name(name)
         except AdapterRefusedError as refusal:
@@ -256,4 +279,5 @@ class AdapterRegistry:
         if self._base.answers_to(name):
             raise ApiError(400, "the base model has this name; an adapter needs another", param="lora_name")
         if name not in self._named and len(self._named) >= MAX_NAMES:
-            raise ApiError(400, f"{MAX_NAMES} adapters have names; unload one first")
+            sentence = f"{MAX_NAMES} adapters have names; unload one first"
+            raise ApiError(400, sentence, reason=AdapterReason.CAPACITY_EXCEEDED)

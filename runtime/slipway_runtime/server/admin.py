@@ -5,6 +5,7 @@ SHA-256 the pod was given; without any digest the port is bound to this machine 
 """
 
 import asyncio
+from collections.abc import Mapping
 from typing import TypeVar
 
 from fastapi import APIRouter, Depends, Request
@@ -102,7 +103,14 @@ async def list_adapters(http: Request) -> Response:
     """All adapters, those that failed and those that are leaving included. This list is the truth."""
     replica: Replica = http.app.state.replica
     infos = replica.loaded.adapters.infos() if replica.loaded is not None else []
-    return _wire(AdapterList(boot_id=replica.boot_id, adapters=tuple(infos)))
+    facts = replica.loaded.engine.facts if replica.loaded is not None else None
+    listing = AdapterList(
+        boot_id=replica.boot_id,
+        adapters=tuple(infos),
+        max_adapters=facts.max_adapters if facts else 0,
+        max_cpu_adapters=facts.max_cpu_adapters if facts else 0,
+    )
+    return _wire(listing)
 
 
 @routes.post(names.PATH_ADAPTERS)
@@ -111,7 +119,15 @@ async def load_adapter(http: Request) -> Response:
     asked = await _asked(http, LoadAdapterRequest, '{"name": …, "uri": …, "digest": …, "pinned": …}')
     registry = _registry(http)
     loading = asyncio.create_task(
-        registry.load(asked.name, asked.uri, digest=asked.digest, pinned=asked.pinned), name=f"load {asked.name[:64]}"
+        registry.load(
+            asked.name,
+            asked.uri,
+            digest=asked.digest,
+            pinned=asked.pinned,
+            version=asked.version,
+            credentials=known_credentials(asked.credentials),
+        ),
+        name=f"load {asked.name[:64]}",
     )
     done, _ = await asyncio.wait([loading], timeout=ANSWER_SECONDS)
     if done:
@@ -132,6 +148,11 @@ async def unload_adapter(name: str, http: Request) -> Response:
     if leaving is not None:
         await asyncio.wait([leaving], timeout=ANSWER_SECONDS)
     return Response(status_code=202 if registry.leaving(name) else 200)
+
+
+def known_credentials(given: Mapping[str, str]) -> dict[str, str]:
+    """Those that a Secret may hold: the caller sets no other variable of the environment."""
+    return {key: value for key, value in given.items() if key in names.CREDENTIALS}
 
 
 def _registry(http: Request) -> AdapterRegistry:

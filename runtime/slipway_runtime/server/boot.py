@@ -1,15 +1,23 @@
 """What a replica does between its warm engine and being ready: the adapters and the prompts it was started with.
 
+Adapters come from the command line and from the boot list, a file that the operator keeps in a ConfigMap: it is read at
+every start, so that a restarted container has its adapters again while no operator runs.
+
 Neither can keep it from getting ready. An adapter that does not load answers an error under its name (the registry
 remembers why), and a prompt that cannot be prefilled is only slower at first.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 import structlog
+from pydantic import ValidationError
 
+from slipway_api.runtime_api import BootList, LoadAdapterRequest
 from slipway_runtime.engine.client import EngineError
 from slipway_runtime.messages import Request, SamplingParams
 from slipway_runtime.server.chat_types import ChatMessage
@@ -18,6 +26,31 @@ from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.settings import BootAdapter, WarmPrompt
 
 log = structlog.get_logger()
+
+LOADS_AT_ONCE: Final = 4  # of the boot list; each may be a download
+
+
+def read_boot_list(path: Path) -> tuple[LoadAdapterRequest, ...]:
+    """The adapters of the boot list; none where there is no such file, or none that can be read."""
+    try:
+        return BootList.model_validate_json(path.read_bytes()).adapters
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValidationError) as error:
+        log.error("the list of adapters cannot be read", path=str(path), reason=type(error).__name__)
+        return ()
+
+
+async def load_boot_list(model: LoadedModel, adapters: Sequence[LoadAdapterRequest]) -> None:
+    """Load the adapters of the boot list, a few at once."""
+    slots = asyncio.Semaphore(LOADS_AT_ONCE)
+
+    async def load(one: LoadAdapterRequest) -> None:
+        async with slots:
+            with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
+                await model.adapters.load(one.name, one.uri, digest=one.digest, pinned=one.pinned, version=one.version)
+
+    await asyncio.gather(*(load(one) for one in adapters))
 
 
 async def load_adapters(model: LoadedModel, adapters: Sequence[BootAdapter]) -> None:

@@ -60,10 +60,18 @@ class ApiError(Exception):
     """An answer without tokens: its status, its sentence, and the field that it is about."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        reason: str = "",
     ) -> None:
+        """`reason`: the cause in one word, where a program has to tell it from others."""
         super().__init__(message)
         self.status = status
+        self.reason = reason
         self.message = message[:_LONGEST_MESSAGE]
         self.param = param
         self.headers = dict(headers or {})
@@ -71,7 +79,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the error, for a response or for an event in a stream."""
         kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        return {"error": error | ({"reason": self.reason} if self.reason else {})}
 
     def response(self) -> Response:
         """The error as a response of its own."""

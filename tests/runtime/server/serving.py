@@ -213,7 +213,7 @@ async def a_replica(
                 adapters = AdapterRegistry(
                     client,
                     replica.identity,
-                    source=AdapterSource(lambda uri, _: fetch_adapter(uri), release_adapter, roots=adapter_roots),
+                    source=AdapterSource(lambda uri, *_: fetch_adapter(uri), release_adapter, roots=adapter_roots),
                     clock=client._clock,
                 )
                 model = LoadedModel(

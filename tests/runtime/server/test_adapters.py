@@ -14,9 +14,9 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
-from slipway_api.runtime_api import StartupTimes
+from slipway_api.runtime_api import AdapterList, BootList, LoadAdapterRequest, StartupTimes
 from slipway_runtime.server.adapter_source import AdapterSource
-from slipway_runtime.server.boot import load_adapters
+from slipway_runtime.server.boot import load_adapters, load_boot_list, read_boot_list
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.settings import BootAdapter
 from slipway_runtime.storage.errors import OutOfSpaceError
@@ -228,7 +228,7 @@ async def test_the_source_is_told_which_addresses_a_client_named(folders: Path):
     """Finding 6: what a client names is fetched without secrets, and not from private networks."""
     told: list[tuple[str, bool]] = []
 
-    def fetch_adapter(uri: str, from_client: bool) -> Path:
+    def fetch_adapter(uri: str, from_client: bool, _credentials: Any) -> Path:
         told.append((uri, from_client))
         return folders / "one"
 
@@ -338,3 +338,89 @@ async def test_an_adapter_that_does_not_load_at_the_start_is_told_once_and_keeps
     assert (line["log_level"], line["event"], line["adapter"]) == ("warning", "adapter not loaded", "b")
     assert line["reason"].startswith("the adapter cannot be used")
     assert answers == [200, 503]
+
+
+WIDE = {"name": "x", "uri": "file://{root}/wide", "version": "v1"}
+REASONS = [
+    (WIDE, "RankTooLarge"),
+    ({"name": "x", "uri": "file://{root}/one", "digest": "sha256:" + "0" * 64}, "DigestMismatch"),
+    ({"name": "x", "uri": "file://{root}/nothing"}, "DownloadFailed"),
+    ({"name": "x", "uri": "file://{root}/broken"}, "EngineRejected"),
+]
+
+
+@pytest.mark.capability("ML-3", "ML-4")
+@pytest.mark.parametrize(("body", "reason"), REASONS, ids=[body["uri"][14:] + reason for body, reason in REASONS])
+async def test_a_refusal_names_its_cause_in_one_word_and_the_list_repeats_it(
+    replica: Running, folders: Path, body: dict[str, str], reason: str
+):
+    asked = {key: value.replace("{root}", str(folders)) for key, value in body.items()}
+    refused = await replica.admin("/adapters", "POST", json=asked)
+    await replica.until(lambda _: replica.models[0].adapters.info("x").state != "loading")
+    listed = AdapterList.model_validate_json((await replica.admin("/adapters")).content)
+    (info,) = [one for one in listed.adapters if one.name == "x"]
+
+    assert info.state == "failed"
+    assert info.reason == reason
+    assert info.version == body.get("version", "")
+    if refused.status_code != 202:
+        assert refused.json()["error"]["reason"] == reason
+    assert (listed.max_adapters, listed.max_cpu_adapters) == (2, 4)
+    await replica.admin("/adapters/x", "DELETE")
+
+
+async def test_a_load_repeats_its_version_and_the_same_content_takes_a_new_one(replica: Running, folders: Path):
+    body = {"name": "versioned", "uri": f"file://{folders}/one"}
+    versions = []
+    for version in ("v1", "v2"):
+        await replica.admin("/adapters", "POST", json=body | {"version": version})
+        await replica.until(lambda _: replica.models[0].adapters.info("versioned").state != "loading")
+        versions.append(replica.models[0].adapters.info("versioned").version)
+    await replica.admin("/adapters/versioned", "DELETE")
+
+    assert versions == ["v1", "v2"]
+
+
+@pytest.mark.capability("ML-2")
+async def test_the_boot_list_is_loaded_before_ready_and_one_bad_entry_stops_no_other(
+    replica: Running, folders: Path, tmp_path: Path
+):
+    entries = tuple(
+        LoadAdapterRequest(name=name, uri=f"file://{folders}/{folder}", version="v1")
+        for name, folder in (("boot-one", "one"), ("boot-none", "nothing"), ("boot-two", "two"))
+    )
+    (tmp_path / "adapters.json").write_bytes(BootList(adapters=entries).wire())
+    (tmp_path / "garbage.json").write_text("{")
+
+    await load_boot_list(replica.models[0], read_boot_list(tmp_path / "adapters.json"))
+    states = {info.name: info.state for info in replica.models[0].adapters.infos() if info.name.startswith("boot-")}
+    for name in states:
+        await replica.admin(f"/adapters/{name}", "DELETE")
+
+    assert states.pop("boot-none") == "failed"
+    assert set(states) == {"boot-one", "boot-two"}
+    assert set(states.values()) <= {"host", "disk", "slot"}
+    assert read_boot_list(tmp_path / "garbage.json") == read_boot_list(tmp_path / "absent.json") == ()
+
+
+async def test_credentials_of_a_load_reach_the_source_and_nothing_else(replica: Running, folders: Path):
+    seen: list[dict[str, str]] = []
+
+    def fetch_it(uri: str, _from_client: bool, credentials: Any) -> Path:
+        seen.append(dict(credentials))
+        return folders / "one"
+
+    registry = replica.models[0].adapters
+    before, registry._source = registry._source, AdapterSource(fetch_it, lambda _: None)
+    try:
+        with structlog.testing.capture_logs() as logs:
+            body = {"name": "secret", "uri": "s3://bucket/one", "credentials": {"AWS_REGION": "r", "LD_PRELOAD": "x"}}
+            await replica.admin("/adapters", "POST", json=body)
+            await replica.until(lambda _: registry.info("secret").state != "loading")
+    finally:
+        registry._source = before
+    listed = (await replica.admin("/adapters")).text
+    await replica.admin("/adapters/secret", "DELETE")
+
+    assert seen == [{"AWS_REGION": "r"}]
+    assert "LD_PRELOAD" not in listed + str(logs)

@@ -1,4 +1,4 @@
-"""Builds the children that are not pods: Kubernetes Service, PodDisruptionBudget and NetworkPolicy of the replicas.
+"""Builds the children that are not pods: Service, PodDisruptionBudget, NetworkPolicy and boot list of the replicas.
 
 They are applied server-side, whole, and only when what was applied last differs. Clients reach replicas through the
 gateway; the Service reaches them directly, inside the cluster.
@@ -6,13 +6,15 @@ gateway; the Service reaches them directly, inside the cluster.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.inference_service import DirectAccess, DisruptionBudget, InferenceService
 from slipway_operator.core.actions import ABSENT, ApplyChild, DeleteChild
+from slipway_operator.core.adapter.observed import AttachedAdapter
 from slipway_operator.core.observed import Network
+from slipway_operator.core.service.adapters import boot_list, config_map_name
 from slipway_operator.core.service.revision import owner_reference
 
 NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"  # a label that the API server sets on every namespace
@@ -25,12 +27,15 @@ def children(
     applied: Mapping[str, str],
     network: Network | None = None,
     allows_evictions: bool = False,
+    adapters: Sequence[AttachedAdapter] = (),
 ) -> tuple[ApplyChild | DeleteChild, ...]:
     """The children that differ from what was applied last. `network` None: no network policy is wanted.
 
     With `allows_evictions` the disruption budget holds up no eviction: the drain of a node has waited long enough.
     """
     manifests = [network_policy(service, network)] if network is not None else []
+    if service.spec.runtime.lora is not None:
+        manifests.append(boot_list_map(service, adapters))
     removed: tuple[DeleteChild, ...] = ()
     if service.spec.availability.pod_disruption_budget is DisruptionBudget.AUTO:
         manifests.append(disruption_budget(service, 0 if allows_evictions else desired))
@@ -52,6 +57,16 @@ def kube_service(service: InferenceService) -> dict[str, Any]:
             "selector": _serving(service),
             "ports": [{"name": "http", "port": 80, "targetPort": names.SERVING_PORT, "protocol": "TCP"}],
         },
+    }
+
+
+def boot_list_map(service: InferenceService, adapters: Sequence[AttachedAdapter]) -> dict[str, Any]:
+    """The ConfigMap with the adapters that replicas load before they are ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(service) | {"name": config_map_name(service.metadata.name)},
+        "data": {names.ADAPTERS_FILE: boot_list(adapters)},
     }
 
 

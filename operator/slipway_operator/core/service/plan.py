@@ -133,6 +133,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
             applied=observed.applied,
             network=observed.defaults.network,
             allows_evictions=disruption.allows_evictions(members, observed.nodes),
+            adapters=observed.adapters,
         )
     )
     steps += disruption.annotate(members, service, observed.nodes, now)

@@ -14,7 +14,7 @@ from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
-from slipway_operator.core.service import model_access
+from slipway_operator.core.service import adapters, model_access
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.disruption import startup_annotations
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
@@ -97,7 +97,11 @@ def _server(service: InferenceService, revision: Revision, access: PortAccess) -
             {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
         ],
         "volumeMounts": _merged(
-            "mountPath", overlay.volume_mounts, own_mounts, model_access.mounts(service.spec.model)
+            "mountPath",
+            overlay.volume_mounts,
+            own_mounts,
+            model_access.mounts(service.spec.model),
+            adapters.mounts(service),
         ),
         "lifecycle": {"preStop": {"exec": {"command": ["slipway-runtime", "drain"]}}},
         "securityContext": {
@@ -204,7 +208,8 @@ def _volumes(service: InferenceService) -> list[dict[str, Any]]:
     own: list[dict[str, Any]] = [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS]
     if _shares_gpus(service):
         own += [{"name": name, "emptyDir": {"medium": "Memory"}} for name in SHARED_MEMORY]
-    return _merged("name", own, service.spec.template.spec.volumes, model_access.volumes(service.spec.model))
+    mine = model_access.volumes(service.spec.model) + adapters.volumes(service)
+    return _merged("name", own, service.spec.template.spec.volumes, mine)
 
 
 def _shares_gpus(service: InferenceService) -> bool:

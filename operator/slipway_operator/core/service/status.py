@@ -45,6 +45,7 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.scaling.target import ScaleTarget
+from slipway_operator.core.service.adapters import adapters_condition, adapters_status
 from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.performance import measure_performance
@@ -144,6 +145,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         attempts=decided.attempts,
         autoscaling=autoscaling,
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
+        adapters=adapters_status(observed.adapters),
         performance=measure_performance(decided.members) or before.performance,
     )
 
@@ -290,6 +292,10 @@ def _conditions(
         write(ConditionType.SCALING_ACTIVE, *scaling)
     else:
         conditions = remove_condition(conditions, ConditionType.SCALING_ACTIVE)
+    if adapters := adapters_condition(observed.adapters):
+        write(ConditionType.ADAPTERS_READY, *adapters)
+    else:
+        conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
     return conditions
 
 

@@ -18,7 +18,7 @@ from slipway_operator.core.observed import Failure, Namesake
 from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
-from tests.builders import T0, APod, a_pod, a_service, edited, minutes, promised, revision_of, seen
+from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, revision_of, seen
 from tests.operator.core.scaling.gateways import Gateways
 from tests.operator.core.service.test_canary import a_world as a_canary_world
 from tests.operator.core.service.test_canary import roll
@@ -225,6 +225,15 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def with_adapters() -> Said:
+    service = one()
+    pod = a_pod(service=service)
+    attached = an_attached_adapter("sailor")
+    states = [(replace(attached, is_ready=is_ready),) for is_ready in (False, True)]
+    plans = [plan(replace(seen(service, pod.ready()), adapters=adapters), T0) for adapters in states]
+    return said_in(plans)
+
+
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
     world = SimulatedCluster(service, **cluster)
     world.reconcile()
@@ -256,6 +265,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
     life_of_a_canary,
+    with_adapters,
 ]
 
 

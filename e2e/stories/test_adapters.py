@@ -1,0 +1,96 @@
+"""A team serves an adapter from running replicas: loaded without a restart, reloaded after one, and taken away."""
+
+import json
+from typing import Any
+
+import pytest
+
+from e2e.cluster.launch import Cluster
+from e2e.manifests import as_yaml, static
+from e2e.slipway import USER_NAMESPACE, Event, Slipway, wait_for
+from slipway_api import names
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ADAPTERS = "file:///opt/slipway/models/adapters"
+
+
+def manifest(name: str, base: str, uri: str) -> dict[str, Any]:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "LoRAAdapter",
+        "metadata": {"name": name, "namespace": USER_NAMESPACE},
+        "spec": {"baseRef": {"name": base}, "source": {"uri": uri}, "unload": {"drainSeconds": 5}},
+    }
+
+
+def status(slipway: Slipway, name: str) -> dict[str, Any]:
+    found = json.loads(slipway.access.kubectl("get", "lora", name, "-n", USER_NAMESPACE, "-o", "json"))
+    return dict(found.get("status") or {})
+
+
+def is_loaded(slipway: Slipway, name: str, replicas: int) -> bool:
+    return status(slipway, name).get("loaded") == f"{replicas}/{replicas}"
+
+
+def routed(slipway: Slipway, base: str, name: str) -> set[str]:
+    """The pods that the gateway may send the adapter's requests to."""
+    return {
+        pod.metadata.name
+        for pod in slipway.pods(base)
+        if name in (pod.metadata.annotations or {}).get(names.ANNOTATION_ADAPTERS, "").split(",")
+    }
+
+
+def said(slipway: Slipway, pod: str, model: str) -> str:
+    """What the pod answers under this model name."""
+    path = f"/api/v1/namespaces/{USER_NAMESPACE}/pods/{pod}:{names.SERVING_PORT}/proxy/v1/completions"
+    body = {"model": model, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
+    answer = slipway.access.api("POST", path, body)
+    return str(answer["choices"][0]["text"])
+
+
+@pytest.mark.capability("ML-2", "ML-9", "OP-6")
+def test_an_adapter_comes_to_running_replicas_survives_a_restart_changes_its_source_and_goes(
+    clean: Slipway, cluster: Cluster
+) -> None:
+    base = static("many", 2)
+    base["spec"].setdefault("runtime", {})["lora"] = {"maxAdapters": 2, "maxCPUAdapters": 4, "maxRank": 16}
+    clean.apply(as_yaml(base))
+    clean.wait_ready("many", replicas=2)
+    pods = {pod.metadata.name for pod in clean.pods("many")}
+
+    clean.apply(as_yaml(manifest("sailor", "many", f"{ADAPTERS}/sailor")))
+    wait_for("both replicas have it", lambda: is_loaded(clean, "sailor", 2), timeout=60)
+    assert {pod.metadata.name for pod in clean.pods("many")} == pods, "no restart"
+    assert routed(clean, "many", "sailor") == pods
+    first, second = sorted(pods)
+    as_sailor = said(clean, first, "sailor")
+    assert as_sailor != said(clean, first, "many")
+    assert clean.condition("many", "AdaptersReady")["status"] == "True"  # type: ignore[index]
+
+    cluster.kill_container(USER_NAMESPACE, first)
+    wait_for("it was restarted", lambda: restarts(clean, first) == 1, timeout=60)
+    clean.wait_ready("many", replicas=2)
+    wait_for("it answers as before", lambda: said(clean, first, "sailor") == as_sailor, timeout=60)
+
+    clean.apply(as_yaml(manifest("sailor", "many", f"{ADAPTERS}/json")))
+    wait_for(
+        "the new source answers", lambda: said(clean, second, "sailor") != as_sailor and is_loaded(clean, "sailor", 2)
+    )
+
+    clean.access.kubectl("delete", "lora", "sailor", "-n", USER_NAMESPACE, "--timeout=60s")
+    assert routed(clean, "many", "sailor") == set()
+    reasons = {event.reason for event in adapter_events(clean, "sailor")}
+    assert {"AdapterLoaded", "AdapterSwapped", "AdapterUnloaded"} <= reasons
+
+
+def restarts(slipway: Slipway, name: str) -> int:
+    (pod,) = [pod for pod in slipway.pods("many") if pod.metadata.name == name]
+    return int(pod.status.container_statuses[0].restart_count)
+
+
+def adapter_events(slipway: Slipway, name: str) -> list[Any]:
+    about = f"regarding.kind=LoRAAdapter,regarding.name={name}"
+    path = f"/apis/events.k8s.io/v1/namespaces/{USER_NAMESPACE}/events?fieldSelector={about}"
+    return [Event.of(one) for one in slipway.access.api("GET", path)["items"]]

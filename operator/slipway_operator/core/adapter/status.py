@@ -1,0 +1,223 @@
+"""Builds the status of an adapter, and finds the events of a pass.
+
+| base, replicas                       | Ready                                                  |
+|--------------------------------------|--------------------------------------------------------|
+| another object has the name          | False NameConflict (Stalled)                           |
+| no such service                      | False BaseNotFound                                     |
+| no room for adapters in its spec     | False CapacityExceeded (Stalled)                       |
+| it has and wants no replicas         | True BaseScaledToZero                                  |
+| no replica is ready                  | False NoReadyPods                                      |
+| all chosen replicas have it          | True Loaded                                            |
+| some have it                         | True PartiallyLoaded                                   |
+| none has it, and some failed         | False, with the cause; Stalled when nothing is retried |
+| none has it yet                      | Unknown Loading                                        |
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Final
+
+from slipway_api.adapter_conditions import FAILURE_MEANINGS, AdapterCondition, AdapterEvent, AdapterReason
+from slipway_api.conditions import ConditionStatus, find_condition, remove_condition, set_condition
+from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PodState
+from slipway_operator.core.actions import Event
+from slipway_operator.core.adapter.observed import AdapterObserved
+from slipway_operator.core.adapter.steps import Step
+
+PODS_SHOWN: Final = 64
+LAST_USED_EVERY: Final = timedelta(seconds=60)
+SOURCE_FAULTS: Final = frozenset(
+    {AdapterReason.DOWNLOAD_FAILED, AdapterReason.DIGEST_MISMATCH, AdapterReason.CREDENTIALS_INVALID}
+)
+
+Verdict = tuple[ConditionStatus, AdapterReason, str]
+
+
+def build_status(observed: AdapterObserved, steps: Sequence[Step], now: datetime) -> LoRAAdapterStatus:
+    """The status after this pass; `steps` are those of the replicas that should have the adapter."""
+    adapter, before = observed.adapter, observed.adapter.status
+    info = next((one.info for one in steps if one.info is not None), None)
+    loaded = sum(_is_loaded(one) for one in steps)
+    conditions = before.conditions
+    generation = adapter.metadata.generation
+
+    def write(kind: AdapterCondition, verdict: Verdict | None) -> None:
+        nonlocal conditions
+        if verdict is None:
+            conditions = remove_condition(conditions, kind)
+            return
+        status, reason, message = verdict
+        conditions = set_condition(
+            conditions, kind, status, reason.value, message[:4096], generation=generation, now=now
+        )
+
+    ready = _ready(observed, steps)
+    stalled = _stalled(observed, steps, ready)
+    write(AdapterCondition.READY, ready)
+    write(AdapterCondition.LOADED, _loaded(observed, steps))
+    write(AdapterCondition.SOURCE_RESOLVED, _resolved(observed, steps, info is not None))
+    write(AdapterCondition.STALLED, stalled)
+    is_moving = loaded < len(steps) and stalled is None
+    progress = f"{loaded} of {len(steps)} replicas have it"
+    write(
+        AdapterCondition.RECONCILING,
+        (ConditionStatus.TRUE, AdapterReason.LOADING, progress) if is_moving else None,
+    )
+    return LoRAAdapterStatus(
+        observed_generation=generation,
+        conditions=conditions,
+        adapter_name=adapter.adapter_name,
+        desired_replicas=len(steps),
+        loaded_replicas=loaded,
+        loaded=f"{loaded}/{len(steps)}",
+        # A new source counts when all replicas have it.
+        resolved_digest=info.digest
+        if info and (loaded == len(steps) or not before.resolved_digest)
+        else before.resolved_digest,
+        rank=info.rank or before.rank if info else before.rank,
+        size_bytes=info.bytes or before.size_bytes if info else before.size_bytes,
+        last_used_time=_last_used(observed, steps),
+        pods=_pods(steps),
+    )
+
+
+def find_events(
+    observed: AdapterObserved, status: LoRAAdapterStatus, steps: Sequence[Step], failed: Sequence[tuple[str, str]]
+) -> Iterator[Event]:
+    """The events of a pass: differences between the status before and after, and the failures that it counted."""
+    adapter, before = observed.adapter, observed.adapter.status
+    name = adapter.adapter_name
+    was = find_condition(before.conditions, AdapterCondition.LOADED)
+    has = find_condition(status.conditions, AdapterCondition.LOADED)
+    is_complete = has is not None and has.reason == AdapterReason.LOADED and has.status is ConditionStatus.TRUE
+    was_complete = was is not None and was.status is ConditionStatus.TRUE
+    if is_complete and before.resolved_digest not in ("", status.resolved_digest):
+        message = f"{name} answers with {status.resolved_digest} instead of {before.resolved_digest}"
+        yield Event(reason=AdapterEvent.ADAPTER_SWAPPED, action="Swap", message=message)
+    elif is_complete and (not was_complete or before.desired_replicas != status.desired_replicas):
+        took = max((one.entry.load_seconds for one in steps if one.entry.load_seconds is not None), default=None)
+        message = f"{name} is loaded on {status.loaded} replicas" + (f"; the slowest took {took} s" if took else "")
+        yield Event(reason=AdapterEvent.ADAPTER_LOADED, action="Load", message=message)
+    for pod, sentence in failed:
+        message = f"{pod} could not load {name}: {sentence}"
+        yield Event(reason=AdapterEvent.ADAPTER_LOAD_FAILED, action="Load", message=message, pod=pod)
+    was_stalled = find_condition(before.conditions, AdapterCondition.STALLED)
+    stalled = find_condition(status.conditions, AdapterCondition.STALLED)
+    is_new = stalled is not None and (was_stalled is None or was_stalled.message != stalled.message)
+    if stalled is not None and is_new and stalled.reason == AdapterReason.NAME_CONFLICT:
+        yield Event(reason=AdapterEvent.NAME_CONFLICT, action="Route", message=stalled.message)
+
+
+def _ready(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
+    """Condition Ready, by the table in the module's docstring."""
+    adapter, base, rival = observed.adapter, observed.base, observed.rival
+    name = adapter.adapter_name
+    if rival is not None:
+        message = (
+            f"the {rival.kind} {rival.name} is served as {rival.served_name!r} already; "
+            "give one of the two another name"
+        )
+        return ConditionStatus.FALSE, AdapterReason.NAME_CONFLICT, message
+    if base is None:
+        message = f"there is no InferenceService {adapter.spec.base_ref.name} in this namespace"
+        return ConditionStatus.FALSE, AdapterReason.BASE_NOT_FOUND, message
+    if not base.has_room:
+        message = f"the InferenceService {base.name} has no room for adapters: set its spec.runtime.lora"
+        return ConditionStatus.FALSE, AdapterReason.CAPACITY_EXCEEDED, message
+    if not steps and base.desired == 0:
+        message = f"{base.name} has no replicas now; the next ones load {name}"
+        return ConditionStatus.TRUE, AdapterReason.BASE_SCALED_TO_ZERO, message
+    if not steps:
+        return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, f"no replica of {base.name} is ready"
+    loaded = sum(_is_loaded(one) for one in steps)
+    serving = sum(one.info is not None and one.pod.routed for one in steps)
+    if loaded == len(steps):
+        return ConditionStatus.TRUE, AdapterReason.LOADED, f"{loaded} of {len(steps)} replicas answer as {name}"
+    failed = next((one for one in steps if one.entry.attempts), None)
+    why = f"; {failed.entry.name}: {failed.entry.message}" if failed else ""
+    if serving:
+        message = f"{serving} of {len(steps)} replicas answer as {name}{why}"
+        return ConditionStatus.TRUE, AdapterReason.PARTIALLY_LOADED, message
+    if failed is not None and failed.entry.state is PodState.UNREACHABLE:
+        message = f"no replica of {base.name} answers the operator{why}"
+        return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, message
+    if failed is not None:
+        return ConditionStatus.FALSE, AdapterReason(_cause(observed, failed)), f"{failed.entry.message}"
+    return ConditionStatus.UNKNOWN, AdapterReason.LOADING, f"{len(steps)} replicas load it"
+
+
+def _stalled(observed: AdapterObserved, steps: Sequence[Step], ready: Verdict) -> Verdict | None:
+    """True when a person has to act: a name or room is missing, or every replica without it has given up."""
+    _, reason, message = ready
+    if reason is AdapterReason.NAME_CONFLICT or (reason is AdapterReason.CAPACITY_EXCEEDED and not steps):
+        return ConditionStatus.TRUE, reason, message
+    missing = [one for one in steps if not _is_loaded(one)]
+    if not missing or any(one.entry.state is not PodState.FAILED for one in missing):
+        return None
+    first = missing[0]
+    sentence = (
+        f"{len(missing)} of {len(steps)} replicas gave up; {first.entry.name}: {first.entry.message}; "
+        "it is tried again when the spec changes"
+    )
+    return ConditionStatus.TRUE, AdapterReason(_cause(observed, first)), sentence
+
+
+def _loaded(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
+    loaded, name = sum(_is_loaded(one) for one in steps), observed.adapter.adapter_name
+    if not steps:
+        return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, "no replica should have it now"
+    if loaded == len(steps):
+        return ConditionStatus.TRUE, AdapterReason.LOADED, f"{loaded} replicas have {name}"
+    reason = AdapterReason.PARTIALLY_LOADED if loaded else AdapterReason.LOADING
+    return ConditionStatus.FALSE, reason, f"{loaded} of {len(steps)} replicas have {name}"
+
+
+def _resolved(observed: AdapterObserved, steps: Sequence[Step], is_there: bool) -> Verdict:
+    before = find_condition(observed.adapter.status.conditions, AdapterCondition.SOURCE_RESOLVED)
+    faults = [one for one in steps if one.entry.attempts and _cause(observed, one) in SOURCE_FAULTS]
+    if faults and not any(_is_loaded(one) for one in steps):
+        return ConditionStatus.FALSE, AdapterReason(_cause(observed, faults[0])), faults[0].entry.message
+    if is_there:
+        return ConditionStatus.TRUE, AdapterReason.RESOLVED, "the files are where spec.source says"
+    if before is not None and before.observed_generation == observed.adapter.metadata.generation:
+        return before.status, AdapterReason(before.reason), before.message
+    return ConditionStatus.UNKNOWN, AdapterReason.LOADING, "no replica has fetched the files yet"
+
+
+def _cause(observed: AdapterObserved, step: Step) -> str:
+    """The cause of a failure; after a takeover, the one that status names."""
+    if step.reason:
+        return step.reason
+    for kind in (AdapterCondition.STALLED, AdapterCondition.READY):
+        known = find_condition(observed.adapter.status.conditions, kind)
+        if known is not None and known.reason in FAILURE_MEANINGS:
+            return known.reason
+    return AdapterReason.ENGINE_REJECTED
+
+
+def _is_loaded(step: Step) -> bool:
+    return step.entry.state is PodState.LOADED
+
+
+def _pods(steps: Sequence[Step]) -> tuple[AdapterPodStatus, ...]:
+    """The replicas that are not done first; those that are only where all fit."""
+    entries = [one.entry for one in steps]
+    if len(entries) > PODS_SHOWN:
+        entries = [one for one in entries if one.state is not PodState.LOADED]
+    # Failures first: their backoff must survive the operator.
+    kept = sorted(entries, key=lambda one: (not one.attempts, one.name))[:PODS_SHOWN]
+    return tuple(sorted(kept, key=lambda one: one.name))
+
+
+def _last_used(observed: AdapterObserved, steps: Sequence[Step]) -> datetime | None:
+    """The newest use that any replica reports; it moves by a minute at least."""
+    before = observed.adapter.status.last_used_time
+    uses = [
+        one.pod.listing.at - timedelta(seconds=one.info.idle_seconds)
+        for one in steps
+        if one.info is not None and one.info.idle_seconds is not None and one.pod.listing is not None
+    ]
+    newest = max(uses, default=None)
+    if newest is None or (before is not None and newest < before + LAST_USED_EVERY):
+        return before
+    return newest.replace(microsecond=0)

@@ -1,0 +1,69 @@
+"""What a service does for its adapters: the boot list of its replicas, and their count in its status."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slipway_api import names
+from slipway_api.lora_adapter import PlacementMode
+from slipway_api.runtime_api import BootList
+from slipway_operator.core.service.children import children
+from slipway_operator.core.service.plan import plan
+from slipway_operator.core.service.revision import inputs
+from tests.builders import T0, a_pod, a_service, an_attached_adapter, promised, seen
+
+ROOM = {"lora": {"maxAdapters": 2}}
+
+
+def boot_list(*adapters: Any) -> list[str]:
+    """The names in the ConfigMap."""
+    service = a_service(runtime=ROOM)
+    (child,) = [
+        one for one in children(service, desired=1, applied={}, adapters=adapters) if one.key.startswith("ConfigMap/")
+    ]
+    assert child.key == "ConfigMap/chat-adapters"
+    text = child.manifest["data"][names.ADAPTERS_FILE]
+    assert "credentials" not in text
+    return [one.name for one in BootList.model_validate_json(text).adapters]
+
+
+@pytest.mark.capability("ML-2")
+def test_the_boot_list_has_what_every_new_replica_can_load_by_itself():
+    a = an_attached_adapter
+    some = a("some", mode=PlacementMode.REPLICAS)
+
+    assert boot_list(a("all"), some, a("secret", has_credentials=True), a("clash", is_refused=True)) == ["all"]
+    assert boot_list() == []
+
+
+def test_a_service_without_room_for_adapters_has_no_boot_list():
+    keys = [child.key for child in children(a_service(), desired=1, applied={})]
+
+    assert not any(key.startswith("ConfigMap/") for key in keys)
+
+
+@pytest.mark.capability("ML-2")
+def test_pods_mount_the_boot_list_and_start_without_it():
+    service = promised(a_service(runtime=ROOM, replicas=1), 1)
+    made = plan(seen(service), T0)
+    (pod,) = [action.manifest for action in made.actions if type(action).__name__ == "CreatePod"]
+    volume = next(one for one in pod["spec"]["volumes"] if "configMap" in one)
+    mount = next(one for one in pod["spec"]["containers"][0]["volumeMounts"] if one["name"] == volume["name"])
+
+    assert volume["configMap"] == {"name": "chat-adapters", "optional": True}
+    assert mount == {"name": volume["name"], "mountPath": names.ADAPTERS_DIRECTORY, "readOnly": True}
+    assert "adapters" not in json.loads(inputs(service.spec)), "the list is no part of a revision"
+
+
+def test_the_status_counts_adapters_and_names_those_that_do_not_answer():
+    service = promised(a_service(runtime=ROOM, replicas=1), 1)
+    adapters = (an_attached_adapter("a"), an_attached_adapter("b", is_ready=False))
+    status = plan(replace(seen(service, a_pod(service=service).ready()), adapters=adapters), T0).status
+
+    assert status is not None
+    assert status.adapters is not None
+    assert (status.adapters.desired, status.adapters.ready) == (2, 1)
+    (condition,) = [one for one in status.conditions if one.type == "AdaptersReady"]
+    assert (condition.status, condition.message) == ("False", "1 of 2 adapters do not answer: b")
