@@ -44,6 +44,7 @@ def test_a_wrong_answer_rolls_back_before_any_traffic_and_is_asked_once(tmp_path
                 old, new = await rolled(cluster)
                 await cluster.until(lambda: cluster.status("chat").get("failedRevision") == new, "the rollback")
                 await cluster.until(lambda: not pods_of(cluster, new), "the canary to leave")
+                await cluster.quiet(5)  # the status of the pass that sees it gone
                 assert await cluster.quiet(60) == []
             asked = {pod for pod, *_ in cluster.prompted}
             (path, _, body), *more = [one[1:] for one in cluster.prompted]

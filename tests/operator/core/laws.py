@@ -82,6 +82,13 @@ def check_victims(made: Plan, observed: Observed) -> None:
     }
     if observed.service.spec.rollout.strategy is RolloutStrategy.RECREATE:
         return  # it has no spare GPU: all go before the new ones start
+    status, strategy = observed.service.status, observed.service.spec.rollout.strategy
+    splits = strategy in (RolloutStrategy.CANARY, RolloutStrategy.BLUE_GREEN) and status.canary is not None
+    if victims and victims[0].uid in serving and splits:
+        (victim,) = [one for one in observed.replicas if one.uid == victims[0].uid]
+        left = [one for one in observed.replicas if one.uid in serving and one.revision == victim.revision]
+        weight = next((one.weight for one in status.revisions if one.hash == victim.revision), 0)
+        assert len(left) > 1 or not weight, f"{victim.name} is the last of a revision that gets {weight} %"
     if victims and victims[0].uid in serving:
         least = (made.status.desired_replicas or 0) - observed.service.spec.rollout.rolling_update.max_unavailable
         assert len(serving) - 1 >= least, f"{victims[0]} was still needed"

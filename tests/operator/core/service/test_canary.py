@@ -3,6 +3,8 @@
 import pytest
 
 from slipway_api import names
+from slipway_operator.core.actions import CreatePod, DeletePod, DrainPod
+from slipway_operator.core.service.plan import plan
 from tests.builders import a_service, edited
 from tests.operator.core.simulated_cluster import SimulatedCluster
 from tests.operator.core.simulated_traffic import Behaviour, SimulatedTraffic
@@ -219,6 +221,32 @@ def test_promote_skips_all_steps_and_abort_takes_all_traffic_back():
     world.run(100)
     assert replicas(world, third) == 0, "a removed annotation does not bring it back"
     assert "abort" in message(world)
+
+
+@pytest.mark.capability("EV-2", "EV-3")
+def test_the_pass_that_decides_a_rollback_turns_the_traffic_back_before_a_canary_is_asked_to_go():
+    world = a_world(rate=None)
+    old, new = roll(world)
+    world.run(60)
+    annotate(world, abort=new)
+    made = plan(world.observed(), world.now)
+    assert not [one for one in made.actions if isinstance(one, DrainPod | DeletePod | CreatePod)]
+    assert made.status.failed_revision == new
+    assert {one.hash: one.weight for one in made.status.revisions} == {old: 100, new: 0}
+    assert made.requeue_after == 0.0
+
+
+@pytest.mark.capability("EV-1")
+def test_the_last_stable_replica_serves_until_its_traffic_is_elsewhere():
+    world = a_world(replicas=1, rollout=canary([{"setWeight": 100}]))
+    old, new = roll(world)
+    weights_while_it_serves = set()
+    for _ in range(60):
+        world.run(1)
+        if any(pod.replica.revision == old for pod in world.ready):
+            weights_while_it_serves.add(weight(world, new))
+    assert weights_while_it_serves <= {0, 100}
+    assert world.service.status.current_revision == new
 
 
 @pytest.mark.capability("EV-3", "OP-7")
