@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 @pytest.mark.capability("AS-9", "RG-7")
 def test_an_idle_service_goes_to_zero_and_the_first_request_is_held_and_answered(clean: Slipway) -> None:
-    clean.apply(EXAMPLES / "scale-to-zero.yaml")
+    clean.apply(EXAMPLES / "idle-to-zero.yaml")
     (name,) = clean.services()
     clean.wait_ready(name, replicas=1)
     messages = [{"role": "user", "content": "Hello"}]
