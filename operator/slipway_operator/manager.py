@@ -37,6 +37,7 @@ from slipway_operator.inputs.freshness import Freshness
 from slipway_operator.inputs.inference_services import InferenceServices
 from slipway_operator.inputs.lora_adapters import LoRAAdapters, base_of
 from slipway_operator.inputs.observer import PoolKey
+from slipway_operator.inputs.prometheus import Load, PrometheusSource, connect
 from slipway_operator.inputs.scraper import Scraper
 from slipway_operator.inputs.warm_pools import WarmPools
 from slipway_operator.masters import GatewayKeys, Masters
@@ -147,6 +148,11 @@ class Manager:
             self.caches.pod_informer.get,
             is_closed=self._is_closed,
             now=clock.now,
+        )
+        self._prometheus = (
+            PrometheusSource(connect(settings.prometheus_url), self._learn, on_error=self._count_prometheus)
+            if settings.prometheus_url
+            else None
         )
         self._inputs = inputs = Inputs(
             caches=self.caches,
@@ -283,6 +289,8 @@ class Manager:
         for number in range(WORKERS):
             self._tasks.append(asyncio.create_task(self._work(), name=f"worker-{number}"))
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
+        if self._prometheus is not None:
+            self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
         await self._scraper.run()
 
     async def _finish_running_passes(self) -> None:
@@ -353,6 +361,12 @@ class Manager:
         stored = self.caches.stores[INFERENCE_SERVICES.kind].get(Key(INFERENCE_SERVICES.kind, *service))
         return stored is not None and base_of(stored).is_closed
 
+    def _learn(self, load: Load) -> None:
+        """Take a replica's load from Prometheus; a series with the name of no pod of ours is ignored."""
+        pod = self.caches.pod_informer.get(load.namespace, load.pod)
+        if pod is not None:
+            self._scraper.learn(pod.uid, at=load.at, kv_usage=load.kv_usage, running=load.running, waiting=load.waiting)
+
     def _is_ours(self, target: ReplicaTarget) -> bool:
         """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""
         key = _key_of(target.service)
@@ -362,6 +376,9 @@ class Manager:
     def _count_write(self, write: Write, outcome: str) -> None:
         resource = f"{write.resource.plural}/{write.subresource}" if write.subresource else write.resource.plural
         self._metrics.writes.labels(write.verb, resource, outcome).inc()
+
+    def _count_prometheus(self, error: Exception) -> None:
+        self._metrics.prometheus_errors.labels(type(error).__name__).inc()
 
     def _count_silence(self, error: Exception) -> None:
         self._metrics.signal_errors.labels(type(error).__name__).inc()

@@ -42,6 +42,7 @@ class OperatorMetrics:
             "signal_age_seconds", "Age of the newest sample of each running replica when a pass reads it.", AGE_BUCKETS
         )
         self.signal_errors = counter("signal_errors_total", "Replicas that gave no usable signals.", "error")
+        self.prometheus_errors = counter("prometheus_errors_total", "Queries that Prometheus did not answer.", "error")
         self.queue_depth = gauge("queue_depth", "Objects waiting for a worker.")
         self.queue_active = gauge("queue_active", "Objects being worked on.")
         self.services = gauge("services", "Objects of our kinds known.")

@@ -38,13 +38,15 @@ class OperatorSettings(BaseSettings):
     """Namespaces whose pods may scrape the admin port."""
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_WATCH_NAMESPACES")
     """Empty: all namespaces."""
+    prometheus_url: str = Field("", validation_alias="SLIPWAY_PROMETHEUS_URL")
+    """A Prometheus that scrapes the replicas; empty: the operator asks them itself, as it does where this one fails."""
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")
     """The operator's own /livez, /readyz and /metrics."""
     log_level: LogLevel = Field("INFO", validation_alias="SLIPWAY_LOG_LEVEL")
 
-    @field_validator("gateway_url")
+    @field_validator("gateway_url", "prometheus_url")
     @classmethod
     def _without_slash(cls, url: str) -> str:
         return url.rstrip("/")

@@ -249,6 +249,33 @@ async def test_the_life_of_a_service_from_apply_to_the_end_of_its_drain(stage: S
     assert refused == []
 
 
+@pytest.mark.capability("AS-6")
+async def test_a_victim_of_a_scale_down_serves_again_and_its_drain_leaves_no_trace(stage: Stage) -> None:
+    stage.start_operator()
+    stage.apply(SERVICE)
+    [pod] = stage.eventually(stage.pods, "a pod")
+    env = {one["name"]: one.get("value", "") for one in pod["spec"]["containers"][0]["env"]}
+    runtime = RuntimeDouble(digests=tuple(env[names.ENV_ADMIN_TOKEN_SHA256].split(",")), running=1)
+    async with runtime.serving(POD_IP, names.ADMIN_PORT):
+        stage.run_pod(pod)
+        await until(lambda: stage.condition("Ready").get("status") == "True", "Ready=True")
+        stage.apply(SERVICE.replace("replicas: 1", "replicas: 0"))
+        await until(lambda: bool(runtime.drains), "the drain")
+        stage.apply(SERVICE)
+        await until(lambda: stage.pods()[0]["metadata"]["labels"][names.LABEL_STATE] == "serving", "the label")
+
+        assert not runtime.draining, "the runtime accepts before anything is routed to it"
+        [back] = stage.pods()
+        assert back["metadata"]["uid"] == pod["metadata"]["uid"]
+        assert names.ANNOTATION_DRAIN_STARTED not in back["metadata"]["annotations"]
+        assert names.ANNOTATION_DRAIN_REASON not in back["metadata"]["annotations"]
+        assert names.ANNOTATION_ADMIN_NONCE in back["metadata"]["annotations"]
+        await until(lambda: stage.service()["status"].get("readyReplicas") == 1, "a ready replica")
+        stage.access.kubectl("delete", "infsvc", "chat", "-n", stage.namespace, "--wait=false")
+        runtime.running = 0
+        await until(lambda: not stage.pods(), "the end of the pod")
+
+
 async def until(condition: Callable[[], Any], what: str, seconds: float = 30) -> None:
     """Wait while the servers of this very loop go on answering."""
     deadline = time.monotonic() + seconds

@@ -414,3 +414,74 @@ def test_after_a_burst_that_was_none_the_idle_pace_returns():
         return fleet.calls_of("a") - before
 
     assert 3 <= run_in_virtual_time(quiet()) <= 5
+
+
+def learn_of(fleet: Fleet, uid: str, *, running: int, age: float = 1.0) -> None:
+    at = T0 + timedelta(seconds=asyncio.get_running_loop().time() - age)
+    fleet.scraper.learn(uid, at=at, kv_usage=0.7, running=running, waiting=1)
+
+
+@pytest.mark.capability("AS-4")
+def test_fresh_load_of_another_source_replaces_calls_and_its_outage_brings_them_back():
+    fleet = Fleet()
+    fleet.load = {"a": 5}
+
+    async def story() -> tuple[int, int]:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(10)
+        before = fleet.calls_of("a")
+        for _ in range(30):
+            learn_of(fleet, "a", running=9)
+            sample = fleet.scraper.sample("a")
+            assert (sample.running, sample.kv_usage, sample.boot_id) in ((9, 0.7, "boot"), (5, 0.5, "boot"))
+            await asyncio.sleep(2)
+        with_source = fleet.calls_of("a") - before
+        await asyncio.sleep(15)
+        before = fleet.calls_of("a")
+        await asyncio.sleep(60)
+        task.cancel()
+        return with_source, fleet.calls_of("a") - before
+
+    with_source, without = run_in_virtual_time(story())
+
+    assert with_source <= 6, "a minute at the idle pace"
+    assert without >= 26, "a minute at the busy pace"
+
+
+@pytest.mark.capability("AS-4")
+def test_old_load_of_another_source_never_replaces_what_the_replica_said():
+    fleet = Fleet()
+    fleet.load = {"a": 5}
+
+    async def story() -> int:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(10)
+        before = fleet.calls_of("a")
+        for _ in range(30):
+            learn_of(fleet, "a", running=9, age=20)  # scraped every half a minute
+            learn_of(fleet, "a", running=9, age=-60)  # a clock that is a minute ahead
+            learn_of(fleet, "unknown", running=9)
+            assert fleet.scraper.sample("a").running == 5
+            await asyncio.sleep(2)
+        task.cancel()
+        return fleet.calls_of("a") - before
+
+    assert run_in_virtual_time(story()) >= 26
+    assert fleet.scraper.sample("unknown") is None
+
+
+def test_a_replica_whose_port_is_silent_is_known_by_another_source():
+    fleet = Fleet()
+    fleet.load, fleet.broken = {"a": 5}, {"a"}
+
+    async def story() -> None:
+        task = asyncio.create_task(fleet.run())
+        await asyncio.sleep(5)
+        assert fleet.scraper.sample("a") is None
+        learn_of(fleet, "a", running=9)
+        task.cancel()
+
+    run_in_virtual_time(story())
+
+    assert fleet.scraper.sample("a").running == 9
+    assert fleet.news["chat"] == 1

@@ -41,6 +41,7 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_CLIENT_NAMESPACES": "batch",
         "SLIPWAY_METRICS_NAMESPACES": "monitoring,",
         "SLIPWAY_WATCH_NAMESPACES": "team-a, team-b,",
+        "SLIPWAY_PROMETHEUS_URL": "http://prometheus:9090/",
         "SLIPWAY_REPLICA_ACCESS": "proxy",
         "SLIPWAY_ADMIN_PORT": "9090",
         "SLIPWAY_LOG_LEVEL": "debug",

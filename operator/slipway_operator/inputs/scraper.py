@@ -15,8 +15,8 @@ import heapq
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -31,6 +31,8 @@ log = structlog.get_logger()
 BUSY_SECONDS = 2.0
 IDLE_SECONDS = 15.0
 DEMANDED_SECONDS = 10.0  # at the busy pace after a gateway said that there are requests
+REPLACES_WITHIN = timedelta(seconds=10)  # load from another source that is as fresh replaces calls at the busy pace
+CLOCK_DIFFERENCE = timedelta(seconds=30)  # by which the clock of another source may be ahead
 CALLS_PER_SECOND = 3000.0  # as many as one core allows: 10,000 busy replicas every 3.3 s, samples below 5 s
 BATCH_SECONDS = 0.01  # calls that are due within so short a time begin together
 
@@ -107,6 +109,7 @@ class Scraper(Generic[AddressT, KeyT]):
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []  # the entries of `_due`, and outdated ones
         self._sooner = asyncio.Event()
+        self._learned: dict[str, float] = {}  # when fresh load came last from another source
         self._silent: set[str] = set()
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._slots: FairSlots[KeyT] = FairSlots(total=CALLS, per_owner=CALLS_OF_A_SERVICE)
@@ -136,9 +139,27 @@ class Scraper(Generic[AddressT, KeyT]):
     def forget(self, uid: str) -> None:
         """Stop scraping this replica, because its pod is deleted."""
         self._leave_service(uid)
-        for known in (self._targets, self._samples, self._due):
+        for known in (self._targets, self._samples, self._due, self._learned):
             known.pop(uid, None)
         self._silent.discard(uid)
+
+    def learn(self, uid: str, *, at: datetime, kv_usage: float, running: int, waiting: int) -> None:
+        """Take a replica's load from another source. It counts if it is newer than what the replica said itself.
+
+        What the source does not have (whether the replica drains, its boot id) stays as it was.
+        """
+        target, before = self._targets.get(uid), self._samples.get(uid)
+        if target is None or at > self._now() + CLOCK_DIFFERENCE:
+            return
+        if self._now() - at <= REPLACES_WITHIN:
+            self._learned[uid] = _loop_time()
+        if before is not None and at <= before.at:
+            return
+        known = before or Sample(at=at, kv_usage=kv_usage, running=running, waiting=waiting)
+        after = replace(known, at=at, kv_usage=kv_usage, running=running, waiting=waiting)
+        self._samples[uid] = after
+        if matters(before, after):
+            self._on_news(target.service, is_load_only(before, after))
 
     def ask_soon(self, uid: str) -> None:
         """Scrape this replica now, because an action changed its state."""
@@ -249,8 +270,14 @@ class Scraper(Generic[AddressT, KeyT]):
         waits_for_a_model = sample is not None and sample.starting == ReadyReason.NO_MODEL
         is_moving = target.is_draining or (target.is_starting and not waits_for_a_model)
         is_demanded = _loop_time() < self._demanded_until.get(target.service, 0.0)
+        if not is_moving and not is_demanded and self._is_learned(target.uid):
+            return IDLE_SECONDS
         is_busy = is_moving or is_demanded or sample is None or sample.draining or sample.requests > 0
         return self._busy_seconds() if is_busy else IDLE_SECONDS
+
+    def _is_learned(self, uid: str) -> bool:
+        learned = self._learned.get(uid)
+        return learned is not None and _loop_time() - learned <= REPLACES_WITHIN.total_seconds()
 
     def _busy_seconds(self) -> float:
         return max(BUSY_SECONDS, len(self._targets) / CALLS_PER_SECOND)

@@ -24,6 +24,9 @@ def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Re
     sentence = f"the gateway serves it as {served_name!r}"
     if ready:
         return ConditionStatus.TRUE, Reason.ROUTED, sentence
+    autoscaling = service.spec.autoscaling
+    if autoscaling is not None and autoscaling.scale_to_zero is not None:
+        return ConditionStatus.TRUE, Reason.ROUTED, f"{sentence}, and holds requests until a replica is ready"
     return ConditionStatus.FALSE, Reason.NO_READY_REPLICAS, f"{sentence} once a replica is ready"
 
 

@@ -5,10 +5,10 @@ from datetime import timedelta
 
 import pytest
 
-from slipway_api.autoscaling import Autoscaling, Limit, MetricType
+from slipway_api.autoscaling import Autoscaling, Limit, Metric, MetricType
 from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
-from slipway_operator.core.observed import PastRecommendation, Sample
+from slipway_operator.core.observed import Demand, PastRecommendation, Sample
 from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Past, Recommendation, decide, with_change
 from slipway_operator.core.scaling.limits import bounds_of
 from slipway_operator.core.scaling.signals import Readings
@@ -146,6 +146,19 @@ def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
     of_the_requests = {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
     for_the_status = {"starting", "not_ready", "capacity"}
     assert set(Sample.__dataclass_fields__) == of_the_requests | for_the_status
+    of_the_replicas = {"metered", "silent", "unasked", "pending", "broken"}
+    of_the_gateways = {"held_by_gateways", "ttft_p95"}
+    assert set(Readings.__dataclass_fields__) == of_the_replicas | of_the_gateways
+    assert set(Demand.__dataclass_fields__) == {
+        *("at", "waiting_requests", "waiting_bytes", "longest_wait"),
+        *("open_requests", "idle_since", "complete"),
+    }
+
+
+@pytest.mark.capability("PF-6")
+def test_no_sentence_of_the_api_offers_a_utilization_of_a_device_as_a_metric():
+    documented = (Metric.model_fields["type"].description or "").lower()
+    assert not [word for word in ("cpu", "gpu", "memory", "average") if word in documented]
 
 
 @pytest.mark.capability("AS-3")

@@ -194,6 +194,8 @@ def test_to_zero_after_idleness_and_back_with_the_first_request():
     assert world.condition("WorkloadAvailable").status is ConditionStatus.TRUE
     assert world.condition("ScalingActive").reason == "MetricsFresh"
     assert world.condition("Stalled") is None
+    route = world.condition("RouteReady")
+    assert (route.status, route.reason) == (ConditionStatus.TRUE, "Routed"), "the gateway holds what comes"
 
     gateways.send(world)
     world.tick()

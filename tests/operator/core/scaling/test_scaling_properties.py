@@ -15,6 +15,7 @@ from slipway_api.autoscaling import Autoscaling
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.observed import PastRecommendation, Sample
 from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Past, Recommendation, decide, with_change
+from slipway_operator.core.scaling.latency import Latency
 from slipway_operator.core.scaling.signals import Readings
 from tests.builders import T0, seconds
 
@@ -196,3 +197,59 @@ def test_however_the_clock_jumps_a_high_load_gets_its_replicas_soon_after(jumps)
             history = with_change(history, change, policy)
         window, replicas = answer.recommendations, answer.desired
     assert replicas == 5
+
+
+METRICS = [
+    {"type": "KVCacheUtilization", "target": "0.80"},
+    {"type": "QueueDepth", "target": "2"},
+    {"type": "RunningRequests", "target": "20"},
+    {"type": "TTFTP95Seconds", "target": "1.0"},
+]
+LOADS = st.tuples(st.floats(0, 1), st.integers(0, 64), st.integers(0, 100), st.floats(0, 20), st.integers(0, 200))
+
+
+@pytest.mark.capability("AS-1", "AS-8")
+@QUICK
+@given(
+    loads=st.tuples(LOADS, LOADS),
+    ready=st.integers(1, 12),
+    silent=st.integers(0, 3),
+    pending=st.integers(0, 3),
+    broken=st.integers(0, 2),
+)
+def test_more_load_never_gets_fewer_replicas(loads, ready, silent, pending, broken):
+    """Monotone in every metric at once: each value of the second load is at least that of the first."""
+    rules = {"stabilizationWindowSeconds": 0, "maxPods": 1000, "periodSeconds": 1}
+    policy = Autoscaling.model_validate(
+        {"maxReplicas": 1000, "metrics": METRICS, "behavior": {"scaleUp": rules, "scaleDown": rules}}
+    )
+    current = ready + silent + pending + broken
+
+    def desired(load):
+        kv, running, waiting, ttft, held = load
+        sample = Sample(at=T0, kv_usage=kv, running=running, waiting=waiting)
+        readings = Readings(
+            metered=(sample,) * ready,
+            silent=silent,
+            pending=pending,
+            broken=broken,
+            held_by_gateways=held,
+            ttft_p95=Latency(ttft, 100),
+        )
+        return decide(policy, readings, Past(current=current), max_num_seqs=64, capacity_shortage="", now=T0).desired
+
+    less = tuple(min(pair) for pair in zip(*loads, strict=True))
+    more = tuple(max(pair) for pair in zip(*loads, strict=True))
+    assert desired(less) <= desired(more)
+
+
+@pytest.mark.capability("AS-4")
+@QUICK
+@given(silent=st.integers(1, 9), held=st.integers(0, 500), ttft=st.floats(0, 600), current=st.integers(1, 9))
+def test_silence_of_all_replicas_holds_whatever_the_gateways_say(silent, held, ttft, current):
+    policy = Autoscaling.model_validate({"maxReplicas": 9, "metrics": METRICS})
+    readings = Readings(silent=silent, held_by_gateways=held, ttft_p95=Latency(ttft, 100))
+
+    answer = decide(policy, readings, Past(current=current), max_num_seqs=64, capacity_shortage="", now=T0)
+
+    assert (answer.desired, answer.is_active) == (current, False)
