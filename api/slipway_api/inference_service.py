@@ -158,7 +158,7 @@ class InferenceServiceSpec(Struct):
 
     model_config = cel_rules(
         Rule(
-            "!has(self.restartAt) || self.restartAt == '' || timestamp(self.restartAt) > timestamp('1970-01-01T00:00:00Z')",
+            "!has(self.restartAt) || self.restartAt == '' || timestamp(self.restartAt).getFullYear() > 0",
             "restartAt must be a moment of the calendar in RFC 3339, such as 2026-05-01T12:00:00Z",
             ".restartAt",
         ),
