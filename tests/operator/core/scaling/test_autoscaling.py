@@ -136,7 +136,7 @@ def test_limits_hold_at_once_and_without_evidence():
 def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
     assert {metric.value for metric in MetricType} == {"KVCacheUtilization", "QueueDepth"}
     of_the_requests = {"at", "boot_id", "kv_usage", "running", "waiting", "draining"}
-    for_the_status = {"starting", "capacity"}
+    for_the_status = {"starting", "capacity", "not_ready"}
     assert set(Sample.__dataclass_fields__) == of_the_requests | for_the_status
 
 
