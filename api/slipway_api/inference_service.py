@@ -128,6 +128,11 @@ RESTART_PATTERN = (
     r"^([0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
     r"([.][0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9]))?$"
 )
+# Text that the pattern refuses passes here: a second message about its conversion would only confuse.
+_IS_A_MOMENT = (
+    f"!has(self.restartAt) || self.restartAt == '' || !self.restartAt.matches('{RESTART_PATTERN}') || "
+    "timestamp(self.restartAt).getFullYear() > 0"
+)
 
 
 class WarmPoolPolicy(StrEnum):
@@ -164,8 +169,7 @@ class InferenceServiceSpec(Struct):
 
     model_config = cel_rules(
         Rule(
-            "!has(self.restartAt) || self.restartAt == '' || "
-            "timestamp(self.restartAt) > timestamp('1970-01-01T00:00:00Z')",
+            _IS_A_MOMENT,
             "restartAt must be a moment of the calendar in RFC 3339, such as 2026-05-01T12:00:00Z",
             ".restartAt",
         ),

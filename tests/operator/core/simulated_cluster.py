@@ -30,7 +30,6 @@ from slipway_operator.core.actions import (
     SmokeResult,
     UndrainPod,
 )
-from slipway_operator.core.node_taints import LEAVING
 from slipway_operator.core.observed import (
     Demand,
     Failure,
@@ -48,6 +47,7 @@ from slipway_operator.core.service.plan import Plan, plan
 from slipway_operator.core.service.replicas import FIRST_BACKOFF
 from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
 from tests.operator.core import laws, quiet_time
+from tests.operator.core.simulated_faults import Faults
 from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.simulated_traffic import SimulatedTraffic
 from tests.operator.core.stale_cache import StaleCache
@@ -62,7 +62,7 @@ _FACTS = {
 DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
 
 
-class SimulatedCluster:
+class SimulatedCluster(Faults):
     """One service, its pods and nodes, and an operator that can be killed."""
 
     def __init__(self, service: InferenceService, *, nodes: int = 4, load_seconds: float = 20, gpus: int = 100) -> None:
@@ -493,104 +493,6 @@ class SimulatedCluster:
             quiet = quiet_time.seconds_until_due(self) if facts == before else 1
             before = facts
             self.tick(min(quiet, int((end - self.now) / TICK)))
-
-    # --- what may go wrong -------------------------------------------------------------------------------------------
-
-    def end(self, name: str, *, grace: float = 30, takes: float = 2) -> None:
-        """The pod is being deleted, by the operator or another."""
-        pod = self.pods[name]
-        pod.replica = replace(pod.replica, deleted_at=self.now + timedelta(seconds=grace), ready=False)
-        pod.ends_at = self.now + timedelta(seconds=takes)
-
-    def fail(self, name: str, reason: str = "Error") -> None:
-        self.faults += 1
-        pod = self.pods[name]
-        pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
-        node = self.nodes.get(pod.replica.node)
-        if node is None or node.ready:  # what was lost with its node is replaced for that, without a pause
-            self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
-
-    def flap(self, name: str, seconds: float) -> None:
-        """Its readiness probe fails for a while, and nothing else."""
-        self.pods[name].flaps_until = self.now + timedelta(seconds=seconds)
-        self.pods[name].disturbed_until = self.now + timedelta(seconds=seconds)
-
-    def hang(self, name: str) -> None:
-        """Its engine stands still; its ports answer."""
-        self.faults += 1
-        self.pods[name].is_hung = True
-        self.pods[name].disturbed_until = self.now
-
-    def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
-        self.faults += 1
-        pod = self.pods[name]
-        pod.disturbed_until = self.now
-        pod.replica = replace(
-            pod.replica,
-            ready=False,
-            ready_since=None,
-            unready_since=self.now,
-            started=False,
-            waiting_reason="CrashLoopBackOff",
-            restarts=restarts,
-            last_word=last_word,
-        )
-
-    def lose_node(self, name: str) -> None:
-        self.faults += 1
-        self.nodes[name] = replace(self.nodes[name], ready=False, not_ready_since=self.now, ready_since=None)
-        for pod in self.pods.values():
-            if pod.replica.node == name:
-                pod.answers, pod.hangs = False, True
-
-    def recover_node(self, name: str) -> None:
-        if self.nodes[name].ready:
-            return
-        self.nodes[name] = replace(self.nodes[name], ready=True, not_ready_since=None, ready_since=self.now)
-        for pod in self.pods.values():
-            if pod.replica.node == name:
-                pod.answers, pod.hangs = True, False
-
-    def cordon(self, name: str, cordoned: bool = True) -> None:
-        self.was_cordoned = True
-        node = replace(self.nodes[name], cordoned=cordoned)
-        self.nodes[name] = node if cordoned else replace(node, leaving="", notice=None)
-
-    def announce_end(self, name: str, *, taint: str) -> None:
-        """A provider's taint: the node goes when the notice is over, emptied or not."""
-        self.was_cordoned = True
-        departure = LEAVING[taint]
-        self.nodes[name] = replace(self.nodes[name], cordoned=True, leaving=taint, notice=departure.notice)
-
-    def take_away(self, name: str) -> None:
-        """The machine of this node is gone, with all that ran on it."""
-        self.faults += 1
-        del self.nodes[name]
-        self.pods = {pod: one for pod, one in self.pods.items() if one.replica.node != name}
-
-    def replace_node(self, name: str) -> None:
-        """The machine goes, and a new one of another name comes."""
-        self.take_away(name)
-        self.nodes[f"{name}x"] = Node(name=f"{name}x")
-
-    def evict(self, name: str) -> bool:
-        """POST eviction: refused with 429 (False) while the PodDisruptionBudget does not allow it."""
-        pod, budget = self.pods[name], self.children.get(f"PodDisruptionBudget/{self._name}")
-        is_counted = pod.replica.ready and pod.replica.state == names.STATE_SERVING
-        if budget is not None and is_counted and len(self.ready) - 1 < budget["spec"]["minAvailable"]:
-            return False
-        self.end(name, takes=2 + pod.running)  # its preStop hook drains it
-        return True
-
-    @property
-    def _name(self) -> str:
-        assert self.service is not None
-        return self.service.metadata.name
-
-    def ask_for_deletion(self) -> None:
-        assert self.service is not None
-        metadata = self.service.metadata.model_copy(update={"deletion_timestamp": self.now})
-        self.service = self.service.model_copy(update={"metadata": metadata})
 
     # --- what is so --------------------------------------------------------------------------------------------------
 
