@@ -10,9 +10,11 @@ import structlog
 
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
+from slipway_gateway.outcomes import Outcomes, Pace
 
 log = structlog.get_logger()
 
+SHUTTING_DOWN: Final = "the gateway is shutting down"
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
@@ -47,6 +49,10 @@ class RequestRecord:
     first_byte: float = 0.0  # the answer's first byte reached us
     forwarded: float = 0.0  # and was forwarded
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=4))  # the answer's last pieces: finish and usage
+    failed: list[tuple[str, AttemptFailure]] = field(default_factory=list)  # failed attempts by revision
+    is_cut: bool = False  # the gateway itself ended it, because it shuts down
+    outcomes: Outcomes | None = None
+    pace: Pace | None = None  # of a stream, from its first token on
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -55,14 +61,29 @@ class RequestRecord:
 
     def add_forwarded(self, piece: bytes) -> None:
         """Count a `piece` of the answer that was forwarded."""
-        if not self.forwarded:
+        if self.pace is not None:
+            self.pace.add(piece.count(b"\n\n"))
+        elif not self.forwarded:
             self.forwarded = time.monotonic()
+            if self.outcomes is not None and self.stream and self.status == 200:
+                self.pace = self.outcomes.pace(self.service, self.revision, self.first_byte)
         self.response_bytes += len(piece)
         self.tail.append(piece)
 
     def set_broken(self, error: str) -> None:
         """The answer could not be finished."""
         self.finish, self.error = "error", error
+        self.is_cut = self.is_cut or error == SHUTTING_DOWN
+
+    @property
+    def counts_for_revision(self) -> bool:
+        """Whether a replica was asked, and neither the client nor this gateway ended the request before the answer."""
+        return bool(self.revision) and self.status not in (0, CLIENT_LEFT) and not self.is_cut
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Of a stream: from the last attempt's start to its first byte."""
+        return self.first_byte - self.sent if self.pace is not None else None
 
     def set_cancelled(self) -> None:
         """The client left before the end."""
@@ -86,6 +107,16 @@ class AccessLog:
         if record.forwarded:
             metrics.first_byte.labels(*labels).observe(record.first_byte - record.arrived)
             metrics.added_latency.observe(self._added(record))
+        output_tokens = _last_number(_OUTPUT_TOKENS, end)
+        if record.outcomes is not None and record.counts_for_revision:
+            record.outcomes.record(
+                record.service,
+                record.revision,
+                is_error=record.status >= 500 or record.finish == "error",
+                failed=record.failed,
+                ttft_seconds=record.ttft_seconds,
+                output_tokens=record.events if output_tokens is None else output_tokens,
+            )
         log.info(
             "request",
             request_id=record.request_id,
@@ -101,7 +132,7 @@ class AccessLog:
             attempt_failures=[failure.value for failure in record.failures],
             max_tokens=record.max_tokens,
             prompt_tokens=_last_number(_PROMPT_TOKENS, end),
-            output_tokens=_last_number(_OUTPUT_TOKENS, end),
+            output_tokens=output_tokens,
             request_bytes=record.request_bytes,
             response_bytes=record.response_bytes,
             events=record.events,

@@ -5,11 +5,13 @@ Facts come from `watch` (or from the command line); every fact takes effect befo
 
 import random
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
+from slipway_gateway.demand import Demand
 from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
@@ -59,6 +61,8 @@ class Fleet:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.table = RoutingTable()
+        self.boot_id = uuid.uuid4().hex
+        self.demand = Demand(self.boot_id, clock=clock)
         self.view: Callable[[], View] = lambda: View(synced=True, age_seconds=0.0)  # replaced by the watch
         self._policy = policy or BreakerPolicy()
         self._clock = clock
@@ -107,7 +111,7 @@ class Fleet:
 
     def lease(self, endpoint: Endpoint, tokens: int, on_endpoint_left: Callable[[], None]) -> "Lease":
         """Count a request of about `tokens` against `endpoint` while the lease is held."""
-        return Lease(self.destination(endpoint.service), endpoint.name, tokens, on_endpoint_left)
+        return Lease(self.destination(endpoint.service), endpoint, tokens, on_endpoint_left, self.demand)
 
     def record_success(self, endpoint: Endpoint) -> None:
         """Record an answer: the replica is trusted at once, since a wrong choice is retried before the first byte."""
@@ -158,11 +162,20 @@ class Fleet:
 class Lease:
     """A request's share of an endpoint's load; shrinks as tokens arrive, 0 when released."""
 
-    __slots__ = ("_destination", "_left", "_name", "on_endpoint_left")
+    __slots__ = ("_demand", "_destination", "_left", "_name", "_service", "on_endpoint_left")
 
-    def __init__(self, destination: Destination, name: str, tokens: int, on_endpoint_left: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        endpoint: Endpoint,
+        tokens: int,
+        on_endpoint_left: Callable[[], None],
+        demand: Demand,
+    ) -> None:
         self._destination = destination
-        self._name = name
+        self._demand = demand
+        self._name = endpoint.name
+        self._service = endpoint.service
         self._left = tokens
         self.on_endpoint_left = on_endpoint_left
 
@@ -171,6 +184,7 @@ class Lease:
         load = loads.get(self._name, IDLE)
         loads[self._name] = Load(load.tokens + self._left, load.requests + 1)
         self._destination.leases.setdefault(self._name, set()).add(self)
+        self._demand.start_request(self._service)
         return self
 
     def answered(self) -> None:
@@ -197,6 +211,7 @@ class Lease:
         load = loads.pop(self._name)
         if load.requests > 1:
             loads[self._name] = Load(load.tokens - self._left, load.requests - 1)
+        self._demand.end_request(self._service)
 
 
 def static_fleet(models: Iterable[tuple[str, str]]) -> Fleet:

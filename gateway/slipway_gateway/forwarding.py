@@ -11,7 +11,7 @@ import structlog
 from aiohttp import web
 
 from slipway_api.names import HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
-from slipway_gateway.access_log import RequestRecord
+from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.fleet import Lease
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import OUTPUT_WEIGHT
@@ -19,7 +19,6 @@ from slipway_gateway.sse import EventSplitter, error_event
 from slipway_gateway.upstream import Reply, UpstreamError
 
 R = TypeVar("R", bound=web.StreamResponse)
-SHUTTING_DOWN = "the gateway is shutting down"
 
 log = structlog.get_logger()
 

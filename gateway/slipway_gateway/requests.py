@@ -17,7 +17,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
-from slipway_gateway.access_log import AccessLog, RequestRecord
+from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -31,9 +31,10 @@ from slipway_gateway.errors import (
     unknown_revision,
 )
 from slipway_gateway.fleet import Fleet
-from slipway_gateway.forwarding import SHUTTING_DOWN, Forwarder, uncancel
+from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.health import AttemptFailure, RetryPolicy
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
@@ -99,6 +100,7 @@ class Requests:
         self._fleet = fleet
         self._upstream = upstream
         self._metrics = metrics
+        self.outcomes = Outcomes(fleet.boot_id)
         self._access_log = AccessLog(metrics)
         self._bodies = bodies
         self._connections = connections
@@ -127,7 +129,7 @@ class Requests:
         """The answer to one request. Once an answer has begun, `forwarding` ends it; here are only whole answers."""
         task = asyncio.current_task()
         assert task is not None
-        record = RequestRecord(request_id=request_id(request), path=request.path)
+        record = RequestRecord(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
         self._open.add(task)
         self.idle.clear()
         self._metrics.open_requests.inc()
@@ -138,6 +140,7 @@ class Requests:
         except asyncio.CancelledError:
             if self._forwarder.cutting:
                 uncancel()
+                record.is_cut = True
                 return self._refuse(not_ready(SHUTTING_DOWN, retry_after=1), record)
             record.set_cancelled()
             raise
@@ -204,6 +207,7 @@ class Requests:
                     return answer
                 failure, record.error, attempts.last_answer = answer.failure, str(answer.status), answer
             record.failures.append(failure)
+            record.failed.append((endpoint.revision, failure))
             attempts.failed[endpoint.name] = failure
             self._metrics.upstream_errors.labels(*record.labels, failure.value).inc()
 
