@@ -110,7 +110,7 @@ class Outcomes:
         return OutcomesReport(
             boot_id=self._boot_id,
             uptime_seconds=self._clock() - self._started,
-            revisions=tuple(_outcomes(service, revision, tally) for (service, revision), tally in self._tallies.items()),
+            revisions=tuple(_outcomes(*key, tally) for key, tally in self._tallies.items()),
         )
 
 

@@ -30,7 +30,9 @@ from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
 from slipway_operator.core.observed import Defaults, Network
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
+from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
+from slipway_operator.inputs.gateways import Gateways, watch_pods
 from slipway_operator.inputs.inference_services import InferenceServices
 from slipway_operator.inputs.scraper import Scraper
 from slipway_operator.masters import GatewayKeys, Masters
@@ -125,6 +127,10 @@ class Manager:
             now=clock.now,
         )
         self.caches.on_target_change(self._watch_replica)
+        self._gateways = Gateways(dial, gateway_keys.admin_tokens, on_change=self._demand_changed, now=clock.now)
+        self._gateway_pods = watch_pods(
+            self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
+        )
         inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
@@ -140,6 +146,8 @@ class Manager:
             asking_since=lambda: self._scraper.asking_since,
             metrics=metrics,
             now=clock.now,
+            demand_of=self._gateways.demand,
+            outcomes_of=self._gateways.outcomes_since,
         )
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(
@@ -248,6 +256,8 @@ class Manager:
         for number in range(WORKERS):
             self._tasks.append(asyncio.create_task(self._work(), name=f"worker-{number}"))
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
+        self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
+        self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
         await self._scraper.run()
 
     async def _finish_running_passes(self) -> None:
@@ -304,6 +314,16 @@ class Manager:
         key = Key(INFERENCE_SERVICES.kind, *service)
         pause = len(self.caches.stores[key.kind]) / LOAD_PASSES_PER_SECOND if is_load else 0.0
         self._queue.add_after(key, pause, Urgency.BACKGROUND)
+
+    def _demand_changed(self, changed: Changed) -> None:
+        """Queue the service; after a burst its replicas are asked for their load now, not at the idle interval."""
+        key = Key(INFERENCE_SERVICES.kind, *changed.service)
+        if self.caches.stores[key.kind].get(key) is None:
+            return  # the gateway's view is behind ours, or ahead of it: then the object itself wakes its key
+        self._queue.add(key, Urgency.URGENT)
+        if changed.has_grown:
+            for pod in self.caches.pods.of(changed.service):
+                self._scraper.ask_soon(pod.uid)
 
     def _is_ours(self, target: ReplicaTarget) -> bool:
         """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""

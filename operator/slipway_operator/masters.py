@@ -28,7 +28,7 @@ class Masters:
 
 
 class GatewayKeys:
-    """Derives the serving tokens of services."""
+    """Derives the serving tokens of services, and the admin tokens of the gateways' own pods."""
 
     def __init__(self, directory: Path) -> None:
         self._key = MountedKey(directory, mounted_from="slipway-gateway-key")
@@ -40,3 +40,7 @@ class GatewayKeys:
     def digests(self, namespace: str, service: str) -> tuple[str, ...]:
         """The digests of all serving tokens that a new pod of the service shall accept."""
         return tuple(token_digest(serving_token(key, namespace, service)) for key in self.read())
+
+    def admin_tokens(self, namespace: str, pod: str) -> list[str]:
+        """Tokens that the admin port of a gateway's pod accepts, the likeliest first."""
+        return [admin_token(key, namespace, pod) for key in self.read()]

@@ -27,7 +27,7 @@ from slipway_kube.resources import CONTROLLER_REVISIONS, NODES, PODS, Resource
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
-from slipway_operator.core.observed import Defaults, Sample, ServingDigests, TokenDigests
+from slipway_operator.core.observed import Defaults, Demand, OutcomesSince, Sample, ServingDigests, TokenDigests
 from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import PodIndex, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
@@ -275,6 +275,8 @@ class Inputs:
     asking_since: Callable[[], datetime]
     metrics: OperatorMetrics
     now: Callable[[], datetime]
+    demand_of: Callable[[ServiceKey], Demand | None] = lambda _service: None
+    outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

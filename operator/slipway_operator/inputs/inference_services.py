@@ -98,6 +98,8 @@ class InferenceServices:
             serving_digests=self._inputs.serving_digests,
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
+            demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
+            outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
         )
         self._note_ages(observed)
         return self.with_memory(observed, memory)
