@@ -49,3 +49,4 @@ CONTROLLER_REVISIONS: Final = Resource("apps", "v1", "controllerrevisions", "Con
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 INFERENCE_SERVICES: Final = Resource(GROUP, VERSION, "inferenceservices", "InferenceService")
+LORA_ADAPTERS: Final = Resource(GROUP, VERSION, "loraadapters", "LoRAAdapter")
