@@ -1,5 +1,6 @@
 """The access log: one line and a few numbers for each request. Ids, lengths, times and reasons; never text."""
 
+import random
 import re
 import time
 from collections import deque
@@ -32,6 +33,7 @@ class RequestRecord:
     started: float = field(default_factory=time.monotonic)
     model: str = UNKNOWN_MODEL  # as served: set once it is known, so that a client's text is never logged
     service: str = ""
+    adapter: str = ""  # the adapter that shall answer; empty: the base
     revision: str = ""
     endpoint: str = ""
     stream: bool = False
@@ -45,6 +47,7 @@ class RequestRecord:
     failures: list[AttemptFailure] = field(default_factory=list)
     upstream_failed: bool = False  # the replica broke off an answer that had begun
     arrived: float = 0.0  # the whole request is here
+    admitted: float = 0.0  # and no longer held for want of a replica
     sent: float = 0.0  # the last attempt left us
     first_byte: float = 0.0  # the answer's first byte reached us
     forwarded: float = 0.0  # and was forwarded
@@ -52,6 +55,7 @@ class RequestRecord:
     failed: list[tuple[str, AttemptFailure]] = field(default_factory=list)  # failed attempts by revision
     is_cut: bool = False  # the gateway itself ended it, because it shuts down
     outcomes: Outcomes | None = None
+    request_key: str = field(default_factory=lambda: f"{random.getrandbits(64):x}")  # of its draws that last
     pace: Pace | None = None  # of a stream, from its first token on
 
     @property
@@ -123,6 +127,7 @@ class AccessLog:
             path=record.path,
             model=record.model,
             service=record.service,
+            adapter=record.adapter,
             revision=record.revision,
             endpoint=record.endpoint,
             stream=record.stream,
@@ -137,6 +142,7 @@ class AccessLog:
             response_bytes=record.response_bytes,
             events=record.events,
             read_ms=_milliseconds(record.started, record.arrived),
+            held_ms=_milliseconds(record.arrived, record.admitted),
             first_byte_ms=_milliseconds(record.arrived, record.first_byte),
             added_ms=round(self._added(record) * 1e3, 2) if record.forwarded else None,
             total_ms=_milliseconds(record.started, now),
@@ -145,7 +151,7 @@ class AccessLog:
     @staticmethod
     def _added(record: RequestRecord) -> float:
         """Seconds before the request left and after its answer came: ours, and those of attempts in vain."""
-        return (record.sent - record.arrived) + (record.forwarded - record.first_byte)
+        return (record.sent - record.admitted) + (record.forwarded - record.first_byte)
 
 
 def _last_match(pattern: re.Pattern[bytes], text: bytes) -> str:

@@ -18,7 +18,7 @@ from slipway_gateway.errors import not_synced, unknown_model, unknown_path, wron
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.operator_api import OperatorApi
-from slipway_gateway.picker.endpoints import Endpoint, Service
+from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.requests import Requests
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
@@ -37,7 +37,8 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
             return not_synced().response()
-        served = [_model(name, route.service) for name, route in fleet.table.served_models()]
+        table = fleet.table
+        served = [_model(name, route) for name, route in (*table.served_models(), *table.served_adapters())]
         return web.json_response({"object": "list", "data": served})
 
     async def model(request: web.Request) -> web.StreamResponse:
@@ -47,7 +48,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
         route = fleet.table.resolve(name)
         if route is None:
             return unknown_model(name).response()
-        return web.json_response(_model(name, route.service))
+        return web.json_response(_model(name, route))
 
     async def reject_path(request: web.Request) -> web.StreamResponse:
         if request.path in (*SERVING_PATHS, MODELS_PATH):
@@ -162,6 +163,7 @@ class Admin:
             "pod": endpoint.name,
             "revision": endpoint.revision,
             "servedName": endpoint.served_name,
+            "adapters": sorted(endpoint.adapters),
             "url": endpoint.url,
             "outstandingTokens": load.tokens,
             "openRequests": load.requests,
@@ -169,13 +171,14 @@ class Admin:
         }
 
 
-def _model(name: str, service: Service) -> dict[str, Any]:
+def _model(name: str, route: Route) -> dict[str, Any]:
     """One entry of `/v1/models`. A model stays listed while it has no replica: it exists, it is only not ready."""
+    created = route.service.created if route.adapter is None else route.adapter.created
     return {
         "id": name,
         "object": "model",
-        "created": int(service.created.timestamp()) if service.created else 0,
+        "created": int(created.timestamp()) if created else 0,
         "owned_by": "slipway",
-        "root": service.served_name,
-        "parent": None,
+        "root": route.name,
+        "parent": route.service.served_name if route.adapter is not None else None,
     }

@@ -14,6 +14,8 @@ Refusal
 ├── internal               500 our own mistake
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
+├── suspended              503 the service is suspended
+├── waiting_room_full      503 as many requests as may wait for a replica do so
 ├── not_synced             503 this gateway has not listed the services yet
 └── deadline_exceeded      504 the request's deadline passed
 """
@@ -105,6 +107,16 @@ def bad_gateway(reason: str) -> Refusal:
 def not_ready(reason: str, retry_after: int = 5) -> Refusal:
     """No replica can answer now; later one may."""
     return Refusal(503, "ServiceUnavailableError", f"Try again later: {reason}.", retry_after=retry_after)
+
+
+def suspended(service: str) -> Refusal:
+    """The service has no replicas until its owner resumes it."""
+    return not_ready(f"{service} is suspended", retry_after=60)
+
+
+def waiting_room_full(service: str, limit: str, retry_after: int) -> Refusal:
+    """As many requests as may wait for a replica do so already; `limit`: requests or bytes."""
+    return not_ready(f"as many {limit} as may wait for {service} are waiting", retry_after=retry_after)
 
 
 def not_synced() -> Refusal:

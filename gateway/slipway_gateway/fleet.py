@@ -7,7 +7,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -22,7 +22,7 @@ from slipway_gateway.health import (
     after_unavailable,
     after_unreachable,
 )
-from slipway_gateway.picker.endpoints import Endpoint, Route, Service
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
 from slipway_gateway.picker.pick import IDLE, Load, Pick, Picked, pick
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.resolve import RoutingTable
@@ -63,6 +63,7 @@ class Fleet:
         self.table = RoutingTable()
         self.boot_id = uuid.uuid4().hex
         self.demand = Demand(self.boot_id, clock=clock)
+        self.on_change: Callable[[str], None] = lambda _service: None  # replaced by the waiting room
         self.view: Callable[[], View] = lambda: View(synced=True, age_seconds=0.0)  # replaced by the watch
         self._policy = policy or BreakerPolicy()
         self._clock = clock
@@ -71,9 +72,18 @@ class Fleet:
 
     def set_service(self, key: str, service: Service | None) -> None:
         """Add, replace or remove a service."""
-        self.table.set_service(key, service)
+        is_changed = self.table.set_service(key, service)
         if service is None:
             self._destinations.pop(key, None)
+        if is_changed:
+            self.on_change(key)
+
+    def set_adapter(self, key: str, adapter: Adapter | None) -> None:
+        """Add, replace or remove an adapter."""
+        old = self.table.adapter(key)
+        if self.table.set_adapter(key, adapter):
+            for service in {one.service for one in (old, adapter) if one is not None}:
+                self.on_change(service)
 
     def set_endpoint(self, name: str, endpoint: Endpoint | None, *, finishes_requests: bool = False) -> None:
         """Set the endpoint at which a replica gets requests, or None to remove the replica.
@@ -82,7 +92,10 @@ class Fleet:
         `finishes_requests`: one that drains answers what it has accepted.
         """
         old = self.table.endpoint(name)
-        if not self.table.set_endpoint(name, endpoint) or old is None:
+        is_changed = self.table.set_endpoint(name, endpoint)
+        if is_changed and endpoint is not None:
+            self.on_change(endpoint.service)
+        if not is_changed or old is None:
             return
         destination = self._destinations.get(old.service)
         if destination is None:
@@ -96,6 +109,8 @@ class Fleet:
         """The endpoint for the next attempt of `request`, which is sent there at once."""
         destination = self.destination(route.service.key)
         now = self._clock()
+        if request.pin in route.service.mirrors:  # nobody is sent there by chance, but a client may insist
+            route = replace(route, endpoints=(*route.endpoints, *route.mirrors))
         picked = pick(
             route,
             request,

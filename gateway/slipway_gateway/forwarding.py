@@ -10,7 +10,7 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
-from slipway_api.names import HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
+from slipway_api.names import HEADER_ADAPTER, HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
 from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.fleet import Lease
 from slipway_gateway.metrics import Metrics
@@ -37,8 +37,10 @@ class Forwarder:
         """Forward the answer piece by piece; `record.upstream_failed` says whether the replica broke it off."""
         record.status, record.first_byte = reply.status, reply.first_at
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
-        response.headers.setdefault(HEADER_MODEL, served_name)
+        response.headers.setdefault(HEADER_MODEL, record.model if record.adapter else served_name)
         response.headers.setdefault(HEADER_REVISION, record.revision)
+        if record.adapter:
+            response.headers.setdefault(HEADER_ADAPTER, record.adapter)
         self.sign(response, record)
         open_streams = self._metrics.open_streams.labels(*record.labels)
         open_streams.inc()

@@ -48,6 +48,7 @@ class Gateway:
                 max_seconds=settings.body_seconds,
             ),
             connections=SharedCapacity(limits.connections),
+            loading_seconds=settings.loading_wait_seconds,
         )
         self.admin = Admin(
             self.fleet,

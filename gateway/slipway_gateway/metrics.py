@@ -145,6 +145,12 @@ class _FleetCollector(Collector):
                 ejected.add_metric(labels, sum(self._fleet.is_ejected(endpoint) for endpoint in endpoints))
                 outstanding.add_metric(labels, sum(self._fleet.load(endpoint).tokens for endpoint in endpoints))
         yield from (ready, ejected, outstanding)
+        waiting = GaugeMetricFamily(
+            "slipway_gateway_waiting_requests", "Requests held because no replica is ready", labels=["service"]
+        )
+        for service, count in self._fleet.demand.waiting_by_service().items():
+            waiting.add_metric([service], count)
+        yield waiting
         age = self._fleet.view().age_seconds
         yield GaugeMetricFamily(
             "slipway_gateway_view_age_seconds", "Since the API server last gave a sign of life", value=age

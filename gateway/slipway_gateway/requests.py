@@ -2,7 +2,8 @@
 
 1. Refuse everything until the fleet has been listed once: an unknown name may well exist.
 2. Read the body, bounded in time and memory; learn the model and the pinned revision.
-3. Find the service; take a share of its connections and memory; pick a replica; try it.
+3. Find the service or adapter; take a share of its connections and memory; wait while no replica is ready, where one
+   may come (`waiting_room`); pick a replica; try it.
 4. Until the first byte went out, another replica may be tried: when one is gone, draining (503), full (429), silent,
    dead, or has left the fleet.
 5. Forward the answer as it comes (`forwarding`).
@@ -51,6 +52,7 @@ from slipway_gateway.upstream import (
     UpstreamError,
     request_headers,
 )
+from slipway_gateway.waiting_room import WaitingRoom
 
 log = structlog.get_logger()
 
@@ -96,8 +98,11 @@ class Requests:
         bodies: BodyReader,
         connections: SharedCapacity,
         policy: RetryPolicy | None = None,
+        loading_seconds: float = 0.0,
     ) -> None:
         self._fleet = fleet
+        self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
+        fleet.on_change = self._waiting_room.changed
         self._upstream = upstream
         self._metrics = metrics
         self.outcomes = Outcomes(fleet.boot_id)
@@ -163,7 +168,8 @@ class Requests:
             record.request_bytes = len(body.content)
             inference = parse(body.content, request)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
-            service = self._resolve(inference, record).service.key
+            route = self._resolve(inference, record)
+            service = route.service.key
             if not body.assign_to(service):
                 self._metrics.refused.labels(service, "memory").inc()
                 raise service_memory_full(record.model)
@@ -171,7 +177,9 @@ class Requests:
                 self._metrics.refused.labels(service, "connections").inc()
                 raise service_requests_full(record.model)
             try:
-                return await self._answer(request, inference, body, record)
+                async with self._waiting_room.admit(route, len(body.content)):
+                    record.admitted = time.monotonic()
+                    return await self._answer(request, inference, body, record)
             finally:
                 self._connections.give_back(service, 1)
         finally:
@@ -221,7 +229,7 @@ class Requests:
         record: RequestRecord,
     ) -> web.StreamResponse | RejectedAttempt:
         """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
-        served_name = endpoint.served_name or record.model
+        served_name = record.adapter or endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id)
         wait = self._first_byte_wait(inference, deadline)
@@ -251,10 +259,12 @@ class Requests:
 
     def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""
-        route = self._fleet.table.resolve(inference.routing.model)
+        key = inference.routing.cohort or record.request_key
+        route = self._fleet.table.resolve(inference.routing.model, key)
         if route is None:
             raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key
+        record.adapter = route.adapter.name if route.adapter is not None else ""
         return route
 
     def _pick(self, route: Route, inference: InferenceRequest, attempts: Attempts) -> Endpoint | NoneReady:

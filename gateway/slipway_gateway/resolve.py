@@ -129,6 +129,10 @@ class RoutingTable:
         """The endpoint of that pod, while it may be sent requests."""
         return self._endpoints.get(name)
 
+    def adapter(self, key: str) -> Adapter | None:
+        """The adapter of that key."""
+        return self._adapters.get(key)
+
     def resolve(self, model: str, key: str = "") -> Route | None:
         """The route that a request for `model` takes, or None when nothing has that name.
 
@@ -175,12 +179,6 @@ class RoutingTable:
             )
             self.built_routes += 1
         return route
-
-    def adapters_of(self, service: str) -> list[Route]:
-        """The routes of all adapters of a service."""
-        if service not in self._services:
-            return []
-        return [self.adapter_route(key) for key in sorted(self._adapters_of.get(service, ()))]
 
     def served_models(self) -> list[tuple[str, Route]]:
         """One name for each service, in order: its served name, or its full name where an older one is called so."""
