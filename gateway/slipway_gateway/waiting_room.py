@@ -70,7 +70,7 @@ class HeldRequests(Generic[T]):
 
     def release(self, most: int) -> list[T]:
         """Take out the `most` that have waited longest."""
-        released = []
+        released: list[T] = []
         while self._sizes and len(released) < most:
             request, size = self._sizes.popitem(last=False)
             self.bytes -= size
@@ -130,7 +130,7 @@ class WaitingRoom:
         return len(route.endpoints) * facts.max_num_seqs - running
 
     def _must_wait(self, route: Route) -> bool:
-        """Whether no replica is ready, or others wait before it. An adapter that is only not loaded is not waited for."""
+        """Whether no replica of the base is ready, or others wait before it. No request waits for an adapter to load."""
         held = self._services.get(route.service.key)
         if held is not None and _queue_of(route) in held.queues:
             return True

@@ -189,10 +189,10 @@ def activation_of(autoscaling: Autoscaling | None) -> WaitLimits | None:
     )
 
 
-_UNITS: Final = {"": 1} | {
-    prefix + i: base**power
-    for i, base in (("i", 1024), ("", 1000))
-    for power, prefix in enumerate("KMGTPE" if i else "kMGTPE", 1)
+_UNITS: Final[dict[str, int]] = {
+    "": 1,
+    **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTPE", 1)},
+    **{prefix: 1000**power for power, prefix in enumerate("kMGTPE", 1)},
 }
 
 

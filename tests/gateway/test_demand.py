@@ -142,9 +142,13 @@ async def test_the_long_poll_answers_when_a_request_comes():
 
 
 async def test_a_question_that_is_no_number_is_refused():
-    async with Runtime() as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
-        async with caller.session.get(f"{caller.admin_url}{names.PATH_DEMAND}?after=soon") as response:
-            assert response.status == 400
+    async with (
+        Runtime() as runtime,
+        a_gateway(runtime) as gateway,
+        a_caller(gateway) as caller,
+        caller.session.get(f"{caller.admin_url}{names.PATH_DEMAND}?after=soon") as response,
+    ):
+        assert response.status == 400
 
 
 async def outcomes_of(caller) -> dict[str, tuple[int, int]]:

@@ -126,11 +126,14 @@ async def test_a_gateway_that_does_not_answer_makes_the_demand_incomplete_and_de
 
 
 async def test_without_the_pods_token_a_gateway_tells_nothing(tmp_path):
-    async with Runtime() as runtime, a_gateway_of_the_cluster(tmp_path, "g1", runtime) as gateway:
-        async with aiohttp.ClientSession() as session:
-            for path in (names.PATH_DEMAND, names.PATH_OUTCOMES):
-                async with session.get(f"http://127.0.0.1:{gateway.admin_port}{path}") as response:
-                    assert response.status == 401
+    async with (
+        Runtime() as runtime,
+        a_gateway_of_the_cluster(tmp_path, "g1", runtime) as gateway,
+        aiohttp.ClientSession() as session,
+    ):
+        for path in (names.PATH_DEMAND, names.PATH_OUTCOMES):
+            async with session.get(f"http://127.0.0.1:{gateway.admin_port}{path}") as response:
+                assert response.status == 401
 
 
 def test_the_gateways_are_the_running_pods_with_their_labels():
