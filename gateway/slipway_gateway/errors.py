@@ -20,6 +20,9 @@ Refusal
 └── deadline_exceeded      504 the request's deadline passed
 """
 
+import math
+from collections.abc import MutableMapping
+
 from aiohttp import web
 
 ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
@@ -46,6 +49,29 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
             response.headers["Retry-After"] = str(self.retry_after)
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
         return response
+
+
+def set_retry_after(headers: MutableMapping[str, str], default_seconds: int = 1) -> None:
+    """Complete both headers of a refusal: whole seconds, rounded up, and milliseconds; the finer one leads.
+
+    >>> headers = {"retry-after-ms": "6500"}; set_retry_after(headers); headers["Retry-After"]
+    '7'
+    """
+    seconds = _number(headers.get("Retry-After", ""))
+    milliseconds = _number(headers.get("retry-after-ms", ""))
+    if milliseconds is None:
+        milliseconds = 1000 * (default_seconds if seconds is None else seconds)
+    headers["Retry-After"] = str(math.ceil(milliseconds / 1000 if seconds is None else seconds))
+    headers["retry-after-ms"] = str(math.ceil(milliseconds))
+
+
+def _number(text: str) -> float | None:
+    """A number of seconds as a replica may write it; None for a date or nonsense."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < 1e9 else None
 
 
 def bad_request(message: str, param: str | None = None) -> Refusal:

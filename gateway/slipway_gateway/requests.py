@@ -28,6 +28,7 @@ from slipway_gateway.errors import (
     not_synced,
     service_memory_full,
     service_requests_full,
+    set_retry_after,
     unknown_model,
     unknown_revision,
 )
@@ -327,7 +328,7 @@ class Requests:
         if (answer := attempts.last_answer) is not None:
             record.status, record.finish = answer.status, "refused"
             response = web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-            response.headers.setdefault("Retry-After", "1")
+            set_retry_after(response.headers)
             return self._forwarder.sign(response, record)
         if any(failure.may_be_the_requests_fault for failure in record.failures):
             raise bad_gateway(record.error)
