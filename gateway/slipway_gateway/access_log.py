@@ -11,6 +11,7 @@ import structlog
 
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
+from slipway_gateway.mirror import Capture
 from slipway_gateway.outcomes import Outcomes, Pace
 
 log = structlog.get_logger()
@@ -57,6 +58,8 @@ class RequestRecord:
     outcomes: Outcomes | None = None
     request_key: str = field(default_factory=lambda: f"{random.getrandbits(64):x}")  # of its draws that last
     pace: Pace | None = None  # of a stream, from its first token on
+    copied: bool = False  # it was considered for a copy
+    capture: Capture | None = None  # of an answer that is compared with its copy's
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -72,6 +75,8 @@ class RequestRecord:
             if self.outcomes is not None and self.stream and self.status == 200:
                 self.pace = self.outcomes.pace(self.service, self.revision, self.first_byte)
         self.response_bytes += len(piece)
+        if self.capture is not None:
+            self.capture.add(piece)
         self.tail.append(piece)
 
     def set_broken(self, error: str) -> None:
@@ -104,6 +109,8 @@ class AccessLog:
         """Write the log line and update the metrics."""
         now = time.monotonic()
         end = b"".join(record.tail)
+        if record.capture is not None:
+            record.capture.end(is_whole=record.status == 200 and record.finish != "error")
         metrics, labels = self._metrics, record.labels
         metrics.requests.labels(*labels, str(record.status)).inc()
         if record.arrived:

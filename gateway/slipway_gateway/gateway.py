@@ -78,6 +78,7 @@ class Gateway:
         log.warning(OPEN_WARNING)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.upstream)
+            stack.push_async_callback(self.requests.mirror.close)
             if self._watches:
                 self.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
                 client = await stack.enter_async_context(Client(auth.load(), user_agent="slipway-gateway"))

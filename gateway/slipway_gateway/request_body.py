@@ -105,10 +105,15 @@ class BodyReader:
         self, capacity: SharedCapacity, *, max_bytes: int, max_seconds: float, stall_seconds: float = 1.0
     ) -> None:
         self._capacity = capacity
+        self._total = capacity.free
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
         self._stall_seconds = stall_seconds
         self._uploads: dict[Body, tuple[float, asyncio.Timeout]] = {}  # by last progress, the oldest first
+
+    def has_room(self) -> bool:
+        """Whether more than half of the memory is free: else nothing is kept that no client waits for."""
+        return 2 * self._capacity.free > self._total
 
     async def read(self, request: web.Request) -> Body:
         """The whole body; the caller releases it."""

@@ -11,6 +11,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,6 +37,7 @@ from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.health import AttemptFailure, RetryPolicy
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.mirror import Mirror
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
@@ -107,6 +109,13 @@ class Requests:
         self._upstream = upstream
         self._metrics = metrics
         self.outcomes = Outcomes(fleet.boot_id)
+        self.mirror = Mirror(
+            fleet,
+            upstream,
+            self.outcomes,
+            count=lambda service, revision, outcome: metrics.mirrored.labels(service, revision, outcome).inc(),
+            has_room=bodies.has_room,
+        )
         self._access_log = AccessLog(metrics)
         self._bodies = bodies
         self._connections = connections
@@ -244,12 +253,35 @@ class Requests:
                 if reply.is_stream and not reply.first:
                     raise LostError("an empty stream")
                 del content
+                self._copy(request, inference, body, headers, record)
                 body.release()
                 record.error = ""
                 response = await self._forwarder.forward(request, reply, lease, record, served_name)
                 if record.upstream_failed:
                     self._fleet.record_failure(endpoint)
                 return response
+
+    def _copy(
+        self,
+        request: web.Request,
+        inference: InferenceRequest,
+        body: Body,
+        headers: Mapping[str, str],
+        record: RequestRecord,
+    ) -> None:
+        """Send a copy of a request whose answer has begun to a mirrored revision, where its service has one."""
+        service = self._fleet.table.services.get(record.service)
+        if service is not None and service.mirrors and not record.copied:
+            record.copied = True
+            record.capture = self.mirror.copy(
+                self._resolve(inference, record),
+                record.revision,
+                request.path_qs,
+                lambda one: body.with_model(inference.routing.model, record.adapter or one.served_name or record.model),
+                headers,
+                is_stream=inference.stream,
+                is_comparable=inference.is_greedy,
+            )
 
     def _first_byte_wait(self, inference: InferenceRequest, deadline: float) -> FirstByteWait:
         timeouts = self._upstream.timeouts

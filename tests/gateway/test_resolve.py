@@ -199,7 +199,10 @@ def test_a_service_keeps_its_name_from_an_adapter_and_the_older_adapter_from_the
 @pytest.mark.capability("RG-1", "ML-8")
 def test_an_alias_divides_requests_between_its_adapters_by_weight():
     endpoint = an_endpoint("p0", adapters=frozenset({"old", "new"}))
-    adapters = (an_adapter("old", alias="support", alias_weight=90), an_adapter("new", alias="support", alias_weight=10))
+    adapters = (
+        an_adapter("old", alias="support", alias_weight=90),
+        an_adapter("new", alias="support", alias_weight=10),
+    )
     table = with_adapters(a_table(CHAT, endpoints=(endpoint,)), *adapters)
     chosen = [table.resolve("support", f"key-{number}").adapter.name for number in range(5000)]
 
