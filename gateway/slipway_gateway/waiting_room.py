@@ -130,7 +130,7 @@ class WaitingRoom:
         return len(route.endpoints) * facts.max_num_seqs - running
 
     def _must_wait(self, route: Route) -> bool:
-        """Whether no replica of the base is ready, or others wait before it. No request waits for an adapter to load."""
+        """Whether no replica of the base is ready, or others wait before it. None waits for an adapter."""
         held = self._services.get(route.service.key)
         if held is not None and _queue_of(route) in held.queues:
             return True
