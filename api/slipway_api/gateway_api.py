@@ -63,9 +63,11 @@ class RevisionOutcomes(Body):
     requests: int = Field(default=0, ge=0)
     """Requests that were sent to its replicas and ended; those that their client left do not count."""
     errors: int = Field(default=0, ge=0)
-    """Of these, answered with a 5xx status, broken, or given up after attempts at its replicas."""
+    """Of these, answered with a 5xx status, broken, or given up after attempts at its replicas; a request that another
+    revision then answered is an error of this one."""
     ttft: tuple[int, ...] = ()
-    """Time to first token: a count for each bucket of `OUTCOME_BUCKETS`, and one above; not cumulated."""
+    """Time to first token of streams, from the attempt's start: a count for each bucket of `OUTCOME_BUCKETS`, and one
+    above; not cumulated. Empty: none."""
     itl: tuple[int, ...] = ()
     """Time between two tokens of a stream, counted in the same way."""
     output_tokens: int = Field(default=0, ge=0)
@@ -76,4 +78,5 @@ class OutcomesReport(Body):
     """The outcomes at one gateway, counted since its start; another `boot_id` means that they began anew."""
 
     boot_id: str
+    uptime_seconds: float = Field(default=0.0, ge=0)
     revisions: tuple[RevisionOutcomes, ...] = ()

@@ -69,6 +69,8 @@ HEADER_REVISION: Final = "x-slipway-revision"
 HEADER_ADAPTER: Final = "x-slipway-adapter"
 HEADER_TOKENIZER: Final = "x-slipway-tokenizer"
 HEADER_PIN_REVISION: Final = "x-slipway-pin-revision"
+# From a client, instead of the field `user`: requests with one value stay on one revision of a split.
+HEADER_COHORT: Final = "x-slipway-cohort"
 HEADER_REQUEST_ID: Final = "x-request-id"
 # On a refusal of a runtime: the engine has not taken the request, so sending it elsewhere repeats nothing.
 HEADER_NOT_STARTED: Final = "x-slipway-not-started"

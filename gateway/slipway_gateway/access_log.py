@@ -1,5 +1,6 @@
 """The access log: one line and a few numbers for each request. Ids, lengths, times and reasons; never text."""
 
+import random
 import re
 import time
 from collections import deque
@@ -10,9 +11,12 @@ import structlog
 
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
+from slipway_gateway.mirror import Capture
+from slipway_gateway.outcomes import Outcomes, Pace
 
 log = structlog.get_logger()
 
+SHUTTING_DOWN: Final = "the gateway is shutting down"
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
@@ -30,6 +34,7 @@ class RequestRecord:
     started: float = field(default_factory=time.monotonic)
     model: str = UNKNOWN_MODEL  # as served: set once it is known, so that a client's text is never logged
     service: str = ""
+    adapter: str = ""  # the adapter that shall answer; empty: the base
     revision: str = ""
     endpoint: str = ""
     stream: bool = False
@@ -43,10 +48,18 @@ class RequestRecord:
     failures: list[AttemptFailure] = field(default_factory=list)
     upstream_failed: bool = False  # the replica broke off an answer that had begun
     arrived: float = 0.0  # the whole request is here
+    admitted: float = 0.0  # and no longer held for want of a replica
     sent: float = 0.0  # the last attempt left us
     first_byte: float = 0.0  # the answer's first byte reached us
     forwarded: float = 0.0  # and was forwarded
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=4))  # the answer's last pieces: finish and usage
+    failed: list[tuple[str, AttemptFailure]] = field(default_factory=list)  # failed attempts by revision
+    is_cut: bool = False  # the gateway itself ended it, because it shuts down
+    outcomes: Outcomes | None = None
+    request_key: str = field(default_factory=lambda: f"{random.getrandbits(64):x}")  # of its draws that last
+    pace: Pace | None = None  # of a stream, from its first token on
+    copied: bool = False  # it was considered for a copy
+    capture: Capture | None = None  # of an answer that is compared with its copy's
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -55,14 +68,31 @@ class RequestRecord:
 
     def add_forwarded(self, piece: bytes) -> None:
         """Count a `piece` of the answer that was forwarded."""
-        if not self.forwarded:
+        if self.pace is not None:
+            self.pace.add(piece.count(b"\n\n"))
+        elif not self.forwarded:
             self.forwarded = time.monotonic()
+            if self.outcomes is not None and self.stream and self.status == 200:
+                self.pace = self.outcomes.pace(self.service, self.revision, self.first_byte)
         self.response_bytes += len(piece)
+        if self.capture is not None:
+            self.capture.add(piece)
         self.tail.append(piece)
 
     def set_broken(self, error: str) -> None:
         """The answer could not be finished."""
         self.finish, self.error = "error", error
+        self.is_cut = self.is_cut or error == SHUTTING_DOWN
+
+    @property
+    def counts_for_revision(self) -> bool:
+        """Whether a replica was asked, and neither the client nor this gateway ended the request before the answer."""
+        return bool(self.revision) and self.status not in (0, CLIENT_LEFT) and not self.is_cut
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Of a stream: from the last attempt's start to its first byte."""
+        return self.first_byte - self.sent if self.pace is not None else None
 
     def set_cancelled(self) -> None:
         """The client left before the end."""
@@ -79,6 +109,8 @@ class AccessLog:
         """Write the log line and update the metrics."""
         now = time.monotonic()
         end = b"".join(record.tail)
+        if record.capture is not None:
+            record.capture.end(is_whole=record.status == 200 and record.finish != "error")
         metrics, labels = self._metrics, record.labels
         metrics.requests.labels(*labels, str(record.status)).inc()
         if record.arrived:
@@ -86,12 +118,23 @@ class AccessLog:
         if record.forwarded:
             metrics.first_byte.labels(*labels).observe(record.first_byte - record.arrived)
             metrics.added_latency.observe(self._added(record))
+        output_tokens = _last_number(_OUTPUT_TOKENS, end)
+        if record.outcomes is not None and record.counts_for_revision:
+            record.outcomes.record(
+                record.service,
+                record.revision,
+                is_error=record.status >= 500 or record.finish == "error",
+                failed=record.failed,
+                ttft_seconds=record.ttft_seconds,
+                output_tokens=record.events if output_tokens is None else output_tokens,
+            )
         log.info(
             "request",
             request_id=record.request_id,
             path=record.path,
             model=record.model,
             service=record.service,
+            adapter=record.adapter,
             revision=record.revision,
             endpoint=record.endpoint,
             stream=record.stream,
@@ -101,11 +144,12 @@ class AccessLog:
             attempt_failures=[failure.value for failure in record.failures],
             max_tokens=record.max_tokens,
             prompt_tokens=_last_number(_PROMPT_TOKENS, end),
-            output_tokens=_last_number(_OUTPUT_TOKENS, end),
+            output_tokens=output_tokens,
             request_bytes=record.request_bytes,
             response_bytes=record.response_bytes,
             events=record.events,
             read_ms=_milliseconds(record.started, record.arrived),
+            held_ms=_milliseconds(record.arrived, record.admitted),
             first_byte_ms=_milliseconds(record.arrived, record.first_byte),
             added_ms=round(self._added(record) * 1e3, 2) if record.forwarded else None,
             total_ms=_milliseconds(record.started, now),
@@ -114,7 +158,7 @@ class AccessLog:
     @staticmethod
     def _added(record: RequestRecord) -> float:
         """Seconds before the request left and after its answer came: ours, and those of attempts in vain."""
-        return (record.sent - record.arrived) + (record.forwarded - record.first_byte)
+        return (record.sent - record.admitted) + (record.forwarded - record.first_byte)
 
 
 def _last_match(pattern: re.Pattern[bytes], text: bytes) -> str:

@@ -1,22 +1,32 @@
 """The gateway's two applications: the OpenAI API for clients, and the admin port for probes, metrics and debugging."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from aiohttp import web
 
 from slipway_api.admin_token import token_digest, token_matches
-from slipway_api.names import HEADER_ADMIN_TOKEN, PATH_HEALTH, PATH_METRICS, PATH_READY
+from slipway_api.names import (
+    HEADER_ADMIN_TOKEN,
+    PATH_DEMAND,
+    PATH_HEALTH,
+    PATH_METRICS,
+    PATH_OUTCOMES,
+    PATH_READY,
+)
 from slipway_gateway.errors import not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.metrics import Metrics
-from slipway_gateway.picker.endpoints import Endpoint, Service
+from slipway_gateway.operator_api import OperatorApi
+from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.requests import Requests
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
 SERVING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 MODELS_PATH: Final = "/v1/models"
 PATH_ROUTES: Final = "/debug/routes"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_WARNING: Final = "No API keys are configured: anyone who can reach this gateway may call every model."
 
@@ -27,7 +37,8 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
             return not_synced().response()
-        served = [_model(name, route.service) for name, route in fleet.table.served_models()]
+        table = fleet.table
+        served = [_model(name, route) for name, route in (*table.served_models(), *table.served_adapters())]
         return web.json_response({"object": "list", "data": served})
 
     async def model(request: web.Request) -> web.StreamResponse:
@@ -37,7 +48,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
         route = fleet.table.resolve(name)
         if route is None:
             return unknown_model(name).response()
-        return web.json_response(_model(name, route.service))
+        return web.json_response(_model(name, route))
 
     async def reject_path(request: web.Request) -> web.StreamResponse:
         if request.path in (*SERVING_PATHS, MODELS_PATH):
@@ -58,7 +69,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
 
 
 class Admin:
-    """The admin port. `/debug/routes` names every service, so it needs one of the pod's tokens."""
+    """The admin port. What names services needs one of the pod's tokens."""
 
     def __init__(
         self,
@@ -73,6 +84,7 @@ class Admin:
         self._fleet = fleet
         self._requests = requests
         self._metrics = metrics
+        self._operator_api = OperatorApi(fleet, requests.outcomes)
         self._tokens = tokens
         self._open_to_anyone = open_to_anyone
         self._leaving = False
@@ -87,8 +99,23 @@ class Admin:
         app.router.add_get(PATH_READY, self._ready)
         app.router.add_get(PATH_HEALTH, self._health)
         app.router.add_get(PATH_METRICS, self._metrics_page)
-        app.router.add_get(PATH_ROUTES, self._routes)
+        app.router.add_get(PATH_ROUTES, self._with_token(self._routes))
+        app.router.add_get(PATH_DEMAND, self._with_token(self._operator_api.demand))
+        app.router.add_get(PATH_OUTCOMES, self._with_token(self._operator_api.outcomes))
         return app
+
+    def _with_token(self, answer: Handler) -> Handler:
+        """The handler, for requests with one of the pod's tokens."""
+
+        async def check(request: web.Request) -> web.StreamResponse:
+            if self._tokens is not None:
+                digests = [token_digest(token) for token in self._tokens()]
+                if not token_matches(request.headers.get(HEADER_ADMIN_TOKEN, ""), digests):
+                    error = f"the gateway pod's token in {HEADER_ADMIN_TOKEN} opens this"
+                    return web.json_response({"error": error}, status=401)
+            return await answer(request)
+
+        return check
 
     async def _ready(self, request: web.Request) -> web.Response:
         """Ready once everything was listed; a later outage of the API server does not make it unready."""
@@ -117,12 +144,6 @@ class Admin:
         )
 
     async def _routes(self, request: web.Request) -> web.Response:
-        if self._tokens is not None:
-            digests = [token_digest(token) for token in self._tokens()]
-            if not token_matches(request.headers.get(HEADER_ADMIN_TOKEN, ""), digests):
-                return web.json_response(
-                    {"error": f"the gateway pod's token in {HEADER_ADMIN_TOKEN} opens this"}, status=401
-                )
         return web.json_response({"viewAgeSeconds": self._fleet.view().age_seconds, "services": self._services()})
 
     def _services(self) -> list[dict[str, Any]]:
@@ -142,6 +163,7 @@ class Admin:
             "pod": endpoint.name,
             "revision": endpoint.revision,
             "servedName": endpoint.served_name,
+            "adapters": sorted(endpoint.adapters),
             "url": endpoint.url,
             "outstandingTokens": load.tokens,
             "openRequests": load.requests,
@@ -149,13 +171,14 @@ class Admin:
         }
 
 
-def _model(name: str, service: Service) -> dict[str, Any]:
+def _model(name: str, route: Route) -> dict[str, Any]:
     """One entry of `/v1/models`. A model stays listed while it has no replica: it exists, it is only not ready."""
+    created = route.service.created if route.adapter is None else route.adapter.created
     return {
         "id": name,
         "object": "model",
-        "created": int(service.created.timestamp()) if service.created else 0,
+        "created": int(created.timestamp()) if created else 0,
         "owned_by": "slipway",
-        "root": service.served_name,
-        "parent": None,
+        "root": route.name,
+        "parent": route.service.served_name if route.adapter is not None else None,
     }

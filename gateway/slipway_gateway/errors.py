@@ -14,9 +14,14 @@ Refusal
 ├── internal               500 our own mistake
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
+├── suspended              503 the service is suspended
+├── waiting_room_full      503 as many requests as may wait for a replica do so
 ├── not_synced             503 this gateway has not listed the services yet
 └── deadline_exceeded      504 the request's deadline passed
 """
+
+import math
+from collections.abc import MutableMapping
 
 from aiohttp import web
 
@@ -44,6 +49,29 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
             response.headers["Retry-After"] = str(self.retry_after)
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
         return response
+
+
+def set_retry_after(headers: MutableMapping[str, str], default_seconds: int = 1) -> None:
+    """Complete both headers of a refusal: whole seconds, rounded up, and milliseconds; the finer one leads.
+
+    >>> headers = {"retry-after-ms": "6500"}; set_retry_after(headers); headers["Retry-After"]
+    '7'
+    """
+    seconds = _number(headers.get("Retry-After", ""))
+    milliseconds = _number(headers.get("retry-after-ms", ""))
+    if milliseconds is None:
+        milliseconds = 1000 * (default_seconds if seconds is None else seconds)
+    headers["Retry-After"] = str(math.ceil(milliseconds / 1000 if seconds is None else seconds))
+    headers["retry-after-ms"] = str(math.ceil(milliseconds))
+
+
+def _number(text: str) -> float | None:
+    """A number of seconds as a replica may write it; None for a date or nonsense."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < 1e9 else None
 
 
 def bad_request(message: str, param: str | None = None) -> Refusal:
@@ -105,6 +133,16 @@ def bad_gateway(reason: str) -> Refusal:
 def not_ready(reason: str, retry_after: int = 5) -> Refusal:
     """No replica can answer now; later one may."""
     return Refusal(503, "ServiceUnavailableError", f"Try again later: {reason}.", retry_after=retry_after)
+
+
+def suspended(service: str) -> Refusal:
+    """The service has no replicas until its owner resumes it."""
+    return not_ready(f"{service} is suspended", retry_after=60)
+
+
+def waiting_room_full(service: str, limit: str, retry_after: int) -> Refusal:
+    """As many requests as may wait for a replica do so already; `limit`: requests or bytes."""
+    return not_ready(f"as many {limit} as may wait for {service} are waiting", retry_after=retry_after)
 
 
 def not_synced() -> Refusal:

@@ -5,11 +5,13 @@ Facts come from `watch` (or from the command line); every fact takes effect befo
 
 import random
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Self
 
+from slipway_gateway.demand import Demand
 from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
@@ -20,7 +22,7 @@ from slipway_gateway.health import (
     after_unavailable,
     after_unreachable,
 )
-from slipway_gateway.picker.endpoints import Endpoint, Route, Service
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
 from slipway_gateway.picker.pick import IDLE, Load, Pick, Picked, pick
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.resolve import RoutingTable
@@ -59,6 +61,9 @@ class Fleet:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.table = RoutingTable()
+        self.boot_id = uuid.uuid4().hex
+        self.demand = Demand(self.boot_id, clock=clock)
+        self.on_change: Callable[[str], None] = lambda _service: None  # replaced by the waiting room
         self.view: Callable[[], View] = lambda: View(synced=True, age_seconds=0.0)  # replaced by the watch
         self._policy = policy or BreakerPolicy()
         self._clock = clock
@@ -67,9 +72,18 @@ class Fleet:
 
     def set_service(self, key: str, service: Service | None) -> None:
         """Add, replace or remove a service."""
-        self.table.set_service(key, service)
+        is_changed = self.table.set_service(key, service)
         if service is None:
             self._destinations.pop(key, None)
+        if is_changed:
+            self.on_change(key)
+
+    def set_adapter(self, key: str, adapter: Adapter | None) -> None:
+        """Add, replace or remove an adapter."""
+        old = self.table.adapter(key)
+        if self.table.set_adapter(key, adapter):
+            for service in {one.service for one in (old, adapter) if one is not None}:
+                self.on_change(service)
 
     def set_endpoint(self, name: str, endpoint: Endpoint | None, *, finishes_requests: bool = False) -> None:
         """Set the endpoint at which a replica gets requests, or None to remove the replica.
@@ -78,7 +92,10 @@ class Fleet:
         `finishes_requests`: one that drains answers what it has accepted.
         """
         old = self.table.endpoint(name)
-        if not self.table.set_endpoint(name, endpoint) or old is None:
+        is_changed = self.table.set_endpoint(name, endpoint)
+        if is_changed and endpoint is not None:
+            self.on_change(endpoint.service)
+        if not is_changed or old is None:
             return
         destination = self._destinations.get(old.service)
         if destination is None:
@@ -92,6 +109,8 @@ class Fleet:
         """The endpoint for the next attempt of `request`, which is sent there at once."""
         destination = self.destination(route.service.key)
         now = self._clock()
+        if request.pin in route.service.mirrors:  # nobody is sent there by chance, but a client may insist
+            route = replace(route, endpoints=(*route.endpoints, *route.mirrors))
         picked = pick(
             route,
             request,
@@ -107,7 +126,7 @@ class Fleet:
 
     def lease(self, endpoint: Endpoint, tokens: int, on_endpoint_left: Callable[[], None]) -> "Lease":
         """Count a request of about `tokens` against `endpoint` while the lease is held."""
-        return Lease(self.destination(endpoint.service), endpoint.name, tokens, on_endpoint_left)
+        return Lease(self.destination(endpoint.service), endpoint, tokens, on_endpoint_left, self.demand)
 
     def record_success(self, endpoint: Endpoint) -> None:
         """Record an answer: the replica is trusted at once, since a wrong choice is retried before the first byte."""
@@ -158,11 +177,20 @@ class Fleet:
 class Lease:
     """A request's share of an endpoint's load; shrinks as tokens arrive, 0 when released."""
 
-    __slots__ = ("_destination", "_left", "_name", "on_endpoint_left")
+    __slots__ = ("_demand", "_destination", "_left", "_name", "_service", "on_endpoint_left")
 
-    def __init__(self, destination: Destination, name: str, tokens: int, on_endpoint_left: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        endpoint: Endpoint,
+        tokens: int,
+        on_endpoint_left: Callable[[], None],
+        demand: Demand,
+    ) -> None:
         self._destination = destination
-        self._name = name
+        self._demand = demand
+        self._name = endpoint.name
+        self._service = endpoint.service
         self._left = tokens
         self.on_endpoint_left = on_endpoint_left
 
@@ -171,6 +199,7 @@ class Lease:
         load = loads.get(self._name, IDLE)
         loads[self._name] = Load(load.tokens + self._left, load.requests + 1)
         self._destination.leases.setdefault(self._name, set()).add(self)
+        self._demand.start_request(self._service)
         return self
 
     def answered(self) -> None:
@@ -197,6 +226,7 @@ class Lease:
         load = loads.pop(self._name)
         if load.requests > 1:
             loads[self._name] = Load(load.tokens - self._left, load.requests - 1)
+        self._demand.end_request(self._service)
 
 
 def static_fleet(models: Iterable[tuple[str, str]]) -> Fleet:

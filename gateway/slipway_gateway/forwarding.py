@@ -10,8 +10,8 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
-from slipway_api.names import HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
-from slipway_gateway.access_log import RequestRecord
+from slipway_api.names import HEADER_ADAPTER, HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
+from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.fleet import Lease
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import OUTPUT_WEIGHT
@@ -19,7 +19,6 @@ from slipway_gateway.sse import EventSplitter, error_event
 from slipway_gateway.upstream import Reply, UpstreamError
 
 R = TypeVar("R", bound=web.StreamResponse)
-SHUTTING_DOWN = "the gateway is shutting down"
 
 log = structlog.get_logger()
 
@@ -38,8 +37,10 @@ class Forwarder:
         """Forward the answer piece by piece; `record.upstream_failed` says whether the replica broke it off."""
         record.status, record.first_byte = reply.status, reply.first_at
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
-        response.headers.setdefault(HEADER_MODEL, served_name)
+        response.headers.setdefault(HEADER_MODEL, record.model if record.adapter else served_name)
         response.headers.setdefault(HEADER_REVISION, record.revision)
+        if record.adapter:
+            response.headers.setdefault(HEADER_ADAPTER, record.adapter)
         self.sign(response, record)
         open_streams = self._metrics.open_streams.labels(*record.labels)
         open_streams.inc()

@@ -48,6 +48,7 @@ class Gateway:
                 max_seconds=settings.body_seconds,
             ),
             connections=SharedCapacity(limits.connections),
+            loading_seconds=settings.loading_wait_seconds,
         )
         self.admin = Admin(
             self.fleet,
@@ -77,6 +78,7 @@ class Gateway:
         log.warning(OPEN_WARNING)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.upstream)
+            stack.push_async_callback(self.requests.mirror.close)
             if self._watches:
                 self.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
                 client = await stack.enter_async_context(Client(auth.load(), user_agent="slipway-gateway"))

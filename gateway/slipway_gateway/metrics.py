@@ -51,6 +51,11 @@ class Metrics:
             "slipway_gateway_refused", "Requests refused because their service holds its share of a resource",
             ["service", "resource"], registry=registry,
         )  # fmt: skip
+        self.mirrored = Counter(
+            "slipway_gateway_mirrored",
+            "Copies of requests by outcome: answered, same or different as the user's answer, failed, skipped",
+            ["service", "revision", "outcome"], registry=registry,
+        )  # fmt: skip
         self.upstream_errors = Counter(
             "slipway_gateway_upstream_errors", "Attempts that gave no usable answer", [*_REVISION, "reason"],
             registry=registry,
@@ -69,7 +74,7 @@ class Metrics:
         self._fleet = fleet
         self._labelled = (
             self.requests, self.first_byte, self.duration, self.retries, self.retries_denied, self.refused,
-            self.upstream_errors, self.broken_streams, self.open_streams,
+            self.upstream_errors, self.broken_streams, self.open_streams, self.mirrored,
         )  # fmt: skip
         registry.register(_FleetCollector(fleet))
         self._listeners = _ListenerCollector()
@@ -145,6 +150,12 @@ class _FleetCollector(Collector):
                 ejected.add_metric(labels, sum(self._fleet.is_ejected(endpoint) for endpoint in endpoints))
                 outstanding.add_metric(labels, sum(self._fleet.load(endpoint).tokens for endpoint in endpoints))
         yield from (ready, ejected, outstanding)
+        waiting = GaugeMetricFamily(
+            "slipway_gateway_waiting_requests", "Requests held because no replica is ready", labels=["service"]
+        )
+        for service, count in self._fleet.demand.waiting_by_service().items():
+            waiting.add_metric([service], count)
+        yield waiting
         age = self._fleet.view().age_seconds
         yield GaugeMetricFamily(
             "slipway_gateway_view_age_seconds", "Since the API server last gave a sign of life", value=age

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from slipway_api.names import HEADER_PIN_REVISION, HEADER_REQUEST_ID
+from slipway_api.names import HEADER_COHORT, HEADER_PIN_REVISION, HEADER_REQUEST_ID
 from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.shares import SharedCapacity
@@ -34,6 +34,8 @@ class _Fields(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     n: Any = None
+    user: Any = None
+    temperature: Any = None
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -46,6 +48,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingRequest
     stream: bool
     max_tokens: int | None
+    is_greedy: bool = False  # temperature 0: equal models answer equally
 
 
 class Body:
@@ -102,10 +105,15 @@ class BodyReader:
         self, capacity: SharedCapacity, *, max_bytes: int, max_seconds: float, stall_seconds: float = 1.0
     ) -> None:
         self._capacity = capacity
+        self._total = capacity.free
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
         self._stall_seconds = stall_seconds
         self._uploads: dict[Body, tuple[float, asyncio.Timeout]] = {}  # by last progress, the oldest first
+
+    def has_room(self) -> bool:
+        """Whether more than half of the memory is free: else nothing is kept that no client waits for."""
+        return 2 * self._capacity.free > self._total
 
     async def read(self, request: web.Request) -> Body:
         """The whole body; the caller releases it."""
@@ -174,9 +182,11 @@ def parse(content: bytes, request: web.Request) -> InferenceRequest:
             model=fields.model,
             cost=len(content) // BYTES_PER_TOKEN + expected * answers * OUTPUT_WEIGHT,
             pin=request.headers.get(HEADER_PIN_REVISION, ""),
+            cohort=request.headers.get(HEADER_COHORT) or (fields.user if isinstance(fields.user, str) else ""),
         ),
         stream=fields.stream is True,
         max_tokens=max_tokens,
+        is_greedy=fields.temperature == 0,
     )
 
 

@@ -2,7 +2,8 @@
 
 1. Refuse everything until the fleet has been listed once: an unknown name may well exist.
 2. Read the body, bounded in time and memory; learn the model and the pinned revision.
-3. Find the service; take a share of its connections and memory; pick a replica; try it.
+3. Find the service or adapter; take a share of its connections and memory; wait while no replica is ready, where one
+   may come (`waiting_room`); pick a replica; try it.
 4. Until the first byte went out, another replica may be tried: when one is gone, draining (503), full (429), silent,
    dead, or has left the fleet.
 5. Forward the answer as it comes (`forwarding`).
@@ -10,6 +11,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +19,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
-from slipway_gateway.access_log import AccessLog, RequestRecord
+from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -27,13 +29,16 @@ from slipway_gateway.errors import (
     not_synced,
     service_memory_full,
     service_requests_full,
+    set_retry_after,
     unknown_model,
     unknown_revision,
 )
 from slipway_gateway.fleet import Fleet
-from slipway_gateway.forwarding import SHUTTING_DOWN, Forwarder, uncancel
+from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.health import AttemptFailure, RetryPolicy
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.mirror import Mirror
+from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
@@ -50,6 +55,7 @@ from slipway_gateway.upstream import (
     UpstreamError,
     request_headers,
 )
+from slipway_gateway.waiting_room import WaitingRoom
 
 log = structlog.get_logger()
 
@@ -95,10 +101,21 @@ class Requests:
         bodies: BodyReader,
         connections: SharedCapacity,
         policy: RetryPolicy | None = None,
+        loading_seconds: float = 0.0,
     ) -> None:
         self._fleet = fleet
+        self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
+        fleet.on_change = self._waiting_room.changed
         self._upstream = upstream
         self._metrics = metrics
+        self.outcomes = Outcomes(fleet.boot_id)
+        self.mirror = Mirror(
+            fleet,
+            upstream,
+            self.outcomes,
+            count=lambda service, revision, outcome: metrics.mirrored.labels(service, revision, outcome).inc(),
+            has_room=bodies.has_room,
+        )
         self._access_log = AccessLog(metrics)
         self._bodies = bodies
         self._connections = connections
@@ -127,7 +144,7 @@ class Requests:
         """The answer to one request. Once an answer has begun, `forwarding` ends it; here are only whole answers."""
         task = asyncio.current_task()
         assert task is not None
-        record = RequestRecord(request_id=request_id(request), path=request.path)
+        record = RequestRecord(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
         self._open.add(task)
         self.idle.clear()
         self._metrics.open_requests.inc()
@@ -138,6 +155,7 @@ class Requests:
         except asyncio.CancelledError:
             if self._forwarder.cutting:
                 uncancel()
+                record.is_cut = True
                 return self._refuse(not_ready(SHUTTING_DOWN, retry_after=1), record)
             record.set_cancelled()
             raise
@@ -160,7 +178,8 @@ class Requests:
             record.request_bytes = len(body.content)
             inference = parse(body.content, request)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
-            service = self._resolve(inference, record).service.key
+            route = self._resolve(inference, record)
+            service = route.service.key
             if not body.assign_to(service):
                 self._metrics.refused.labels(service, "memory").inc()
                 raise service_memory_full(record.model)
@@ -168,7 +187,9 @@ class Requests:
                 self._metrics.refused.labels(service, "connections").inc()
                 raise service_requests_full(record.model)
             try:
-                return await self._answer(request, inference, body, record)
+                async with self._waiting_room.admit(route, len(body.content)):
+                    record.admitted = time.monotonic()
+                    return await self._answer(request, inference, body, record)
             finally:
                 self._connections.give_back(service, 1)
         finally:
@@ -204,6 +225,7 @@ class Requests:
                     return answer
                 failure, record.error, attempts.last_answer = answer.failure, str(answer.status), answer
             record.failures.append(failure)
+            record.failed.append((endpoint.revision, failure))
             attempts.failed[endpoint.name] = failure
             self._metrics.upstream_errors.labels(*record.labels, failure.value).inc()
 
@@ -217,7 +239,7 @@ class Requests:
         record: RequestRecord,
     ) -> web.StreamResponse | RejectedAttempt:
         """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
-        served_name = endpoint.served_name or record.model
+        served_name = record.adapter or endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id)
         wait = self._first_byte_wait(inference, deadline)
@@ -231,12 +253,35 @@ class Requests:
                 if reply.is_stream and not reply.first:
                     raise LostError("an empty stream")
                 del content
+                self._copy(request, inference, body, headers, record)
                 body.release()
                 record.error = ""
                 response = await self._forwarder.forward(request, reply, lease, record, served_name)
                 if record.upstream_failed:
                     self._fleet.record_failure(endpoint)
                 return response
+
+    def _copy(
+        self,
+        request: web.Request,
+        inference: InferenceRequest,
+        body: Body,
+        headers: Mapping[str, str],
+        record: RequestRecord,
+    ) -> None:
+        """Send a copy of a request whose answer has begun to a mirrored revision, where its service has one."""
+        service = self._fleet.table.services.get(record.service)
+        if service is not None and service.mirrors and not record.copied:
+            record.copied = True
+            record.capture = self.mirror.copy(
+                self._resolve(inference, record),
+                record.revision,
+                request.path_qs,
+                lambda one: body.with_model(inference.routing.model, record.adapter or one.served_name or record.model),
+                headers,
+                is_stream=inference.stream,
+                is_comparable=inference.is_greedy,
+            )
 
     def _first_byte_wait(self, inference: InferenceRequest, deadline: float) -> FirstByteWait:
         timeouts = self._upstream.timeouts
@@ -247,10 +292,12 @@ class Requests:
 
     def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""
-        route = self._fleet.table.resolve(inference.routing.model)
+        key = inference.routing.cohort or record.request_key
+        route = self._fleet.table.resolve(inference.routing.model, key)
         if route is None:
             raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key
+        record.adapter = route.adapter.name if route.adapter is not None else ""
         return route
 
     def _pick(self, route: Route, inference: InferenceRequest, attempts: Attempts) -> Endpoint | NoneReady:
@@ -313,7 +360,7 @@ class Requests:
         if (answer := attempts.last_answer) is not None:
             record.status, record.finish = answer.status, "refused"
             response = web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-            response.headers.setdefault("Retry-After", "1")
+            set_retry_after(response.headers)
             return self._forwarder.sign(response, record)
         if any(failure.may_be_the_requests_fault for failure in record.failures):
             raise bad_gateway(record.error)

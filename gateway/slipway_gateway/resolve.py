@@ -1,21 +1,48 @@
-"""The routing table: resolves the `model` of a request to a service and its endpoints.
+"""The routing table: resolves the `model` of a request to a service or an adapter of it, and its endpoints.
 
 | a client says         | answered by                                                                             |
 |-----------------------|-----------------------------------------------------------------------------------------|
 | `<namespace>/<name>`  | that service, always                                                                    |
 | a served name         | the oldest service whose status has it                                                  |
-| a former served name  | the oldest service with a replica that still answers to it, while no service is called so|
+| an adapter's name     | the oldest adapter of that name: the replicas of its base that have loaded it           |
+| `<namespace>/<name>`  | the adapter of that name in that namespace                                              |
+| a former served name  | the oldest service with a replica that still answers to it, while nothing is called so  |
+| an alias, or with     | one of the adapters with that alias, by weight, in the namespace of the oldest; one     |
+| `<namespace>/` before | without a loaded replica leaves its share to the others                                 |
 """
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from slipway_api.seniority import older_first
-from slipway_gateway.picker.endpoints import Endpoint, Route, Service
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
+from slipway_gateway.picker.split import choose_by_hash
+
+
+class Claims:
+    """Names, and the keys of the objects that claim each."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, set[str]] = {}
+
+    def add(self, name: str, key: str) -> None:
+        """`key` claims `name`."""
+        self._keys.setdefault(name, set()).add(key)
+
+    def remove(self, name: str, key: str) -> None:
+        """`key` does not claim `name` any more."""
+        keys = self._keys[name]
+        keys.discard(key)
+        if not keys:
+            del self._keys[name]
+
+    def of(self, name: str) -> frozenset[str] | set[str]:
+        """The keys that claim `name`."""
+        return self._keys.get(name, frozenset())
 
 
 class RoutingTable:
-    """Services and endpoints by name. A change costs the same whatever the size of the fleet.
+    """Services, adapters and endpoints by name. A change costs the same whatever the size of the fleet.
 
     Routes are built when they are first asked for after a change, and `built_routes` counts them: a thousand pods that
     become ready between two requests of a service are one build.
@@ -25,10 +52,15 @@ class RoutingTable:
         self.built_routes = 0
         self._services: dict[str, Service] = {}
         self._endpoints: dict[str, Endpoint] = {}
+        self._adapters: dict[str, Adapter] = {}
         self._of_service: dict[str, dict[str, Endpoint]] = {}  # service key -> its endpoints by name
-        self._served: dict[str, set[str]] = {}  # served name -> keys of the services that claim it
+        self._adapters_of: dict[str, set[str]] = {}  # service key -> keys of its adapters
+        self._served = Claims()
+        self._adapter_names = Claims()
+        self._aliases = Claims()
         self._former: dict[str, dict[str, int]] = {}  # name that replicas answer to -> service key -> how many
-        self._routes: dict[str, Route] = {}  # built, and still right
+        self._routes: dict[str, Route] = {}  # of services: built, and still right
+        self._adapter_routes: dict[str, Route] = {}
 
     def __len__(self) -> int:
         return len(self._services)
@@ -43,16 +75,13 @@ class RoutingTable:
         old = self._services.get(key)
         if old == service:
             return False
-        self._routes.pop(key, None)
+        self._drop_routes(key)
         if old is not None:
             del self._services[key]
-            claims = self._served[old.served_name]
-            claims.discard(key)
-            if not claims:
-                del self._served[old.served_name]
+            self._served.remove(old.served_name, key)
         if service is not None:
             self._services[key] = service
-            self._served.setdefault(service.served_name, set()).add(key)
+            self._served.add(service.served_name, key)
         return True
 
     def set_endpoint(self, name: str, endpoint: Endpoint | None) -> bool:
@@ -67,22 +96,58 @@ class RoutingTable:
             if not of_service:
                 del self._of_service[old.service]
             self._count_name(old, -1)
-            self._routes.pop(old.service, None)
+            self._drop_routes(old.service)
         if endpoint is not None:
             self._endpoints[name] = endpoint
             self._of_service.setdefault(endpoint.service, {})[name] = endpoint
             self._count_name(endpoint, 1)
-            self._routes.pop(endpoint.service, None)
+            self._drop_routes(endpoint.service)
+        return True
+
+    def set_adapter(self, key: str, adapter: Adapter | None) -> bool:
+        """Add, replace or remove an adapter. False: nothing that routing needs has changed."""
+        old = self._adapters.get(key)
+        if old == adapter:
+            return False
+        self._adapter_routes.pop(key, None)
+        if old is not None:
+            del self._adapters[key]
+            of_service = self._adapters_of[old.service]
+            of_service.discard(key)
+            if not of_service:
+                del self._adapters_of[old.service]
+            for claims, name in self._names_of(old):
+                claims.remove(name, key)
+        if adapter is not None:
+            self._adapters[key] = adapter
+            self._adapters_of.setdefault(adapter.service, set()).add(key)
+            for claims, name in self._names_of(adapter):
+                claims.add(name, key)
         return True
 
     def endpoint(self, name: str) -> Endpoint | None:
         """The endpoint of that pod, while it may be sent requests."""
         return self._endpoints.get(name)
 
-    def resolve(self, model: str) -> Route | None:
-        """The route that a request for `model` takes, or None when no service has that name."""
-        key = model if model in self._services else self._owner_of(model)
-        return self.route(key) if key is not None else None
+    def adapter(self, key: str) -> Adapter | None:
+        """The adapter of that key."""
+        return self._adapters.get(key)
+
+    def resolve(self, model: str, key: str = "") -> Route | None:
+        """The route that a request for `model` takes, or None when nothing has that name.
+
+        `key` chooses among the adapters of an alias: equal keys choose equally.
+        """
+        service = model if model in self._services else self._oldest_service(self._served.of(model))
+        if service is not None:
+            return self.route(service)
+        adapter = self._oldest_adapter(self._adapter_names.of(model))
+        if adapter is not None:
+            return self.adapter_route(adapter)
+        former = self._former_owner(model)
+        if former is not None:
+            return self.route(former)
+        return self._resolve_alias(model, key)
 
     def route(self, key: str) -> Route:
         """The route of one service. Pods that claim to belong to it and are not controlled by it are left out."""
@@ -91,7 +156,27 @@ class RoutingTable:
             service = self._services[key]
             endpoints = self._of_service.get(key, {}).values()
             own = sorted((one for one in endpoints if one.owner_uid == service.uid), key=lambda one: one.name)
-            route = self._routes[key] = Route(service, tuple(own))
+            route = self._routes[key] = Route(
+                service,
+                tuple(one for one in own if not _is_mirror_only(service, one)),
+                tuple(one for one in own if _is_mirror_only(service, one)),
+            )
+            self.built_routes += 1
+        return route
+
+    def adapter_route(self, key: str) -> Route:
+        """The route of one adapter: the endpoints of its base that have loaded it."""
+        route = self._adapter_routes.get(key)
+        if route is None:
+            adapter = self._adapters[key]
+            base = self.route(adapter.service)
+            route = self._adapter_routes[key] = Route(
+                base.service,
+                tuple(one for one in base.endpoints if adapter.name in one.adapters),
+                tuple(one for one in base.mirrors if adapter.name in one.adapters),
+                adapter,
+                bool(base.endpoints),
+            )
             self.built_routes += 1
         return route
 
@@ -99,26 +184,75 @@ class RoutingTable:
         """One name for each service, in order: its served name, or its full name where an older one is called so."""
         return sorted(self._names(), key=lambda model: model[0])
 
+    def served_adapters(self) -> list[tuple[str, Route]]:
+        """One name for each adapter of a service, in order: its name, or its full name where that means another."""
+        routes = [self.adapter_route(key) for key, one in self._adapters.items() if one.service in self._services]
+        return sorted(((self._name_of_adapter(route), route) for route in routes), key=lambda model: model[0])
+
+    def _name_of_adapter(self, route: Route) -> str:
+        assert route.adapter is not None
+        name = route.adapter.name
+        return name if self.resolve(name) is route else f"{route.adapter.namespace}/{name}"
+
     def _names(self) -> Iterator[tuple[str, Route]]:
         for key, service in self._services.items():
-            owns_name = self._owner_of(service.served_name) == key and service.served_name not in self._services
-            yield (service.served_name if owns_name else key), self.route(key)
+            name = service.served_name
+            owns_name = self._oldest_service(self._served.of(name)) == key and name not in self._services
+            yield (name if owns_name else key), self.route(key)
 
-    def _owner_of(self, name: str) -> str | None:
-        """The service that is called so, or was until its new replicas are ready."""
-        claims = self._served.get(name)
-        if claims is None:
-            # Only the service's own replicas count: a pod of another owner must not claim names for it.
-            claims = {
+    def _former_owner(self, name: str) -> str | None:
+        """The service that was called so, until its new replicas are ready.
+
+        Only the service's own replicas count: a pod of another owner must not claim names for it.
+        """
+        return self._oldest_service(
+            {
                 key
                 for key in self._former.get(name, ())
                 if key in self._services and any(one.served_name == name for one in self.route(key).endpoints)
             }
-        return min(claims, key=self._seniority, default=None)
+        )
+
+    def _resolve_alias(self, name: str, key: str) -> Route | None:
+        oldest = self._oldest_adapter(self._aliases.of(name))
+        if oldest is None:
+            return None
+        namespace = self._adapters[oldest].namespace
+        routes = {
+            one: self.adapter_route(one)
+            for one in self._aliases.of(name)
+            if self._adapters[one].namespace == namespace and self._adapters[one].service in self._services
+        }
+        weights = {one: self._adapters[one].alias_weight for one in routes}
+        loaded = {one: weight for one, weight in weights.items() if routes[one].endpoints}
+        chosen = choose_by_hash(loaded, key) or choose_by_hash(weights, key) or oldest
+        return routes[chosen]
+
+    def _oldest_service(self, keys: set[str] | frozenset[str]) -> str | None:
+        return min(keys, key=self._seniority, default=None)
+
+    def _oldest_adapter(self, keys: set[str] | frozenset[str]) -> str | None:
+        known = (key for key in keys if self._adapters[key].service in self._services)
+        return min(known, key=self._adapter_seniority, default=None)
 
     def _seniority(self, key: str) -> tuple[datetime, str, str]:
         namespace, _, name = key.partition("/")
         return older_first(self._services[key].created, namespace, name)
+
+    def _adapter_seniority(self, key: str) -> tuple[datetime, str, str]:
+        namespace, _, name = key.partition("/")
+        return older_first(self._adapters[key].created, namespace, name)
+
+    def _names_of(self, adapter: Adapter) -> Iterator[tuple[Claims, str]]:
+        for claims, name in ((self._adapter_names, adapter.name), (self._aliases, adapter.alias)):
+            if name:
+                yield claims, name
+                yield claims, f"{adapter.namespace}/{name}"
+
+    def _drop_routes(self, service: str) -> None:
+        self._routes.pop(service, None)
+        for key in self._adapters_of.get(service, ()):
+            self._adapter_routes.pop(key, None)
 
     def _count_name(self, endpoint: Endpoint, change: int) -> None:
         if not endpoint.served_name:
@@ -129,3 +263,8 @@ class RoutingTable:
             del counts[endpoint.service]
         if not counts:
             del self._former[endpoint.served_name]
+
+
+def _is_mirror_only(service: Service, endpoint: Endpoint) -> bool:
+    """Whether the endpoint's revision gets copies of requests and no share of them: no user may depend on it."""
+    return service.mirrors.get(endpoint.revision, 0) > 0 and not service.weights.get(endpoint.revision, 0)

@@ -70,6 +70,8 @@ class GatewaySettings(BaseSettings):
     first_byte_seconds: PositiveFloat = _TIMEOUTS.first_byte_seconds
     stream_silence_seconds: PositiveFloat = _TIMEOUTS.stream_silence_seconds
     request_seconds: PositiveFloat = _TIMEOUTS.request_seconds
+    # How long a request waits for the first replica of a service that should have some (see waiting_room); 0: not.
+    loading_wait_seconds: NonNegativeFloat = 10.0
 
     @field_validator("static", mode="before")
     @classmethod

@@ -1,24 +1,29 @@
-"""Watches Pods and InferenceServices, and keeps the fleet's endpoints and service names current.
+"""Watches Pods, InferenceServices and LoRAAdapters, and keeps the fleet's endpoints and names current.
 
 The fleet changes only by watch events and lists. While the API server does not answer, the last state stays: a broken
 watch never empties the routing table.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
+from typing import Final
 
 import structlog
 
 from slipway_api import names
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
-from slipway_gateway.picker.endpoints import Endpoint, Service
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service, WaitLimits
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
-from slipway_kube.objects import Object, OwnerReference, Pod, Slim
-from slipway_kube.resources import INFERENCE_SERVICES, PODS
+from slipway_kube.objects import Condition, Object, OwnerReference, Pod, Slim
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, PODS
 
 log = structlog.get_logger()
+
+# Where the kind LoRAAdapter is not installed its list never succeeds: the gateway then serves without adapters.
+ADAPTERS_SECONDS: Final = 5.0
 
 
 class RevisionStatus(Slim, frozen=True, gc=False):
@@ -26,19 +31,91 @@ class RevisionStatus(Slim, frozen=True, gc=False):
 
     hash: str = ""
     weight: int = 0
+    mirror_percent: int = 0
 
 
 class ServiceStatus(Slim, frozen=True, gc=False):
     """The operator's status of a service."""
 
     served_name: str = ""
+    desired_replicas: int = 0
     revisions: tuple[RevisionStatus, ...] = ()
+
+
+class Activation(Slim, frozen=True, gc=False):
+    """`spec.autoscaling.scaleToZero.activation`, with the defaults of the kind."""
+
+    max_queued_requests: int = 1000
+    max_queued_bytes: str | int = "256Mi"
+    max_wait_seconds: int = 600
+
+
+class ScaleToZero(Slim, frozen=True, gc=False):
+    """`spec.autoscaling.scaleToZero`."""
+
+    activation: Activation = Activation()
+
+
+class Autoscaling(Slim, frozen=True, gc=False):
+    """`spec.autoscaling`."""
+
+    mode: str = "Active"
+    scale_to_zero: ScaleToZero | None = None
+
+
+class RuntimeSpec(Slim, frozen=True, gc=False):
+    """`spec.runtime`."""
+
+    max_num_seqs: int = 64
+
+
+class ServiceSpec(Slim, frozen=True, gc=False):
+    """The fields of the spec that say which requests may wait for a replica."""
+
+    suspend: bool = False
+    runtime: RuntimeSpec = RuntimeSpec()
+    autoscaling: Autoscaling | None = None
 
 
 class InferenceService(Object, frozen=True, gc=False):
     """The few fields of an InferenceService that routing needs."""
 
+    spec: ServiceSpec = ServiceSpec()
     status: ServiceStatus = ServiceStatus()
+
+
+class BaseRef(Slim, frozen=True, gc=False):
+    """`spec.baseRef` of a LoRAAdapter."""
+
+    name: str = ""
+
+
+class Alias(Slim, frozen=True, gc=False):
+    """`spec.alias` of a LoRAAdapter."""
+
+    name: str = ""
+    weight: int = 1
+
+
+class AdapterSpec(Slim, frozen=True, gc=False):
+    """The names of an adapter."""
+
+    base_ref: BaseRef = BaseRef()
+    adapter_name: str = ""
+    alias: Alias | None = None
+
+
+class AdapterStatus(Slim, frozen=True, gc=False):
+    """The operator's status of an adapter."""
+
+    conditions: tuple[Condition, ...] = ()
+
+
+class LoRAAdapter(Object, frozen=True, gc=False):
+    """The few fields of a LoRAAdapter that routing needs."""
+
+    spec: AdapterSpec = AdapterSpec()
+    status: AdapterStatus = AdapterStatus()
 
 
 def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: bool = False) -> Endpoint | None:
@@ -65,6 +142,7 @@ def endpoint_of(pod: Pod, port: int = names.SERVING_PORT, *, on_silent_node: boo
         owner_uid=owner.uid,
         served_name=pod.metadata.annotations.get(names.ANNOTATION_SERVED_NAME, ""),
         token_digests=tuple(filter(None, digests.split(","))),
+        adapters=frozenset(filter(None, pod.metadata.annotations.get(names.ANNOTATION_ADAPTERS, "").split(","))),
     )
 
 
@@ -87,17 +165,68 @@ def finishes_requests(pod: Pod | None) -> bool:
 
 def service_of(resource: InferenceService) -> Service:
     """The fields that routing needs. Before the operator wrote a status, the served name is the full name."""
+    revisions = resource.status.revisions
     return Service(
         key=f"{resource.namespace}/{resource.name}",
         served_name=resource.status.served_name or resource.name,
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
-        weights={revision.hash: revision.weight for revision in resource.status.revisions},
+        weights={revision.hash: revision.weight for revision in revisions},
+        mirrors={revision.hash: revision.mirror_percent for revision in revisions if revision.mirror_percent},
+        desired_replicas=resource.status.desired_replicas,
+        activation=activation_of(resource.spec.autoscaling),
+        is_suspended=resource.spec.suspend,
+        max_num_seqs=resource.spec.runtime.max_num_seqs,
+    )
+
+
+def activation_of(autoscaling: Autoscaling | None) -> WaitLimits | None:
+    """The limits of waiting for a service that demand brings back from zero; None: demand does not."""
+    if autoscaling is None or autoscaling.scale_to_zero is None or autoscaling.mode != "Active":
+        return None
+    activation = autoscaling.scale_to_zero.activation
+    return WaitLimits(
+        requests=activation.max_queued_requests,
+        bytes=bytes_of(activation.max_queued_bytes),
+        seconds=activation.max_wait_seconds,
+    )
+
+
+_UNITS: Final[dict[str, int]] = {
+    "": 1,
+    **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTPE", 1)},
+    **{prefix: 1000**power for power, prefix in enumerate("kMGTPE", 1)},
+}
+
+
+def bytes_of(quantity: str | int) -> int:
+    """A quantity of bytes as a number: 256Mi, 1G, 5000. The kind's validation admits no other form."""
+    text = str(quantity)
+    digits = text.rstrip("KkMGTPEi")
+    return int(digits or 0) * _UNITS.get(text[len(digits) :], 1)
+
+
+def adapter_of(resource: LoRAAdapter) -> Adapter | None:
+    """The adapter as routing sees it; None while it must get no requests: being deleted, or its name is another's."""
+    has_conflict = any(
+        one.type == "Stalled" and one.status == "True" and one.reason == "NameConflict"
+        for one in resource.status.conditions
+    )
+    if has_conflict or resource.is_terminating or not resource.spec.base_ref.name:
+        return None
+    alias = resource.spec.alias or Alias()
+    return Adapter(
+        key=f"{resource.namespace}/{resource.name}",
+        name=resource.spec.adapter_name or resource.name,
+        service=f"{resource.namespace}/{resource.spec.base_ref.name}",
+        alias=alias.name,
+        alias_weight=alias.weight,
+        created=resource.metadata.creation_timestamp,
     )
 
 
 class Watch:
-    """Keeps a fleet current from Pods and InferenceServices."""
+    """Keeps a fleet current from Pods, InferenceServices and LoRAAdapters."""
 
     def __init__(
         self,
@@ -112,14 +241,23 @@ class Watch:
         self._serving_port = serving_port
         self._pods = Informer(client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR)
         self._services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces)
+        self._adapters = Informer(client, LORA_ADAPTERS, LoRAAdapter, namespaces=namespaces)
         self._pods.on_change(self._pod_changed)
         self._services.on_change(self._service_changed)
+        self._adapters.on_change(self._adapter_changed)
+        self._others_synced_at: float | None = None
         fleet.view = self.view
 
     def view(self) -> View:
         """Whether everything was listed once, and how long ago the API server last sent something."""
-        synced = self._pods.synced.is_set() and self._services.synced.is_set()
+        others = self._pods.synced.is_set() and self._services.synced.is_set()
+        if others and self._others_synced_at is None:
+            self._others_synced_at = time.monotonic()
+        synced = others and (self._adapters.synced.is_set() or self._is_without_adapters())
         return View(synced=synced, age_seconds=max(self._pods.age(), self._services.age()))
+
+    def _is_without_adapters(self) -> bool:
+        return self._others_synced_at is not None and time.monotonic() - self._others_synced_at > ADAPTERS_SECONDS
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -127,6 +265,7 @@ class Watch:
             informers.create_task(self._pods.run())
             informers.create_task(self._services.run())
             informers.create_task(self._panic.run())
+            informers.create_task(self._adapters.run())
 
     def _pod_changed(self, change: Change, old: Pod | None, new: Pod | None) -> None:
         pod = new or old
@@ -143,3 +282,8 @@ class Watch:
         resource = new or old
         assert resource is not None
         self._fleet.set_service(f"{resource.namespace}/{resource.name}", service_of(new) if new is not None else None)
+
+    def _adapter_changed(self, change: Change, old: LoRAAdapter | None, new: LoRAAdapter | None) -> None:
+        resource = new or old
+        assert resource is not None
+        self._fleet.set_adapter(f"{resource.namespace}/{resource.name}", adapter_of(new) if new is not None else None)

@@ -40,6 +40,7 @@ environment:
   SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
   SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
   SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
+  SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE, which are asked for their demand
   SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
   SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port

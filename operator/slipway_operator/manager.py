@@ -33,7 +33,9 @@ from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
 from slipway_operator.core.observed import Defaults, Network
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
+from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
+from slipway_operator.inputs.gateways import Gateways, watch_pods
 from slipway_operator.inputs.inference_services import InferenceServices
 from slipway_operator.inputs.lora_adapters import LoRAAdapters, base_of
 from slipway_operator.inputs.observer import PoolKey
@@ -154,6 +156,10 @@ class Manager:
             if settings.prometheus_url
             else None
         )
+        self._gateways = Gateways(dial, gateway_keys.admin_tokens, on_change=self._demand_changed, now=clock.now)
+        self._gateway_pods = watch_pods(
+            self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
+        )
         self._inputs = inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
@@ -171,6 +177,8 @@ class Manager:
             now=clock.now,
             on_pool_sample=self._pool_listeners.append,
             adapter_calls=self._adapter_calls,
+            demand_of=self._gateways.demand,
+            outcomes_of=self._gateways.outcomes_since,
         )
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(
@@ -291,6 +299,8 @@ class Manager:
         self._tasks.append(self._spawn(self._recorder.run(), "recorder"))
         if self._prometheus is not None:
             self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
+        self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
+        self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
         await self._scraper.run()
 
     async def _finish_running_passes(self) -> None:
@@ -366,6 +376,15 @@ class Manager:
         pod = self.caches.pod_informer.get(load.namespace, load.pod)
         if pod is not None:
             self._scraper.learn(pod.uid, at=load.at, kv_usage=load.kv_usage, running=load.running, waiting=load.waiting)
+
+    def _demand_changed(self, changed: Changed) -> None:
+        """Queue the service; after a burst its replicas are asked for their load now, not at the idle interval."""
+        key = Key(INFERENCE_SERVICES.kind, *changed.service)
+        if self.caches.stores[key.kind].get(key) is None:
+            return  # the gateway's view is behind ours, or ahead of it: then the object itself wakes its key
+        self._queue.add(key, Urgency.URGENT)
+        if changed.has_grown:
+            self._scraper.ask_service(changed.service)
 
     def _is_ours(self, target: ReplicaTarget) -> bool:
         """Whether the service controls the pod: to a pod that only carries its label, no token is ever sent."""

@@ -28,7 +28,7 @@ class Masters:
 
 
 class GatewayKeys:
-    """Derives the serving tokens of services."""
+    """Derives the serving tokens of services, and the admin tokens of the gateways' own pods."""
 
     def __init__(self, directory: Path) -> None:
         self._key = MountedKey(directory, mounted_from="slipway-gateway-key")
@@ -44,3 +44,7 @@ class GatewayKeys:
     def tokens(self, namespace: str, service: str) -> list[str]:
         """Serving tokens that the replicas of the service may accept, that of the current key first."""
         return [serving_token(key, namespace, service) for key in self.read()]
+
+    def admin_tokens(self, namespace: str, pod: str) -> list[str]:
+        """Tokens that the admin port of a gateway's pod accepts, the likeliest first."""
+        return [admin_token(key, namespace, pod) for key in self.read()]

@@ -30,6 +30,11 @@ class OperatorSettings(BaseSettings):
     """Holds `current` and, during a rotation, `previous`: the masters of the pods' admin tokens."""
     gateway_key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias="SLIPWAY_GATEWAY_KEY_DIR")
     """Holds the gateway's key likewise: the serving tokens of services that only a gateway may call come from it."""
+    gateway_selector: str = Field(
+        "app.kubernetes.io/part-of=slipway,app.kubernetes.io/component=gateway",
+        validation_alias="SLIPWAY_GATEWAY_SELECTOR",
+    )
+    """Labels of the gateways' pods in the release namespace; they are asked for demand and outcomes."""
     network_policy: bool = Field(True, validation_alias="SLIPWAY_NETWORK_POLICY")
     """Whether each service gets a NetworkPolicy for its replicas."""
     client_namespaces: Annotated[tuple[str, ...], NoDecode] = Field((), validation_alias="SLIPWAY_CLIENT_NAMESPACES")

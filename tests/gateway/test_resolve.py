@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from slipway_gateway.picker.endpoints import Endpoint, Route, Service
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
 from slipway_gateway.resolve import RoutingTable
 
 JANUARY = datetime(2026, 1, 1, tzinfo=UTC)
@@ -136,3 +136,126 @@ def test_a_change_that_says_nothing_new_builds_nothing():
     assert not table.set_service("ns/chat", Service("ns/chat", "chat"))
     assert not table.set_endpoint("p0", an_endpoint("p0"))
     assert table.resolve("chat") is route
+
+
+CHAT = Service("ns/chat", "chat", created=JANUARY)
+
+
+def an_adapter(name: str, service: str = "ns/chat", *, created: datetime = JANUARY, **facts) -> Adapter:
+    namespace = service.partition("/")[0]
+    return Adapter(f"{namespace}/{name}", facts.pop("called", name), service, created=created, **facts)
+
+
+def with_adapters(table: RoutingTable, *adapters: Adapter) -> RoutingTable:
+    for adapter in adapters:
+        table.set_adapter(adapter.key, adapter)
+    return table
+
+
+@pytest.mark.capability("ML-8", "RG-12")
+def test_an_adapter_is_answered_by_the_replicas_of_its_base_that_have_loaded_it():
+    loaded, other = an_endpoint("p0", adapters=frozenset({"a", "b"})), an_endpoint("p1")
+    table = with_adapters(a_table(CHAT, endpoints=(loaded, other)), an_adapter("a"))
+
+    assert table.resolve("a").endpoints == table.resolve("ns/a").endpoints == (loaded,)
+    assert table.resolve("a").adapter == an_adapter("a")
+    assert table.resolve("chat").endpoints == (loaded, other)
+    assert [name for name, _ in table.served_adapters()] == ["a"]
+
+
+@pytest.mark.capability("ML-8")
+def test_an_adapter_follows_its_replicas_its_base_and_itself():
+    table = with_adapters(a_table(CHAT), an_adapter("a"))
+    assert (table.resolve("a").endpoints, table.resolve("a").has_base) == ((), False)
+    table.set_endpoint("p0", an_endpoint("p0"))
+    assert (table.resolve("a").endpoints, table.resolve("a").has_base) == ((), True)
+    table.set_endpoint("p0", an_endpoint("p0", adapters=frozenset({"a"})))
+    assert len(table.resolve("a").endpoints) == 1
+    table.set_service("ns/chat", None)
+    assert table.resolve("a") is None, "without its base nobody answers"
+    assert table.served_adapters() == []
+    table.set_service("ns/chat", CHAT)
+    table.set_adapter("ns/a", an_adapter("a", called="renamed"))
+    assert (table.resolve("a"), table.resolve("renamed") is not None) == (None, True)
+    table.set_adapter("ns/a", None)
+    assert table.resolve("renamed") is None
+
+
+def test_a_service_keeps_its_name_from_an_adapter_and_the_older_adapter_from_the_younger():
+    b = Service("b/chat", "other", created=FEBRUARY)
+    table = with_adapters(
+        a_table(CHAT, b),
+        an_adapter("chat"),
+        an_adapter("tune", "ns/chat", created=FEBRUARY),
+        an_adapter("tune", "b/chat", created=JANUARY),
+    )
+
+    assert table.resolve("chat").adapter is None
+    assert table.resolve("tune").service is b
+    assert table.resolve("ns/tune").service is CHAT
+    assert [name for name, _ in table.served_adapters()] == ["ns/chat", "ns/tune", "tune"]
+
+
+@pytest.mark.capability("RG-1", "ML-8")
+def test_an_alias_divides_requests_between_its_adapters_by_weight():
+    endpoint = an_endpoint("p0", adapters=frozenset({"old", "new"}))
+    adapters = (
+        an_adapter("old", alias="support", alias_weight=90),
+        an_adapter("new", alias="support", alias_weight=10),
+    )
+    table = with_adapters(a_table(CHAT, endpoints=(endpoint,)), *adapters)
+    chosen = [table.resolve("support", f"key-{number}").adapter.name for number in range(5000)]
+
+    assert 0.08 < chosen.count("new") / 5000 < 0.12, "five standard deviations around a tenth"
+    assert table.resolve("ns/support", "key-7").adapter.name == chosen[7], "one key, one choice"
+
+
+@pytest.mark.capability("ML-8")
+def test_an_adapter_that_no_replica_has_loaded_leaves_its_share_of_the_alias_to_the_others():
+    adapters = (an_adapter("old", alias="support"), an_adapter("new", alias="support", alias_weight=1000))
+    table = with_adapters(a_table(CHAT, endpoints=(an_endpoint("p0", adapters=frozenset({"old"})),)), *adapters)
+
+    assert {table.resolve("support", str(number)).adapter.name for number in range(100)} == {"old"}
+    table.set_endpoint("p0", None)
+    assert table.resolve("support", "x").endpoints == (), "known, and not ready"
+
+
+def test_an_alias_does_not_reach_into_another_namespace():
+    b = Service("b/chat", "other", created=FEBRUARY)
+    mine = an_adapter("mine", alias="support")
+    theirs = an_adapter("theirs", "b/chat", alias="support", created=FEBRUARY)
+    table = with_adapters(a_table(CHAT, b), mine, theirs)
+
+    assert {table.resolve("support", str(number)).adapter.name for number in range(100)} == {"mine"}
+    assert table.resolve("b/support", "x").adapter.name == "theirs"
+
+
+@pytest.mark.capability("RG-12")
+def test_a_change_of_one_adapter_or_replica_rebuilds_the_routes_of_its_service_only():
+    table = a_table(*(Service(f"ns/s{number}", f"s{number}", created=JANUARY) for number in range(300)))
+    for number in range(300):
+        with_adapters(table, an_adapter(f"a{number}", f"ns/s{number}"))
+        table.set_endpoint(f"p{number}", an_endpoint(f"p{number}", f"ns/s{number}", adapters=frozenset({f"a{number}"})))
+    for number in range(300):
+        table.resolve(f"a{number}")
+    built = table.built_routes
+    table.set_endpoint("p7", None)
+    for number in range(300):
+        table.resolve(f"a{number}")
+    table.set_adapter("ns/a8", an_adapter("a8", "ns/s8", alias="x"))
+    for number in range(300):
+        table.resolve(f"a{number}")
+
+    assert table.built_routes - built == 3, "the base and the adapter of p7, and the adapter a8"
+
+
+@pytest.mark.capability("EV-6")
+def test_replicas_that_only_get_copies_get_no_request_even_when_they_are_the_only_ones():
+    shadow = Endpoint(name="p1", service="ns/chat", revision="new", url="http://10.0.0.2:8000")
+    mirrored = Service("ns/chat", "chat", created=JANUARY, weights={"r1": 100, "new": 0}, mirrors={"new": 10})
+    table = a_table(mirrored, endpoints=(an_endpoint("p0"), shadow))
+
+    assert (table.resolve("chat").endpoints, table.resolve("chat").mirrors) == ((an_endpoint("p0"),), (shadow,))
+    table.set_endpoint("p0", None)
+    assert table.resolve("chat").endpoints == ()
+    assert table.resolve("chat").revisions == {"r1", "new"}

@@ -10,15 +10,15 @@ import msgspec
 import openai
 import pytest
 
-from slipway_api.names import API_VERSION, STATE_DRAINING, STATE_WARM
+from slipway_api.names import ANNOTATION_ADAPTERS, API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
-from slipway_gateway.picker.endpoints import Service
+from slipway_gateway.picker.endpoints import Adapter, Service, WaitLimits
 from slipway_gateway.settings import GatewaySettings
-from slipway_gateway.watch import InferenceService, Watch, endpoint_of, service_of
+from slipway_gateway.watch import InferenceService, LoRAAdapter, Watch, adapter_of, bytes_of, endpoint_of, service_of
 from slipway_kube.client import Client
 from slipway_kube.objects import Pod
-from slipway_kube.resources import INFERENCE_SERVICES, PODS
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, PODS
 from tests.fakes import FakeApiServer
 from tests.gateway.doubles import Caller, Runtime, a_caller, events_of, text_of, until
 from tests.gateway.objects import NAMESPACE, a_pod_object, a_service_object
@@ -145,7 +145,7 @@ async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(
         team = Team(server)
         team.put_pod("p1")
         async with a_watched_fleet(server) as fleet:
-            await until(lambda: server.open_watches == 2)
+            await until(lambda: server.open_watches == 3)
             assert names_in(fleet) == ["team/p1"]
             built = fleet.table.built_routes
             trouble(server)
@@ -153,7 +153,7 @@ async def test_nothing_the_api_server_does_short_of_saying_so_empties_the_table(
                 await asyncio.sleep(0.005)
                 assert names_in(fleet) == ["team/p1"]
             server.down = False
-            await until(lambda: server.open_watches == 2)
+            await until(lambda: server.open_watches == 3)
             assert names_in(fleet) == ["team/p1"]
             assert fleet.table.built_routes == built, "nothing was taken out in between"
             team.put_pod("p2")
@@ -363,3 +363,79 @@ async def test_requests_stay_with_a_replica_that_drains_or_that_is_the_only_one(
 
                 assert (await waiting).status == 200
                 assert (busy.requests, other.requests) == (1, 0)
+
+
+def an_adapter_object(name: str = "support", base: str = "chat", *, reason: str = "", **spec: Any) -> dict[str, Any]:
+    conditions = [{"type": "Stalled", "status": "True", "reason": reason}] if reason else []
+    return {
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"baseRef": {"name": base}} | spec,
+        "status": {"conditions": conditions},
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (an_adapter_object(), Adapter("team/support", "support", "team/chat")),
+        (an_adapter_object(adapterName="helper"), Adapter("team/support", "helper", "team/chat")),
+        (
+            an_adapter_object(alias={"name": "best", "weight": 10}),
+            Adapter("team/support", "support", "team/chat", alias="best", alias_weight=10),
+        ),
+        (an_adapter_object(reason="RankTooLarge"), Adapter("team/support", "support", "team/chat")),
+        (an_adapter_object(reason="NameConflict"), None),
+        (an_adapter_object(base=""), None),
+    ],
+)
+@pytest.mark.capability("ML-8")
+def test_an_adapter_is_routed_by_its_names_unless_its_name_is_anothers(body, expected):
+    assert adapter_of(msgspec.convert(body, LoRAAdapter)) == expected
+
+
+@pytest.mark.capability("ML-8")
+async def test_adapters_are_routed_to_the_pods_that_list_them_and_shown_with_their_base():
+    async with Runtime() as runtime, FakeApiServer() as server:
+        team = Team(server)
+        async with a_watched_fleet(server, runtime.port) as fleet, a_served_fleet(fleet) as caller:
+            server.put(LORA_ADAPTERS, an_adapter_object())
+            await until(lambda: fleet.table.resolve("support"))
+            team.put_pod("p1", address="127.0.0.1")
+            await until(lambda: fleet.table.endpoint("team/p1"))
+            async with caller.chat(model="support") as response:
+                assert response.status == 503
+                assert int(response.headers["Retry-After"]) > 0
+                assert "has loaded the adapter support" in (await response.json())["error"]["message"]
+            pod = a_pod_object("p1", owner_uid=team.uid)
+            pod["metadata"]["annotations"] = {ANNOTATION_ADAPTERS: "other,support"}
+            server.put(PODS, pod | {"status": pod["status"] | {"podIP": "127.0.0.1"}})
+            await until(lambda: fleet.table.resolve("support").endpoints)
+            for model in ("support", "team/support"):
+                async with caller.chat(model=model, stream=True) as response:
+                    assert (response.status, response.headers["x-slipway-adapter"]) == (200, "support")
+                    await response.read()
+            assert [body["model"] for body in runtime.bodies] == ["support", "support"]
+            async with caller.session.get(f"{caller.url}/v1/models") as response:
+                models = {one["id"]: one["parent"] for one in (await response.json())["data"]}
+            assert models == {"tiny": None, "support": "tiny"}
+
+
+@pytest.mark.capability("RG-7", "AS-9")
+def test_who_may_wait_is_read_from_the_spec_with_the_defaults_of_the_kind():
+    body = a_service_object() | {"spec": {"autoscaling": {"maxReplicas": 4, "scaleToZero": {"idleSeconds": 60}}}}
+    service = service_of(msgspec.convert(body, InferenceService))
+    assert service.activation == WaitLimits(1000, 256 << 20, 600)
+
+    activation = {"maxQueuedRequests": 5, "maxQueuedBytes": "1M", "maxWaitSeconds": 7}
+    body["spec"]["autoscaling"]["scaleToZero"]["activation"] = activation
+    assert service_of(msgspec.convert(body, InferenceService)).activation == WaitLimits(5, 1_000_000, 7)
+    body["spec"]["autoscaling"]["mode"] = "Paused"
+    assert service_of(msgspec.convert(body, InferenceService)).activation is None
+    assert service_of(msgspec.convert(a_service_object(), InferenceService)).activation is None
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"), [("256Mi", 256 << 20), ("1G", 10**9), ("5k", 5000), ("7", 7), (12, 12), ("2Gi", 2 << 30)]
+)
+def test_a_quantity_of_bytes_is_a_number(quantity, expected):
+    assert bytes_of(quantity) == expected

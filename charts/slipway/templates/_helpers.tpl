@@ -203,11 +203,11 @@ subjects:
   verbs: [create, patch]
 {{- end -}}
 
-{{- /* Two watches and nothing else. Rights know no labels, so the watch of replicas is a right to read all pods of the
+{{- /* Three watches and nothing else. Rights know no labels, so the watch of replicas is a right to read all pods of the
        namespaces that are served; watchNamespaces narrows it. */ -}}
 {{- define "slipway.gatewayRules" -}}
 - apiGroups: [slipway.dev]
-  resources: [inferenceservices]
+  resources: [inferenceservices, loraadapters]
   verbs: [list, watch]
 - apiGroups: [""]
   resources: [pods]

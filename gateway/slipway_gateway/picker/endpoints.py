@@ -16,6 +16,16 @@ class Endpoint:
     owner_uid: str = ""  # of the InferenceService that controls the pod; an impostor's pod has another
     served_name: str = ""  # the served name of its runtime; empty: the service's served name
     token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it needs none
+    adapters: frozenset[str] = frozenset()  # names of the adapters that it has loaded
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """How many requests of one service this gateway may hold while no replica is ready, and for how long."""
+
+    requests: int
+    bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +37,46 @@ class Service:
     uid: str = ""
     created: datetime | None = None
     weights: Mapping[str, int] = field(default_factory=dict)  # share of each revision; empty: no split is known
+    mirrors: Mapping[str, int] = field(default_factory=dict)  # percent of requests that are copied to a revision
+    desired_replicas: int = 0  # as the operator last decided
+    activation: WaitLimits | None = None  # while it is scaled to zero; None: demand does not bring its replicas back
+    is_suspended: bool = False
+    max_num_seqs: int = 64  # requests that one replica runs at once
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The fields of a LoRAAdapter that the gateway uses."""
+
+    key: str  # <namespace>/<name>
+    name: str  # the `model` that clients send, and the name of it in the replicas
+    service: str  # the key of its base
+    alias: str = ""  # a name that several adapters share, by weight
+    alias_weight: int = 1
+    created: datetime | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Its namespace."""
+        return self.key.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One service with the endpoints that can answer for it now."""
+    """One service, or one adapter of it, with the endpoints that can answer now."""
 
     service: Service
     endpoints: tuple[Endpoint, ...] = ()
+    mirrors: tuple[Endpoint, ...] = ()  # of revisions that get copies of requests, and no requests
+    adapter: Adapter | None = None
+    has_base: bool = False  # with an adapter: whether the base has endpoints, with the adapter or without it
+
+    @property
+    def name(self) -> str:
+        """What is routed, for messages."""
+        return self.adapter.name if self.adapter is not None else self.service.served_name
 
     @property
     def revisions(self) -> set[str]:
         """Every revision that the service's status or one of its endpoints names."""
-        return {*self.service.weights, *(endpoint.revision for endpoint in self.endpoints)}
+        return {*self.service.weights, *(endpoint.revision for endpoint in (*self.endpoints, *self.mirrors))}

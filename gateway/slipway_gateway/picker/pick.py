@@ -66,7 +66,9 @@ def pick(
     if request.pin and not knows_revision(route, request.pin):
         return UnknownRevision(request.pin)
     untried = [endpoint for endpoint in route.endpoints if endpoint.name not in tried]
-    revision = request.pin or choose_revision(route.service.weights, {e.revision for e in untried}, draw)
+    ready = {endpoint.revision for endpoint in untried}
+    cohort = request.cohort and f"{route.service.key}/{request.cohort}"
+    revision = request.pin or choose_revision(route.service.weights, ready, draw, cohort)
     fitting = [endpoint for endpoint in untried if revision is None or endpoint.revision == revision]
     fitting = [endpoint for endpoint in fitting if endpoint.name not in ejected] or fitting
     if not fitting:
@@ -84,7 +86,9 @@ def _candidate(endpoint: Endpoint, loads: Mapping[str, Load]) -> Candidate:
 
 
 def _why_none(route: Route, pin: str, tried: Collection[str]) -> str:
-    whose = f"revision {pin} of {route.service.served_name}" if pin else route.service.served_name
+    whose = f"revision {pin} of {route.name}" if pin else route.name
     if any(endpoint.name in tried for endpoint in route.endpoints):
         return f"no other replica of {whose} can take this request now"
+    if route.adapter is not None and route.has_base:
+        return f"no ready replica of {route.service.served_name} has loaded the adapter {whose}"
     return f"{whose} has no ready replica"

@@ -13,6 +13,7 @@ class RoutingRequest:
     model: str
     cost: int = 0  # of prompt and answer, estimated in tokens
     pin: str = ""  # the revision that the client insists on
+    cohort: str = ""  # the user whose requests go to one revision of a split; empty: each request is drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,8 @@ class InferenceServices:
             asking_since=self._inputs.asking_since(),
             warm=self._supply.of(reading.service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
+            demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
+            outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
         )
         # Of pods that are gone, or another's for good, nothing has to be remembered.
         memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()

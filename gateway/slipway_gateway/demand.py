@@ -1,0 +1,142 @@
+"""Demand for services at this gateway: waiting and open requests, counted, with a version that the operator polls.
+
+The operator asks with the version it has seen and gets the answer when the version is another one (`DemandReport`). The
+version must change soon after idle services get work, and rarely otherwise:
+
+| change of a service                                            | new version          |
+|----------------------------------------------------------------|----------------------|
+| the first waiting request                                      | always               |
+| the last waiting request is gone                               | always               |
+| the first open request                                         | after 5 idle seconds |
+| open requests have doubled, and doubled again, since it was idle | always             |
+| anything else                                                  | no                   |
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Final
+
+from slipway_api.gateway_api import DemandReport, ServiceDemand
+
+# A service with a request every second is busy all the time: its requests are no news.
+QUIET_SECONDS: Final = 5.0
+
+
+@dataclass(slots=True)
+class _Counts:
+    """The requests of one service."""
+
+    open: int = 0
+    announced: int = 0  # the most open requests since it was idle, of those that changed the version
+    last_request: float = 0.0  # when the last one arrived or ended
+    waiting_bytes: int = 0
+    waiting_since: deque[float] = field(default_factory=deque)  # of each waiting request, the oldest first
+
+
+class Demand:
+    """Counts requests from their arrival to their end. Not thread-safe: everything happens on the event loop."""
+
+    def __init__(self, boot_id: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.version = 1
+        self._boot_id = boot_id
+        self._clock = clock
+        self._started = clock()
+        self._services: dict[str, _Counts] = {}
+        self._changed = asyncio.Event()
+
+    def start_waiting(self, service: str, size: int) -> float:
+        """Count a request that is held; returns the moment, which `stop_waiting` needs."""
+        counts = self._counts(service)
+        now = counts.last_request = self._clock()
+        counts.waiting_since.append(now)
+        counts.waiting_bytes += size
+        if len(counts.waiting_since) == 1:
+            self._change()
+        return now
+
+    def stop_waiting(self, service: str, size: int, since: float) -> None:
+        """A held request was released, refused, or left."""
+        counts = self._counts(service)
+        counts.last_request = self._clock()
+        counts.waiting_since.remove(since)  # mostly the first one
+        counts.waiting_bytes -= size
+        if not counts.waiting_since:
+            self._change()
+
+    def start_request(self, service: str) -> None:
+        """Count a request that is sent to a replica."""
+        counts = self._counts(service)
+        now = self._clock()
+        was_quiet = not counts.open and now - counts.last_request >= QUIET_SECONDS
+        counts.open += 1
+        counts.last_request = now
+        # While it stays busy the highest number stands: one that swings between 0 and 8 is announced once.
+        if was_quiet or counts.open >= 2 * max(1, counts.announced):
+            counts.announced = counts.open
+            self._change()
+
+    def end_request(self, service: str) -> None:
+        """That request has ended."""
+        counts = self._counts(service)
+        counts.open -= 1
+        counts.last_request = self._clock()
+
+    def waiting(self, service: str) -> int:
+        """How many requests of this service are held."""
+        counts = self._services.get(service)
+        return len(counts.waiting_since) if counts is not None else 0
+
+    def waiting_by_service(self) -> dict[str, int]:
+        """How many requests are held, of each service that has any."""
+        return {name: len(counts.waiting_since) for name, counts in self._services.items() if counts.waiting_since}
+
+    def report(self, known: Container[str]) -> DemandReport:
+        """The present demand. Services that are not `known` any more are forgotten once they have no requests."""
+        now = self._clock()
+        for name in [one for one, counts in self._services.items() if one not in known and not _is_busy(counts)]:
+            del self._services[name]
+        return DemandReport(
+            boot_id=self._boot_id,
+            version=self.version,
+            uptime_seconds=now - self._started,
+            services=tuple(_service_demand(name, counts, now) for name, counts in self._services.items()),
+        )
+
+    async def wait(self, after: int | None, seconds: float) -> None:
+        """Return when the version is not `after`, or after `seconds`."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                while self.version == after:
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _counts(self, service: str) -> _Counts:
+        counts = self._services.get(service)
+        if counts is None:
+            counts = self._services[service] = _Counts(last_request=self._clock() - QUIET_SECONDS)
+        return counts
+
+    def _change(self) -> None:
+        self.version += 1
+        self._changed.set()  # wakes all that wait now
+        self._changed = asyncio.Event()
+
+
+def _is_busy(counts: _Counts) -> bool:
+    return bool(counts.open or counts.waiting_since)
+
+
+def _service_demand(name: str, counts: _Counts, now: float) -> ServiceDemand:
+    return ServiceDemand(
+        service=name,
+        waiting_requests=len(counts.waiting_since),
+        waiting_bytes=counts.waiting_bytes,
+        longest_wait_seconds=now - counts.waiting_since[0] if counts.waiting_since else 0.0,
+        open_requests=counts.open,
+        idle_seconds=0.0 if _is_busy(counts) else max(0.0, now - counts.last_request),
+    )
