@@ -12,8 +12,9 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from slipway_api.names import HEADER_PIN_REVISION, HEADER_REQUEST_ID
+from slipway_api.names import HEADER_PIN_REVISION, HEADER_REQUEST_ID, HEADER_SESSION_ID
 from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
+from slipway_gateway.picker.prefix import block_hashes
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.shares import SharedCapacity
 
@@ -22,6 +23,7 @@ EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit
 MAX_EXPECTED_OUTPUT_TOKENS: Final = 4096  # a client's generous limit is not a forecast
 # A generated token holds a place in the batch for a whole step; a prompt token shares one with a thousand others.
 OUTPUT_WEIGHT: Final = 4
+MAX_SESSION_CHARACTERS: Final = 256
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -34,6 +36,13 @@ class _Fields(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     n: Any = None
+    # The prompt, undecoded, in the order in which chat templates write it; and what names the session.
+    tools: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: Any = None
+    user: Any = None
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -157,8 +166,8 @@ class BodyReader:
         return False
 
 
-def parse(content: bytes, request: web.Request) -> InferenceRequest:
-    """Parse a body, or refuse it."""
+def parse(content: bytes, request: web.Request, *, tenant: str = "") -> InferenceRequest:
+    """Parse a body of this tenant, or refuse it."""
     try:
         fields = _decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -174,10 +183,25 @@ def parse(content: bytes, request: web.Request) -> InferenceRequest:
             model=fields.model,
             cost=len(content) // BYTES_PER_TOKEN + expected * answers * OUTPUT_WEIGHT,
             pin=request.headers.get(HEADER_PIN_REVISION, ""),
+            session=_session(fields, request, tenant),
+            blocks=block_hashes(_prompt(fields), tenant, fields.model),
         ),
         stream=fields.stream is True,
         max_tokens=max_tokens,
     )
+
+
+def _prompt(fields: _Fields) -> list[memoryview]:
+    """The parts of the body that become the prompt: a conversation's next turn begins with the same bytes."""
+    return [memoryview(part) for part in (fields.tools, fields.messages, fields.prompt, fields.input)]
+
+
+def _session(fields: _Fields, request: web.Request, tenant: str) -> str:
+    """What the requests of one session have in common: the header, else OpenAI's `prompt_cache_key`, else `user`."""
+    for name in (request.headers.get(HEADER_SESSION_ID), fields.prompt_cache_key, fields.user):
+        if isinstance(name, str) and name:
+            return f"{tenant}\x1f{name[:MAX_SESSION_CHARACTERS]}"
+    return ""
 
 
 def request_id(request: web.Request) -> str:

@@ -225,6 +225,9 @@ class Requests:
             record.sent = time.monotonic()
             async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
                 lease.answered()
+                self._fleet.record_load(endpoint, reply.load_report)
+                if reply.is_stream:
+                    self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
                 rejected = await self._rejected(endpoint, reply)
                 if rejected is not None:
                     return rejected
@@ -236,6 +239,8 @@ class Requests:
                 response = await self._forwarder.forward(request, reply, lease, record, served_name)
                 if record.upstream_failed:
                     self._fleet.record_failure(endpoint)
+                elif record.events > 1:
+                    self._fleet.record_latency(endpoint, itl=reply.waited / (record.events - 1))
                 return response
 
     def _first_byte_wait(self, inference: InferenceRequest, deadline: float) -> FirstByteWait:

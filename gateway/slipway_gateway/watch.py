@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import structlog
 
 from slipway_api import names
+from slipway_api.inference_service import RoutingStrategy
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_kube.client import Client
@@ -34,9 +35,30 @@ class ServiceStatus(Slim, frozen=True, gc=False):
     revisions: tuple[RevisionStatus, ...] = ()
 
 
+class RoutingSpec(Slim, frozen=True, gc=False):
+    """How a service wants its requests routed; text, because a newer API may know more strategies than this gateway."""
+
+    strategy: str = ""
+
+    @property
+    def known_strategy(self) -> RoutingStrategy:
+        """The strategy, or the default one."""
+        try:
+            return RoutingStrategy(self.strategy)
+        except ValueError:
+            return RoutingStrategy.PREFIX_CACHE
+
+
+class ServiceSpec(Slim, frozen=True, gc=False):
+    """The spec of a service."""
+
+    routing: RoutingSpec = RoutingSpec()
+
+
 class InferenceService(Object, frozen=True, gc=False):
     """The few fields of an InferenceService that routing needs."""
 
+    spec: ServiceSpec = ServiceSpec()
     status: ServiceStatus = ServiceStatus()
 
 
@@ -90,6 +112,7 @@ def service_of(resource: InferenceService) -> Service:
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in resource.status.revisions},
+        strategy=resource.spec.routing.known_strategy,
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from slipway_api.inference_service import RoutingStrategy
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -16,6 +18,7 @@ class Endpoint:
     owner_uid: str = ""  # of the InferenceService that controls the pod; an impostor's pod has another
     served_name: str = ""  # the served name of its runtime; empty: the service's served name
     token_digests: tuple[str, ...] = ()  # of the serving tokens that it accepts; empty: it needs none
+    adapters: frozenset[str] = frozenset()  # names of the adapters that it has loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Service:
     uid: str = ""
     created: datetime | None = None
     weights: Mapping[str, int] = field(default_factory=dict)  # share of each revision; empty: no split is known
+    strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
 
 
 @dataclass(frozen=True, slots=True)
