@@ -13,12 +13,27 @@ from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
 
 log = structlog.get_logger()
 
+BYTES_PER_TOKEN: Final = 4
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
 _FINISH = re.compile(rb'"finish_reason":\s*"([a-z_]{1,32})"')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 _OUTPUT_TOKENS = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """The tokens that a request used."""
+
+    input: int = 0
+    cached: int = 0  # part of input
+    output: int = 0
+    is_estimated: bool = False  # the answer has no usage; nothing of cached is known then
+
+
+NOTHING_USED: Final = TokenUsage()
 
 
 @dataclass(slots=True)
@@ -31,6 +46,11 @@ class RequestRecord:
     model: str = UNKNOWN_MODEL  # as served: set once it is known, so that a client's text is never logged
     service: str = ""
     revision: str = ""
+    adapter: str = ""
+    tenant: str = ""
+    key: str = ""  # the name of the API key, never the key
+    internal_headers: dict[str, str] = field(default_factory=dict)  # for the replica: its tenant and priority
+    body_sha256: str = ""  # only where audit records are written
     endpoint: str = ""
     stream: bool = False
     max_tokens: int | None = None
@@ -59,6 +79,26 @@ class RequestRecord:
             self.forwarded = time.monotonic()
         self.response_bytes += len(piece)
         self.tail.append(piece)
+
+    @property
+    def was_served(self) -> bool:
+        """Whether a replica computed something for the client, to the end or not."""
+        return bool(self.forwarded) and (self.status < 300 or self.status == CLIENT_LEFT)
+
+    def runtime_finish(self) -> str:
+        """The finish_reason of the runtime's answer."""
+        return _last_match(_FINISH, b"".join(self.tail))
+
+    def usage(self) -> TokenUsage:
+        """The tokens that it used: by the answer's own usage, else estimated."""
+        if not self.was_served:
+            return NOTHING_USED
+        end = b"".join(self.tail)
+        prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
+        if prompt is not None:
+            return TokenUsage(prompt, _last_number(_CACHED_TOKENS, end) or 0, output or 0)
+        # The last events of a stream are its finish and [DONE].
+        return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, max(0, self.events - 2), is_estimated=True)
 
     def set_broken(self, error: str) -> None:
         """The answer could not be finished."""
@@ -92,6 +132,7 @@ class AccessLog:
             path=record.path,
             model=record.model,
             service=record.service,
+            tenant=record.tenant,
             revision=record.revision,
             endpoint=record.endpoint,
             stream=record.stream,

@@ -13,12 +13,12 @@ import msgspec
 from aiohttp import web
 
 from slipway_api.names import HEADER_PIN_REVISION, HEADER_REQUEST_ID, HEADER_SESSION_ID
+from slipway_gateway.access_log import BYTES_PER_TOKEN
 from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
 from slipway_gateway.picker.prefix import block_hashes
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.shares import SharedCapacity
 
-BYTES_PER_TOKEN: Final = 4
 EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit
 MAX_EXPECTED_OUTPUT_TOKENS: Final = 4096  # a client's generous limit is not a forecast
 # A generated token holds a place in the batch for a whole step; a prompt token shares one with a thousand others.
@@ -116,14 +116,15 @@ class BodyReader:
         self._stall_seconds = stall_seconds
         self._uploads: dict[Body, tuple[float, asyncio.Timeout]] = {}  # by last progress, the oldest first
 
-    async def read(self, request: web.Request) -> Body:
-        """The whole body; the caller releases it."""
-        if (request.content_length or 0) > self._max_bytes:
-            raise too_large(self._max_bytes)
+    async def read(self, request: web.Request, max_bytes: int | None = None) -> Body:
+        """The whole body, of at most `max_bytes` where this client has a limit of its own; the caller releases it."""
+        max_bytes = min(max_bytes or self._max_bytes, self._max_bytes)
+        if (request.content_length or 0) > max_bytes:
+            raise too_large(max_bytes)
         body = Body(self._capacity, ("client", request.remote))
         try:
             async with asyncio.timeout(self._max_seconds) as limit:
-                body.content = await self._read(request, body, limit)
+                body.content = await self._read(request, body, limit, max_bytes)
         except TimeoutError:
             body.uncount()
             raise body_too_slow() from None
@@ -137,12 +138,12 @@ class BodyReader:
             self._uploads.pop(body, None)
         return body
 
-    async def _read(self, request: web.Request, body: Body, limit: asyncio.Timeout) -> bytes:
+    async def _read(self, request: web.Request, body: Body, limit: asyncio.Timeout, max_bytes: int) -> bytes:
         pieces, size = [], 0
         async for piece in request.content.iter_any():
             size += len(piece)
-            if size > self._max_bytes:
-                raise too_large(self._max_bytes)
+            if size > max_bytes:
+                raise too_large(max_bytes)
             while not body.count(len(piece)):
                 if not self._end_stalled_upload():
                     raise gateway_memory_full()

@@ -1,8 +1,8 @@
 """Handles one request from its headers to the last byte of its answer: read, route, try replicas, forward.
 
-1. Refuse everything until the fleet has been listed once: an unknown name may well exist.
+1. Refuse everything until the fleet has been listed once: an unknown name may well exist. Authenticate.
 2. Read the body, bounded in time and memory; learn the model and the pinned revision.
-3. Find the service; take a share of its connections and memory; pick a replica; try it.
+3. Find the service; take a share of its connections and memory, and of its tenant's limits; pick a replica; try it.
 4. Until the first byte went out, another replica may be tried: when one is gone, draining (503), full (429), silent,
    dead, or has left the fleet.
 5. Forward the answer as it comes (`forwarding`).
@@ -17,7 +17,9 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
+from slipway_api.names import HEADER_ADAPTER
 from slipway_gateway.access_log import AccessLog, RequestRecord
+from slipway_gateway.accounting import Accounting
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -38,6 +40,7 @@ from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
 from slipway_gateway.shares import SharedCapacity
+from slipway_gateway.tenancy import Tenancy, internal_headers
 from slipway_gateway.upstream import (
     DeadlineError,
     FirstByteWait,
@@ -95,6 +98,7 @@ class Requests:
         bodies: BodyReader,
         connections: SharedCapacity,
         policy: RetryPolicy | None = None,
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._fleet = fleet
         self._upstream = upstream
@@ -103,6 +107,7 @@ class Requests:
         self._bodies = bodies
         self._connections = connections
         self._policy = policy or RetryPolicy()
+        self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
         self._forwarder = Forwarder(metrics)
         self._open: set[asyncio.Task[object]] = set()
         self.idle = asyncio.Event()  # set while no request is inside
@@ -150,17 +155,22 @@ class Requests:
                 self.idle.set()
             self._metrics.open_requests.dec()
             self._access_log.write(record)
+            self.tenancy.account(record)
 
     async def _read_and_answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         if not self._fleet.view().synced:
             raise not_synced()
-        body = await self._bodies.read(request)
+        caller = self.tenancy.authenticate(request)
+        record.tenant, record.key = caller.tenant.label, caller.key
+        record.internal_headers = internal_headers(caller)
+        body = await self._bodies.read(request, caller.tenant.max_body_bytes)
         try:
             record.arrived = time.monotonic()
             record.request_bytes = len(body.content)
-            inference = parse(body.content, request)
+            inference = parse(body.content, request, tenant=record.tenant)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
             service = self._resolve(inference, record).service.key
+            self.tenancy.check(caller, body, inference, record)
             if not body.assign_to(service):
                 self._metrics.refused.labels(service, "memory").inc()
                 raise service_memory_full(record.model)
@@ -168,7 +178,8 @@ class Requests:
                 self._metrics.refused.labels(service, "connections").inc()
                 raise service_requests_full(record.model)
             try:
-                return await self._answer(request, inference, body, record)
+                with self.tenancy.admit(caller, inference, record):
+                    return await self._answer(request, inference, body, record)
             finally:
                 self._connections.give_back(service, 1)
         finally:
@@ -219,12 +230,13 @@ class Requests:
         """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
         served_name = endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
-        headers = request_headers(request.headers, record.request_id)
+        headers = request_headers(request.headers, record.request_id) | record.internal_headers
         wait = self._first_byte_wait(inference, deadline)
         with self._fleet.lease(endpoint, inference.routing.cost, wait.move) as lease:
             record.sent = time.monotonic()
             async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
                 lease.answered()
+                record.adapter = reply.headers.get(HEADER_ADAPTER, "")
                 self._fleet.record_load(endpoint, reply.load_report)
                 if reply.is_stream:
                     self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)

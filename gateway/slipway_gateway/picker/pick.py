@@ -114,7 +114,7 @@ def pick(
     weighted = SCORERS[strategy] if weighted is None else weighted
     if not weighted:
         return Picked(fitting[turn % len(fitting)])
-    candidates = [_candidate(endpoint, loads, reports) for endpoint in fitting]
+    candidates: Sequence[Candidate] = [_candidate(endpoint, loads, reports) for endpoint in fitting]
     if strategy is RoutingStrategy.PREFIX_CACHE:
         candidates = _with_affinity(request, candidates, prefixes)
     scores = weighted_scores(request, candidates, weighted)
