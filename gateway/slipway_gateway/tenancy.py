@@ -87,7 +87,7 @@ class Tenancy(Collector):
     @property
     def tenant_names(self) -> frozenset[str]:
         """The labels of all tenants that exist."""
-        directory = self._files.directory if self._files is not None else None
+        directory = self._files.refresh(self._clock()) if self._files is not None else None
         return directory.names if directory is not None else frozenset()
 
     def open_requests(self, tenant: str) -> int:

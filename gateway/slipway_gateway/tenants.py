@@ -116,7 +116,7 @@ class Directory:
     callers: Mapping[str, Caller] = field(default_factory=dict)
     tenants: tuple[Tenant, ...] = ()
     unclaimed: frozenset[str] = frozenset()  # digests of keys that no tenant names
-    missing: tuple[str, ...] = ()  # keys that tenants name and the Secret does not have
+    missing: tuple[str, ...] = ()  # tenants with a key that the Secret does not have
 
     @property
     def names(self) -> frozenset[str]:
@@ -144,7 +144,7 @@ def build(document: str, keys: Mapping[str, str]) -> Directory:
                 callers[digest] = Caller(owner[key], key)
             else:
                 unclaimed.add(digest)
-    missing = tuple(sorted(key for key in owner if key not in digests))
+    missing = tuple(sorted({tenant.label for key, tenant in owner.items() if key not in digests}))
     return Directory(MappingProxyType(callers), tenants, frozenset(unclaimed), missing)
 
 
@@ -153,14 +153,16 @@ def _parse(document: str) -> tuple[Tenant, ...]:
         loaded = yaml.safe_load(document)
         tenants = _Document.model_validate(loaded).tenants
     except yaml.YAMLError as error:
-        raise TenantsError(f"{TENANTS_FILE} is not YAML: {' '.join(str(error).split())}") from error
+        mark = getattr(error, "problem_mark", None)  # the error's own text repeats the line, which may hold a key
+        place = f" in line {mark.line + 1}" if mark is not None else ""
+        raise TenantsError(f"{TENANTS_FILE} is not YAML{place}") from None
     except ValidationError as error:
         # The input is not repeated: a plain key pasted into the wrong place must not reach the log.
         faults = (
             f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
             for one in error.errors(include_url=False, include_input=False)
         )
-        raise TenantsError(f"{TENANTS_FILE}: {'; '.join(faults)}") from error
+        raise TenantsError(f"{TENANTS_FILE}: {'; '.join(faults)}") from None
     seen: set[str] = set()
     for tenant in tenants:
         if tenant.name is None:
@@ -233,7 +235,8 @@ class TenantFiles:
             self.reloads += 1
             log.info("tenants read", tenants=len(directory.tenants), keys=len(directory.callers))
             if directory.missing:
-                log.warning("keys of tenants are missing in the Secret", keys=list(directory.missing))
+                # Only the tenants: what a tenant calls its key may be the key itself, pasted by mistake.
+                log.warning("the Secret lacks keys of some tenants", tenants=list(directory.missing))
 
     def _reject(self, fault: str) -> None:
         self.fault = fault
