@@ -46,5 +46,5 @@ def test_each_revision_has_a_histogram_of_ttft_and_one_of_itl():
         sample.labels["model"] == "chat"
         for family in families.values()
         for sample in family.samples
-        if "le" in sample.labels
+        if sample.labels.get("service") == "team/chat"
     )
