@@ -52,6 +52,7 @@ class RequestRecord:
     internal_headers: dict[str, str] = field(default_factory=dict)  # for the replica: its tenant and priority
     body_sha256: str = ""  # only where audit records are written
     endpoint: str = ""
+    matched_tokens: int = 0  # of the prompt, which the endpoint was sent before
     stream: bool = False
     max_tokens: int | None = None
     request_bytes: int = 0
@@ -146,6 +147,7 @@ class AccessLog:
             request_bytes=record.request_bytes,
             response_bytes=record.response_bytes,
             events=record.events,
+            matched_tokens=record.matched_tokens,
             read_ms=_milliseconds(record.started, record.arrived),
             first_byte_ms=_milliseconds(record.arrived, record.first_byte),
             added_ms=round(self._added(record) * 1e3, 2) if record.forwarded else None,

@@ -154,8 +154,8 @@ class Fleet:
     def record_load(self, endpoint: Endpoint, report: str) -> None:
         """Record what the replica reported of its load beside an answer; text that is no report changes nothing."""
         destination = self.destination(endpoint.service)
-        own = destination.loads.get(endpoint.name, IDLE).requests
-        destination.reports.record(endpoint.name, report, own_requests=own, now=self._clock())
+        own = len(destination.leases.get(endpoint.name, ()))
+        destination.reports.record(endpoint.name, report, own_waiting=own, now=self._clock())
 
     def record_latency(self, endpoint: Endpoint, *, ttft: float | None = None, itl: float | None = None) -> None:
         """Record the latency of a stream: its time to first token, or the mean time between its tokens."""
@@ -208,7 +208,7 @@ class Lease:
     def __init__(self, destination: Destination, name: str, tokens: int, on_endpoint_left: Callable[[], None]) -> None:
         self._destination = destination
         self._name = name
-        self._left = tokens
+        self._left = max(1, tokens)
         self.on_endpoint_left = on_endpoint_left
 
     def __enter__(self) -> Self:

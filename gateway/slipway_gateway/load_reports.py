@@ -17,7 +17,7 @@ from slipway_gateway.picker.scorers import ReplicaLoad
 LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 LOAD_HEADER: Final = "endpoint-load-metrics"
 LOAD_FORMAT: Final = "TEXT"
-FRESH_SECONDS: Final = 10.0  # an older report says nothing of now: the endpoint counts as unknown, never as full
+FRESH_SECONDS: Final = 5.0  # an older report says nothing of now: the endpoint counts as unknown, never as full
 MAX_REPORT_CHARACTERS: Final = 2048
 
 _METRIC: Final = re.compile(r"(?:named_metrics\.)?([a-z_]{1,64})\s*=\s*([0-9.eE+-]{1,32})")
@@ -31,11 +31,13 @@ class Report:
     at: float
 
 
-def parse_report(text: str, *, own_requests: int) -> ReplicaLoad | None:
-    """The load that this header states, or None where it is no report; `own_requests` are this gateway's there.
+def parse_report(text: str, *, own_waiting: int) -> ReplicaLoad | None:
+    """The load that this header states, or None where it is no report.
 
-    >>> parse_report("TEXT named_metrics.kv_cache_usage_perc=0.5, named_metrics.num_requests_running=7", own_requests=4)
-    ReplicaLoad(kv_usage=0.5, foreign_requests=3)
+    `own_waiting`: how many requests of this gateway are there and have no first byte yet.
+
+    >>> parse_report("TEXT named_metrics.kv_cache_usage_perc=0.5, named_metrics.num_requests_waiting=7", own_waiting=4)
+    ReplicaLoad(kv_usage=0.5, foreign_waiting=3)
     """
     if not text.startswith(LOAD_FORMAT) or len(text) > MAX_REPORT_CHARACTERS:
         return None
@@ -49,10 +51,9 @@ def parse_report(text: str, *, own_requests: int) -> ReplicaLoad | None:
             values[name] = value
     if not values:
         return None
-    requests = int(values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0))
     return ReplicaLoad(
         kv_usage=min(1.0, values.get("kv_cache_usage_perc", 0.0)),
-        foreign_requests=max(0, requests - own_requests),
+        foreign_waiting=max(0, int(values.get("num_requests_waiting", 0.0)) - own_waiting),
     )
 
 
@@ -62,9 +63,9 @@ class LoadReports:
     def __init__(self) -> None:
         self._reports: dict[str, Report] = {}
 
-    def record(self, endpoint: str, text: str, *, own_requests: int, now: float) -> None:
+    def record(self, endpoint: str, text: str, *, own_waiting: int, now: float) -> None:
         """Record the report beside an answer of this endpoint."""
-        load = parse_report(text, own_requests=own_requests)
+        load = parse_report(text, own_waiting=own_waiting)
         if load is not None:
             self._reports[endpoint] = Report(load, now)
 

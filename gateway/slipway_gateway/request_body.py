@@ -183,6 +183,7 @@ def parse(content: bytes, request: web.Request, *, tenant: str = "") -> Inferenc
         routing=RoutingRequest(
             model=fields.model,
             cost=len(content) // BYTES_PER_TOKEN + expected * answers * OUTPUT_WEIGHT,
+            prompt_tokens=len(content) // BYTES_PER_TOKEN,
             pin=request.headers.get(HEADER_PIN_REVISION, ""),
             session=_session(fields, request, tenant),
             blocks=block_hashes(_prompt(fields), tenant, fields.model),

@@ -84,6 +84,7 @@ class Attempts:
 
     failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
     last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
+    matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
 
 
 class Requests:
@@ -200,6 +201,7 @@ class Requests:
             if isinstance(endpoint, NoneReady):
                 return self._give_up(endpoint, attempts, record)
             record.endpoint, record.revision = endpoint.name, endpoint.revision
+            record.matched_tokens = attempts.matched_tokens
             try:
                 answer = await self._try_endpoint(request, inference, body, endpoint, deadline, record)
             except DeadlineError:
@@ -232,10 +234,11 @@ class Requests:
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
         wait = self._first_byte_wait(inference, deadline)
-        with self._fleet.lease(endpoint, inference.routing.cost, wait.move) as lease:
+        with self._fleet.lease(endpoint, inference.routing.cost - record.matched_tokens, wait.move) as lease:
             record.sent = time.monotonic()
             async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
                 lease.answered()
+                lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
                 record.adapter = reply.headers.get(HEADER_ADAPTER, "")
                 self._fleet.record_load(endpoint, reply.load_report)
                 if reply.is_stream:
@@ -277,7 +280,8 @@ class Requests:
             refusing = {name for name, failure in attempts.failed.items() if failure is not AttemptFailure.LOST}
             picked = self._fleet.pick(route, inference.routing, tried=refusing)
         match picked:
-            case Picked(endpoint):
+            case Picked(endpoint, matched_tokens):
+                attempts.matched_tokens = matched_tokens
                 return endpoint
             case UnknownRevision(revision):
                 raise unknown_revision(inference.routing.model, revision)

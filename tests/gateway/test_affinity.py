@@ -64,7 +64,7 @@ async def test_what_a_replica_reports_beside_an_answer_is_asked_for_and_kept_fro
     async def report(runtime: Runtime, request: web.Request) -> web.StreamResponse:
         response = await answer_whole(runtime, request)
         response.headers[LOAD_HEADER] = (
-            "TEXT named_metrics.kv_cache_usage_perc=0.75, named_metrics.num_requests_running=4"
+            "TEXT named_metrics.kv_cache_usage_perc=0.75, named_metrics.num_requests_waiting=4"
         )
         return response
 
@@ -75,7 +75,7 @@ async def test_what_a_replica_reports_beside_an_answer_is_asked_for_and_kept_fro
         known = gateway.fleet.destination(endpoint.service).reports.fresh(asyncio.get_running_loop().time())
 
     assert runtime.headers[0][LOAD_FORMAT_HEADER] == LOAD_FORMAT
-    assert known == {endpoint.name: ReplicaLoad(0.75, foreign_requests=3)}
+    assert known == {endpoint.name: ReplicaLoad(0.75, foreign_waiting=4)}
 
 
 @pytest.mark.capability("PF-17", "RG-5")

@@ -23,7 +23,7 @@ from slipway_gateway.picker.scorers import ReplicaLoad
     ],
 )
 def test_a_report_is_read_or_ignored(text, expected):
-    assert parse_report(text, own_requests=1) == expected
+    assert parse_report(text, own_waiting=1) == expected
 
 
 @pytest.mark.capability("RG-3")
@@ -32,13 +32,13 @@ def test_our_runtimes_report_is_understood():
     fields = {name: 0 for name, field in Signals.model_fields.items() if field.is_required()}
     signals = Signals.model_construct(**fields | {"kv_usage": 0.25, "running": 5, "waiting": 2})
 
-    assert parse_report(middleware.load_report(signals, LOAD_FORMAT), own_requests=3) == ReplicaLoad(0.25, 4)
+    assert parse_report(middleware.load_report(signals, LOAD_FORMAT), own_waiting=1) == ReplicaLoad(0.25, 1)
 
 
 def test_an_old_report_says_nothing_of_now():
     reports = LoadReports()
-    reports.record("p", "TEXT kv_cache_usage_perc=0.4", own_requests=0, now=100.0)
-    reports.record("p", "nonsense", own_requests=0, now=105.0)
+    reports.record("p", "TEXT kv_cache_usage_perc=0.4", own_waiting=0, now=100.0)
+    reports.record("p", "nonsense", own_waiting=0, now=105.0)
 
     assert reports.fresh(100.0 + FRESH_SECONDS) == {"p": ReplicaLoad(0.4, 0)}
     assert reports.fresh(100.1 + FRESH_SECONDS) == {}

@@ -58,6 +58,7 @@ class Picked:
     """The endpoint for this attempt."""
 
     endpoint: Endpoint
+    matched_tokens: int = 0  # of the prompt, which it was sent before and need not compute again
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,9 @@ def pick(
         candidates = _with_affinity(request, candidates, prefixes)
     scores = weighted_scores(request, candidates, weighted)
     highest = max(scores)
-    best = [candidate.endpoint for candidate, score in zip(candidates, scores, strict=True) if score == highest]
-    return Picked(best[int(tie_break * len(best))])
+    best = [candidate for candidate, score in zip(candidates, scores, strict=True) if score == highest]
+    chosen = best[int(tie_break * len(best))]
+    return Picked(chosen.endpoint, chosen.matched_tokens)
 
 
 def _candidate(endpoint: Endpoint, loads: Mapping[str, Load], reports: Mapping[str, ReplicaLoad]) -> Candidate:

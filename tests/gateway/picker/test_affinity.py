@@ -165,8 +165,8 @@ def test_an_endpoint_with_the_adapter_is_preferred_within_the_bound():
 
 @pytest.mark.capability("RG-3")
 def test_load_is_counted_in_tokens_and_contains_what_other_gateways_have_sent():
-    quiet = {"ns/p1": ReplicaLoad(0.1, foreign_requests=0)}
-    busy = {"ns/p0": ReplicaLoad(0.1, foreign_requests=3)}
+    quiet = {"ns/p1": ReplicaLoad(0.1, foreign_waiting=0)}
+    busy = {"ns/p0": ReplicaLoad(0.1, foreign_waiting=3)}
     two = [FLEET[0], FLEET[1]]
     route = a_route(*two, strategy=RoutingStrategy.LEAST_LOAD)
     # One long request is more load than two short ones.
