@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from structlog.testing import capture_logs
 
 from slipway_gateway.tenants import CHECK_SECONDS, Tenant, TenantFiles, TenantsError, build, digest_of
@@ -171,3 +172,14 @@ def test_unchanged_files_are_read_once(tmp_path):
         mounted.tenant_of(KEY)
 
     assert mounted.files.reloads == 1
+
+
+def test_the_example_is_valid_and_its_keys_are_those_that_it_names():
+    example = Path(__file__).resolve().parents[2] / "examples" / "gateway" / "tenants.yaml"
+    config, secret = yaml.safe_load_all(example.read_text())
+    directory = build(config["data"]["tenants.yaml"], secret["stringData"])
+
+    assert directory.callers[digest_of("sk-example-research")].tenant.name == "research"
+    assert directory.callers[digest_of("sk-example-shop")].tenant.priority == 10
+    assert not directory.missing
+    assert not directory.unclaimed
