@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
@@ -135,7 +135,10 @@ def _with_affinity(
 ) -> Sequence[Candidate]:
     """The candidates within the bound, with what they have cached, and one of them marked as home."""
     if request.blocks:
-        candidates = [_with_match(request, candidate, prefixes) for candidate in candidates]
+        for candidate in candidates:
+            if matched := prefixes.matched(candidate.endpoint.name, request.blocks):
+                candidate.matched_tokens = matched * TOKENS_OF_BLOCK
+                candidate.matched_share = matched / len(request.blocks)
     candidates = affinity.within_bound(request, candidates)
     if request.session:
         key = affinity.stable_hash(f"{request.model}\x1f{request.session}")
@@ -144,14 +147,9 @@ def _with_affinity(
     else:
         return candidates
     home = affinity.home(key, [candidate.endpoint.name for candidate in candidates])
-    return [replace(one, is_home=True) if one.endpoint.name == home else one for one in candidates]
-
-
-def _with_match(request: RoutingRequest, candidate: Candidate, prefixes: PrefixIndex) -> Candidate:
-    matched = prefixes.matched(candidate.endpoint.name, request.blocks)
-    if not matched:
-        return candidate
-    return replace(candidate, matched_tokens=matched * TOKENS_OF_BLOCK, matched_share=matched / len(request.blocks))
+    for candidate in candidates:
+        candidate.is_home = candidate.endpoint.name == home
+    return candidates
 
 
 def _why_none(route: Route, pin: str, tried: Collection[str]) -> str:

@@ -13,7 +13,7 @@ within the bound of `affinity.within_bound`, so that all gateways send a new pro
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipway_gateway.picker.endpoints import Endpoint
 
@@ -40,13 +40,16 @@ class ReplicaLoad:
 
     kv_usage: float = 0.0  # 0..1
     # Requests that wait there and were not sent by this gateway. Running ones are left out: as a number of the past it
-    # made gateways run after each other (bench/routing.py: TTFT of LeastLoad 1.3 × round robin's).
+    # made gateways run after each other (bench/routing.py: mean TTFT of LeastLoad 1.3 × round robin's).
     foreign_waiting: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
-    """An endpoint, its load, and what it has in its caches for this request."""
+    """An endpoint, its load, and what it has in its caches for this request.
+
+    Made anew for every pick and not frozen: a frozen one takes three times as long, and there is one for each endpoint.
+    """
 
     endpoint: Endpoint
     outstanding_tokens: int = 0
@@ -55,12 +58,11 @@ class Candidate:
     matched_tokens: int = 0  # of the prompt, which the endpoint was sent before
     matched_share: float = 0.0  # the same as a share of the prompt
     is_home: bool = False
+    load_tokens: int = field(init=False)  # of work: this gateway's own, and of others what waits there
 
-    @property
-    def load_tokens(self) -> int:
-        """Tokens of work: this gateway's own, and of others what waits there."""
+    def __post_init__(self) -> None:
         foreign = self.reported.foreign_waiting if self.reported is not None else 0
-        return self.outstanding_tokens + foreign * UNKNOWN_REQUEST_TOKENS
+        self.load_tokens = self.outstanding_tokens + foreign * UNKNOWN_REQUEST_TOKENS
 
 
 # All candidates at once, since "least" is a comparison; one score for each, in their order.
