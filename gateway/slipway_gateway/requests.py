@@ -239,7 +239,7 @@ class Requests:
             async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
                 lease.answered()
                 lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
-                record.adapter = reply.headers.get(HEADER_ADAPTER, "")
+                record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
                 self._fleet.record_load(endpoint, reply.load_report)
                 if reply.is_stream:
                     self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)

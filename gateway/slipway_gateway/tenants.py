@@ -79,10 +79,19 @@ class Tenant(BaseModel):
         return self.name or ""
 
     def may_use(self, model: str, service: str) -> bool:
-        """Whether it may use what a client calls `model`, answered by `service` (`<namespace>/<name>`)."""
-        short = model if "/" not in model else ""
+        """Whether it may use what a client calls `model`, answered by `service` (`<namespace>/<name>`).
+
+        A full name with a slash is always an object of that namespace, so its pattern may be matched by either.
+        """
+        full, short = (model, "") if "/" in model else ("", model)
         return any(
-            pattern == "*" or fnmatchcase(service if "/" in pattern else short, pattern) for pattern in self.models
+            pattern == "*"
+            or (
+                fnmatchcase(service, pattern) or fnmatchcase(full, pattern)
+                if "/" in pattern
+                else fnmatchcase(short, pattern)
+            )
+            for pattern in self.models
         )
 
 
