@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 
+from slipway_api.inference_service import RoutingStrategy
 from slipway_api.names import API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
@@ -363,3 +364,20 @@ async def test_requests_stay_with_a_replica_that_drains_or_that_is_the_only_one(
 
                 assert (await waiting).status == 200
                 assert (busy.requests, other.requests) == (1, 0)
+
+
+@pytest.mark.capability("RG-4")
+@pytest.mark.parametrize(
+    ("routing", "expected"),
+    [
+        ({}, RoutingStrategy.PREFIX_CACHE),
+        ({"strategy": "LeastLoad"}, RoutingStrategy.LEAST_LOAD),
+        ({"strategy": "RoundRobin", "directAccess": "Open"}, RoutingStrategy.ROUND_ROBIN),
+        ({"strategy": "OfALaterVersion"}, RoutingStrategy.PREFIX_CACHE),
+    ],
+)
+def test_the_strategy_is_that_of_the_spec_and_an_unknown_one_stops_nothing(routing, expected):
+    body = a_service_object(r1=100)
+    body["spec"]["routing"] = routing
+
+    assert service_of(msgspec.convert(body, InferenceService)).strategy is expected
