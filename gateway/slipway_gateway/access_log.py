@@ -14,6 +14,7 @@ from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
 log = structlog.get_logger()
 
 BYTES_PER_TOKEN: Final = 4
+USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
@@ -94,7 +95,7 @@ class RequestRecord:
         """The tokens that it used: by the answer's own usage, else estimated."""
         if not self.was_served:
             return NOTHING_USED
-        end = b"".join(self.tail)
+        end = b"".join(self.tail)[-USAGE_BYTES:]
         prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
         if prompt is not None:
             return TokenUsage(prompt, _last_number(_CACHED_TOKENS, end) or 0, output or 0)
