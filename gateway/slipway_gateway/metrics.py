@@ -194,7 +194,7 @@ class _FleetCollector(Collector):
             "slipway_gateway_endpoints_ready", "Replicas that may be sent requests", labels=_REVISION
         )
         ejected = GaugeMetricFamily(
-            "slipway_gateway_endpoints_ejected", "Of these, left out after failures or for their latency", labels=_REVISION
+            "slipway_gateway_endpoints_ejected", "Of these, left out after failures or for latency", labels=_REVISION
         )
         outstanding = GaugeMetricFamily(
             "slipway_gateway_outstanding_tokens", "Tokens sent or asked for and not answered yet", labels=_REVISION
