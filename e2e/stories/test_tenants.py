@@ -9,7 +9,7 @@ import pytest
 from e2e.manifests import as_yaml, static
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]  # two upgrades of the chart
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gateway" / "tenants.yaml"
 RESEARCH, SHOP = "sk-example-research", "sk-example-shop"
