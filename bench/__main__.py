@@ -14,6 +14,7 @@ from bench.machine import this_machine
 
 BENCHMARKS = (
     "gateway",
+    "routing",
     "runtime",
     "linears",
     "engine",

@@ -74,9 +74,21 @@ class DirectAccess(StrEnum):
     GATEWAY_ONLY = "GatewayOnly"
 
 
+class RoutingStrategy(StrEnum):
+    """How the gateway chooses a replica for a request."""
+
+    PREFIX_CACHE = "PrefixCache"
+    LEAST_LOAD = "LeastLoad"
+    ROUND_ROBIN = "RoundRobin"
+
+
 class Routing(Struct):
     """How requests reach the replicas."""
 
+    strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
+    """How the gateway chooses a replica. PrefixCache: the one that has the beginning of the prompt or the session in
+    its cache, unless its load is too far above the least. LeastLoad: the one with the fewest outstanding tokens.
+    RoundRobin: one after the other. A change takes effect at once and restarts nothing."""
     direct_access: DirectAccess = DirectAccess.OPEN
     """Open: every pod that can reach a replica may call it directly. GatewayOnly: a replica answers only the
     gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""

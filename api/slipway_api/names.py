@@ -72,6 +72,8 @@ HEADER_PIN_REVISION: Final = "x-slipway-pin-revision"
 # From a client, instead of the field `user`: requests with one value stay on one revision of a split.
 HEADER_COHORT: Final = "x-slipway-cohort"
 HEADER_REQUEST_ID: Final = "x-request-id"
+# Set by clients: requests with the same value go to the same replica while its load allows it.
+HEADER_SESSION_ID: Final = "x-slipway-session-id"
 # On a refusal of a runtime: the engine has not taken the request, so sending it elsewhere repeats nothing.
 HEADER_NOT_STARTED: Final = "x-slipway-not-started"
 

@@ -17,12 +17,28 @@ from slipway_gateway.outcomes import Outcomes, Pace
 log = structlog.get_logger()
 
 SHUTTING_DOWN: Final = "the gateway is shutting down"
+BYTES_PER_TOKEN: Final = 4
+USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
 _FINISH = re.compile(rb'"finish_reason":\s*"([a-z_]{1,32})"')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 _OUTPUT_TOKENS = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """The tokens that a request used."""
+
+    input: int = 0
+    cached: int = 0  # part of input
+    output: int = 0
+    is_estimated: bool = False  # the answer has no usage; nothing of cached is known then
+
+
+NOTHING_USED: Final = TokenUsage()
 
 
 @dataclass(slots=True)
@@ -36,7 +52,12 @@ class RequestRecord:
     service: str = ""
     adapter: str = ""  # the adapter that shall answer; empty: the base
     revision: str = ""
+    tenant: str = ""
+    key: str = ""  # the name of the API key, never the key
+    internal_headers: dict[str, str] = field(default_factory=dict)  # for the replica: its tenant and priority
+    body_sha256: str = ""  # only where audit records are written
     endpoint: str = ""
+    matched_tokens: int = 0  # of the prompt, which the endpoint was sent before
     stream: bool = False
     max_tokens: int | None = None
     request_bytes: int = 0
@@ -78,6 +99,26 @@ class RequestRecord:
         if self.capture is not None:
             self.capture.add(piece)
         self.tail.append(piece)
+
+    @property
+    def was_served(self) -> bool:
+        """Whether a replica computed something for the client, to the end or not."""
+        return bool(self.forwarded) and (self.status < 300 or self.status == CLIENT_LEFT)
+
+    def runtime_finish(self) -> str:
+        """The finish_reason of the runtime's answer."""
+        return _last_match(_FINISH, b"".join(self.tail))
+
+    def usage(self) -> TokenUsage:
+        """The tokens that it used: by the answer's own usage, else estimated."""
+        if not self.was_served:
+            return NOTHING_USED
+        end = b"".join(self.tail)[-USAGE_BYTES:]
+        prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
+        if prompt is not None:
+            return TokenUsage(prompt, _last_number(_CACHED_TOKENS, end) or 0, output or 0)
+        # The last events of a stream are its finish and [DONE].
+        return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, max(0, self.events - 2), is_estimated=True)
 
     def set_broken(self, error: str) -> None:
         """The answer could not be finished."""
@@ -135,6 +176,7 @@ class AccessLog:
             model=record.model,
             service=record.service,
             adapter=record.adapter,
+            tenant=record.tenant,
             revision=record.revision,
             endpoint=record.endpoint,
             stream=record.stream,
@@ -148,6 +190,7 @@ class AccessLog:
             request_bytes=record.request_bytes,
             response_bytes=record.response_bytes,
             events=record.events,
+            matched_tokens=record.matched_tokens,
             read_ms=_milliseconds(record.started, record.arrived),
             held_ms=_milliseconds(record.arrived, record.admitted),
             first_byte_ms=_milliseconds(record.arrived, record.first_byte),

@@ -14,12 +14,13 @@ from slipway_api.names import (
     PATH_OUTCOMES,
     PATH_READY,
 )
-from slipway_gateway.errors import not_synced, unknown_model, unknown_path, wrong_method
+from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.operator_api import OperatorApi
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.requests import Requests
+from slipway_gateway.tenancy import Tenancy
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
 SERVING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
@@ -34,19 +35,31 @@ OPEN_WARNING: Final = "No API keys are configured: anyone who can reach this gat
 def client_app(fleet: Fleet, requests: Requests) -> web.Application:
     """The application for clients."""
 
+    @web.middleware
+    async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as refusal:
+            return refusal.response()
+
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
             return not_synced().response()
-        table = fleet.table
-        served = [_model(name, route) for name, route in (*table.served_models(), *table.served_adapters())]
+        caller = requests.tenancy.authenticate(request)
+        served = [
+            _model(name, route)
+            for name, route in (*fleet.table.served_models(), *fleet.table.served_adapters())
+            if caller.tenant.may_use(name, route.service.key)
+        ]
         return web.json_response({"object": "list", "data": served})
 
     async def model(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
             return not_synced().response()
         name = request.match_info["model"]
+        caller = requests.tenancy.authenticate(request)
         route = fleet.table.resolve(name)
-        if route is None:
+        if route is None or not caller.tenant.may_use(name, route.service.key):
             return unknown_model(name).response()
         return web.json_response(_model(name, route))
 
@@ -58,7 +71,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
     async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "slipway"  # does not reveal the library and its version
 
-    app = web.Application()
+    app = web.Application(middlewares=[answer_refusals])
     app.on_response_prepare.append(hide_server)
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle)
@@ -78,7 +91,7 @@ class Admin:
         metrics: Metrics,
         *,
         tokens: Callable[[], Sequence[str]] | None,
-        open_to_anyone: bool,
+        tenancy: Tenancy,
     ) -> None:
         """`tokens` are read anew for every request, because they rotate; None: no token is needed."""
         self._fleet = fleet
@@ -86,7 +99,7 @@ class Admin:
         self._metrics = metrics
         self._operator_api = OperatorApi(fleet, requests.outcomes)
         self._tokens = tokens
-        self._open_to_anyone = open_to_anyone
+        self._tenancy = tenancy
         self._leaving = False
 
     def leave(self) -> None:
@@ -124,14 +137,16 @@ class Admin:
             reason, message = "ShuttingDown", f"{self._requests.open} requests are finishing"
         elif not view.synced:
             reason, message = "Syncing", "Pods and InferenceServices have not been listed yet"
+        elif not self._tenancy.is_usable:
+            reason, message = "TenantsInvalid", self._tenancy.fault
         else:
             reason, message = "Ready", f"{len(self._fleet.table)} services are routed"
         body = {
             "ready": reason == "Ready",
             "reason": reason,
             "message": message,
-            "openToAnyone": self._open_to_anyone,
-            "warning": OPEN_WARNING if self._open_to_anyone else "",
+            "openToAnyone": self._tenancy.is_open,
+            "warning": OPEN_WARNING if self._tenancy.is_open else self._tenancy.fault,
         }
         return web.json_response(body, status=200 if reason == "Ready" else 503)
 
@@ -168,6 +183,7 @@ class Admin:
             "outstandingTokens": load.tokens,
             "openRequests": load.requests,
             "ejected": self._fleet.is_ejected(endpoint),
+            "slow": self._fleet.is_slow(endpoint),
         }
 
 

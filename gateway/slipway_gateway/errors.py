@@ -2,6 +2,9 @@
 
 Refusal
 ├── bad_request            400 the body is not what the API asks for
+├── missing_key            401 no API key, and this gateway wants one
+├── invalid_key            401 no such API key
+├── key_without_tenant     403 the API key belongs to no tenant
 ├── unknown_model          404 no service has that name; other models are not named
 ├── unknown_revision       404 the pinned revision does not exist
 ├── unknown_path           404 not a path of this API
@@ -11,11 +14,13 @@ Refusal
 ├── gateway_memory_full    429 too many bytes of request bodies, in all
 ├── service_memory_full    429 too many bytes of request bodies, of one service
 ├── service_requests_full  429 too many open requests, of one service
+├── tenant_limit           429 a limit of the tenant
 ├── internal               500 our own mistake
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
 ├── suspended              503 the service is suspended
 ├── waiting_room_full      503 as many requests as may wait for a replica do so
+├── tenants_unreadable     503 the keys and tenants have never been read
 ├── not_synced             503 this gateway has not listed the services yet
 └── deadline_exceeded      504 the request's deadline passed
 """
@@ -24,6 +29,8 @@ import math
 from collections.abc import MutableMapping
 
 from aiohttp import web
+
+from slipway_gateway.limits import Denied
 
 ECHO_CHARACTERS = 100  # of a name that a client sent and that we repeat
 
@@ -48,6 +55,8 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         if self.retry_after is not None:
             response.headers["Retry-After"] = str(self.retry_after)
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
+        if self.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
         return response
 
 
@@ -79,6 +88,35 @@ def bad_request(message: str, param: str | None = None) -> Refusal:
     return Refusal(400, "BadRequestError", message, param=param)
 
 
+def missing_key() -> Refusal:
+    """The request shows no API key."""
+    message = "You didn't provide an API key. Send it as a header: Authorization: Bearer YOUR_KEY."
+    return Refusal(401, "AuthenticationError", message)
+
+
+def invalid_key() -> Refusal:
+    """No tenant has this API key; it is not repeated."""
+    return Refusal(401, "AuthenticationError", "Incorrect API key provided.")
+
+
+def key_without_tenant() -> Refusal:
+    """The API key exists, but no tenant names it."""
+    return Refusal(403, "PermissionDeniedError", "This API key belongs to no tenant.")
+
+
+def tenant_limit(denied: Denied) -> Refusal:
+    """The request would exceed a limit of its tenant; one that is too large for it at any time is a bad request."""
+    message = f"Limit reached: {denied.reason}."
+    if denied.retry_after is None:
+        return Refusal(400, "BadRequestError", message)
+    return Refusal(429, "RateLimitError", message, retry_after=max(1, math.ceil(denied.retry_after)))
+
+
+def tenants_unreadable() -> Refusal:
+    """Keys and tenants are configured and could not be read since the start: nobody can be let in."""
+    return not_ready("this gateway cannot read its tenants and keys")
+
+
 def unknown_model(model: str) -> Refusal:
     """No service has this name. Those that exist are not listed, because they may be another team's."""
     return Refusal(404, "NotFoundError", f"The model `{model[:ECHO_CHARACTERS]}` does not exist.", param="model")
@@ -101,7 +139,8 @@ def wrong_method(method: str, path: str) -> Refusal:
 
 def too_large(limit_bytes: int) -> Refusal:
     """The body exceeds the limit of one request."""
-    return Refusal(413, "RequestTooLargeError", f"A request may have {limit_bytes >> 20} MiB, this one has more.")
+    limit = f"{limit_bytes >> 20} MiB" if limit_bytes >= 1 << 20 else f"{limit_bytes} bytes"
+    return Refusal(413, "RequestTooLargeError", f"A request may have {limit}, this one has more.")
 
 
 def body_too_slow() -> Refusal:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Self
 
+import structlog
+
 from slipway_gateway.demand import Demand
 from slipway_gateway.health import (
     TRUSTED,
@@ -22,10 +24,15 @@ from slipway_gateway.health import (
     after_unavailable,
     after_unreachable,
 )
+from slipway_gateway.load_reports import LoadReports
+from slipway_gateway.outliers import LatencyOutliers
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
 from slipway_gateway.picker.pick import IDLE, Load, Pick, Picked, pick
+from slipway_gateway.picker.prefix import PrefixIndex
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.resolve import RoutingTable
+
+log = structlog.get_logger()
 
 STATIC_NAMESPACE: Final = "static"
 
@@ -41,13 +48,16 @@ class View:
 class Destination:
     """The gateway's load, health and retry state for one service; nothing in it is shared with another service."""
 
-    __slots__ = ("health", "leases", "loads", "retry_budget")
+    __slots__ = ("health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}  # only endpoints with something outstanding
         self.health: dict[str, Health] = {}  # only endpoints that are not simply trusted
         self.leases: dict[str, set[Lease]] = {}  # attempts that have no first byte yet
         self.retry_budget = RetryBudget()
+        self.reports = LoadReports()
+        self.slowness = LatencyOutliers()
+        self.picks = 0
 
 
 class Fleet:
@@ -68,6 +78,7 @@ class Fleet:
         self._policy = policy or BreakerPolicy()
         self._clock = clock
         self._draw = draw
+        self._prefixes = PrefixIndex()
         self._destinations: dict[str, Destination] = {}
 
     def set_service(self, key: str, service: Service | None) -> None:
@@ -97,10 +108,14 @@ class Fleet:
             self.on_change(endpoint.service)
         if not is_changed or old is None:
             return
+        if endpoint is None:
+            self._prefixes.remove(name)
         destination = self._destinations.get(old.service)
         if destination is None:
             return
         destination.health.pop(name, None)  # a pod that becomes ready again starts without failures
+        destination.reports.remove(name)
+        destination.slowness.remove(name)
         if endpoint is None and not finishes_requests and self._has_endpoints(old.service):
             for lease in tuple(destination.leases.get(name, ())):
                 lease.on_endpoint_left()
@@ -115,13 +130,24 @@ class Fleet:
             route,
             request,
             loads=destination.loads,
-            ejected={name for name, health in destination.health.items() if health.is_ejected(now)},
+            reports=destination.reports.fresh(now),
+            prefixes=self._prefixes,
+            ejected={
+                *(name for name, health in destination.health.items() if health.is_ejected(now)),
+                *destination.slowness.ejected(now),
+            },
             tried=tried,
             draw=self._draw(),
             tie_break=self._draw(),
+            turn=destination.picks,
         )
-        if isinstance(picked, Picked) and (health := destination.health.get(picked.endpoint.name)) is not None:
-            destination.health[picked.endpoint.name] = after_probe(health, now, self._policy)
+        if isinstance(picked, Picked):
+            name = picked.endpoint.name
+            destination.picks += 1
+            destination.slowness.record_pick(name, now)
+            self._prefixes.add(name, request.blocks)
+            if (health := destination.health.get(name)) is not None:
+                destination.health[name] = after_probe(health, now, self._policy)
         return picked
 
     def lease(self, endpoint: Endpoint, tokens: int, on_endpoint_left: Callable[[], None]) -> "Lease":
@@ -144,6 +170,20 @@ class Fleet:
         """Record that the replica refused requests for a while."""
         self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
 
+    def record_load(self, endpoint: Endpoint, report: str) -> None:
+        """Record what the replica reported of its load beside an answer; text that is no report changes nothing."""
+        destination = self.destination(endpoint.service)
+        own = len(destination.leases.get(endpoint.name, ()))
+        destination.reports.record(endpoint.name, report, own_waiting=own, now=self._clock())
+
+    def record_latency(self, endpoint: Endpoint, *, ttft: float | None = None, itl: float | None = None) -> None:
+        """Record the latency of a stream: its time to first token, or the mean time between its tokens."""
+        if self.table.endpoint(endpoint.name) is None:
+            return
+        slowness = self.destination(endpoint.service).slowness
+        if reason := slowness.record(endpoint.name, self._clock(), ttft=ttft, itl=itl):
+            log.warning("slow replica ejected", endpoint=endpoint.name, reason=reason)
+
     def destination(self, service: str) -> Destination:
         """The state of one service's replicas."""
         destination = self._destinations.get(service)
@@ -160,7 +200,12 @@ class Fleet:
 
     def is_ejected(self, endpoint: Endpoint) -> bool:
         """Whether it is left out while others can serve."""
-        return self._health(endpoint).is_ejected(self._clock())
+        return self._health(endpoint).is_ejected(self._clock()) or self.is_slow(endpoint)
+
+    def is_slow(self, endpoint: Endpoint) -> bool:
+        """Whether it is left out because it is much slower than its peers."""
+        destination = self._destinations.get(endpoint.service)
+        return destination is not None and endpoint.name in destination.slowness.ejected(self._clock())
 
     def _has_endpoints(self, service: str) -> bool:
         return service in self.table.services and bool(self.table.route(service).endpoints)
@@ -191,7 +236,7 @@ class Lease:
         self._demand = demand
         self._name = endpoint.name
         self._service = endpoint.service
-        self._left = tokens
+        self._left = max(1, tokens)
         self.on_endpoint_left = on_endpoint_left
 
     def __enter__(self) -> Self:

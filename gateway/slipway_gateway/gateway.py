@@ -6,15 +6,20 @@ from contextlib import AsyncExitStack
 
 import structlog
 
+from slipway_gateway.accounting import Accounting
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
 from slipway_gateway.fleet import Fleet, View, static_fleet
 from slipway_gateway.keys import GatewayKeys
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.peers import Peers
 from slipway_gateway.request_body import BodyReader
 from slipway_gateway.requests import Requests
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.shares import SharedCapacity
+from slipway_gateway.tenancy import Tenancy
+from slipway_gateway.tenants import TenantFiles
+from slipway_gateway.tls import Certificate
 from slipway_gateway.upstream import Upstream
 from slipway_gateway.watch import Watch
 from slipway_kube import auth
@@ -34,8 +39,24 @@ class Gateway:
         self.fleet = fleet or (static_fleet(settings.static) if settings.static else Fleet())
         self._watches = fleet is None and not settings.static
         limits = settings.connection_limits.within_descriptors()
-        # There are no API keys yet: this gateway is open, and says so in its log, metric and answers.
-        self.metrics = Metrics(self.fleet, open_to_anyone=True)
+        tenants = None
+        if settings.tenants_file is not None and settings.keys_directory is not None:
+            tenants = TenantFiles(settings.tenants_file, settings.keys_directory)
+        self.metrics = Metrics(self.fleet, open_to_anyone=tenants is None)
+        accounting = Accounting(
+            self.metrics.registry, audit=tenants is not None if settings.audit is None else settings.audit
+        )
+        self._peers: Peers | None = None
+        self.tenancy = Tenancy(
+            accounting,
+            tenants,
+            gateways=self._count_gateways,
+            max_tokens=settings.max_tokens,
+            default_max_tokens=settings.default_max_tokens,
+        )
+        self.metrics.before_exposition.append(
+            lambda: accounting.remove_stale(self.fleet.table.services, self.tenancy.tenant_names)
+        )
         self._keys = GatewayKeys(settings.key_directory)
         self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
         self.requests = Requests(
@@ -49,15 +70,21 @@ class Gateway:
             ),
             connections=SharedCapacity(limits.connections),
             loading_seconds=settings.loading_wait_seconds,
+            tenancy=self.tenancy,
         )
+        self.metrics.add_outcomes(self.requests.outcomes.report)
         self.admin = Admin(
             self.fleet,
             self.requests,
             self.metrics,
             tokens=self._tokens if self._watches else None,
-            open_to_anyone=True,
+            tenancy=self.tenancy,
         )
-        self.client_listener = Listener(client_app(self.fleet, self.requests), settings.bind, settings.port, limits)
+        certificate = Certificate(settings.tls_directory) if settings.tls_directory is not None else None
+        self.metrics.add_certificate(certificate)
+        self.client_listener = Listener(
+            client_app(self.fleet, self.requests), settings.bind, settings.port, limits, certificate=certificate
+        )
         self.admin_listener = Listener(self.admin.app(), settings.bind, settings.admin_port, limits)
         self.metrics.add_listener("clients", self.client_listener.connections)
         self.metrics.add_listener("admin", self.admin_listener.connections)
@@ -75,13 +102,20 @@ class Gateway:
         return self.admin_listener.port
 
     async def __aenter__(self) -> "Gateway":
-        log.warning(OPEN_WARNING)
+        if self.tenancy.is_open:
+            log.warning(OPEN_WARNING)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.upstream)
             stack.push_async_callback(self.requests.mirror.close)
             if self._watches:
                 self.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
                 client = await stack.enter_async_context(Client(auth.load(), user_agent="slipway-gateway"))
+                if self.settings.gateway_service and not self.tenancy.is_open:
+                    self._peers = Peers(
+                        client, self.settings.namespace, self.settings.gateway_service, default=self.settings.gateways
+                    )
+                    counting = asyncio.create_task(self._peers.run(), name="peers")
+                    stack.push_async_callback(_cancel, counting)
                 watch = Watch(client, self.fleet, namespaces=self.settings.watch_namespaces)
                 self.watching = asyncio.create_task(watch.run(), name="watch")
                 stack.push_async_callback(_cancel, self.watching)
@@ -110,6 +144,9 @@ class Gateway:
             self.requests.cut()
             await _first_of(SECONDS_TO_CUT, self.requests.idle)
         log.info("left", seconds=round(time.monotonic() - started, 1))
+
+    def _count_gateways(self) -> int:
+        return self._peers.count if self._peers is not None else self.settings.gateways
 
     def _tokens(self) -> list[str]:
         return self._keys.admin_tokens(self.settings.namespace, self.settings.pod_name)

@@ -23,6 +23,8 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from slipway_gateway.tls import Certificate
+
 log = structlog.get_logger()
 
 # aiohttp logs what it cannot parse with a traceback and parts of what the client sent, which may be a prompt.
@@ -200,7 +202,17 @@ class Connection(asyncio.Protocol):
 class Listener:
     """One port that serves an application; `async with` it in a stack, `close` it to accept nothing new."""
 
-    def __init__(self, app: web.Application, host: str, port: int, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        limits: ConnectionLimits,
+        *,
+        certificate: Certificate | None = None,
+    ) -> None:
+        """With a certificate, the port speaks TLS and nothing else."""
+        self._certificate = certificate
         self.connections = Connections(limits)
         app.middlewares.append(self.connections.track_request)
         self._app = app
@@ -222,8 +234,15 @@ class Listener:
         stack.push_async_callback(runner.cleanup)
         handlers = runner.server
         assert handlers is not None
+        secured = self._certificate is not None
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(handlers(), self.connections), self._host, self.port, backlog=1024
+            lambda: Connection(handlers(), self.connections),
+            self._host,
+            self.port,
+            backlog=1024,
+            ssl=self._certificate.context if self._certificate is not None else None,
+            ssl_handshake_timeout=self.connections.limits.header_seconds if secured else None,
+            ssl_shutdown_timeout=1.0 if secured else None,
         )
         self.port = self._server.sockets[0].getsockname()[1]
         stack.callback(self._server.close)

@@ -1,14 +1,17 @@
 """The gateway's Prometheus metrics. Label values are existing services and revisions, never text of a client."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipway_api.gateway_api import OUTCOME_BUCKETS, OutcomesReport
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.listener import Connections
+from slipway_gateway.tls import Certificate
 
 UNKNOWN_MODEL: Final = ""  # a client's text never becomes a label
 
@@ -76,9 +79,28 @@ class Metrics:
             self.requests, self.first_byte, self.duration, self.retries, self.retries_denied, self.refused,
             self.upstream_errors, self.broken_streams, self.open_streams, self.mirrored,
         )  # fmt: skip
+        self.before_exposition: list[Callable[[], None]] = []
         registry.register(_FleetCollector(fleet))
         self._listeners = _ListenerCollector()
         registry.register(self._listeners)
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Where other parts of the gateway register their metrics."""
+        return self._registry
+
+    def add_outcomes(self, report: Callable[[], OutcomesReport]) -> None:
+        """Show TTFT and ITL of each revision, from the counters that the operator reads too."""
+        self._registry.register(_OutcomesCollector(self._fleet, report))
+
+    def add_certificate(self, certificate: Certificate | None) -> None:
+        """Show whether the files of the TLS certificate are in use; nothing without TLS."""
+        if certificate is not None:
+            valid = Gauge(
+                "slipway_gateway_certificate_valid", "0 while the mounted TLS certificate cannot be used",
+                registry=self._registry,
+            )  # fmt: skip
+            valid.set_function(lambda: float(not certificate.fault))
 
     def add_listener(self, port: str, connections: Connections) -> None:
         """Count the connections of one more port, by the name it has in the labels."""
@@ -87,6 +109,8 @@ class Metrics:
     def exposition(self) -> bytes:
         """The body of `/metrics`."""
         self._remove_stale_series()
+        for update in self.before_exposition:
+            update()
         return generate_latest(self._registry)
 
     def _remove_stale_series(self) -> None:
@@ -126,6 +150,44 @@ class _ListenerCollector(Collector):
         yield from (open_now, refused, timed_out)
 
 
+class _OutcomesCollector(Collector):
+    """Time to first token and time between tokens, as separate histograms.
+
+    They have no sums: an average of latencies is nothing to act on, and `histogram_quantile` needs none.
+    """
+
+    def __init__(self, fleet: Fleet, report: Callable[[], OutcomesReport]) -> None:
+        self._fleet = fleet
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        ttft = HistogramMetricFamily(
+            "slipway_gateway_time_to_first_token_seconds", "Of streams: until the first token, by the revision",
+            labels=_REVISION,
+        )  # fmt: skip
+        itl = HistogramMetricFamily(
+            "slipway_gateway_inter_token_latency_seconds", "Of streams: between two tokens, by the revision",
+            labels=_REVISION,
+        )  # fmt: skip
+        services = self._fleet.table.services
+        for one in self._report().revisions:
+            if one.service in services:
+                labels = (services[one.service].served_name, one.service, one.revision)
+                ttft.add_metric(labels, cumulated(one.ttft), sum_value=None)
+                itl.add_metric(labels, cumulated(one.itl), sum_value=None)
+        yield from (ttft, itl)
+
+
+def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Counts by bucket, of which the last ones may be absent, as Prometheus writes a histogram."""
+    total, buckets = 0, []
+    bounds = [*(str(bound) for bound in OUTCOME_BUCKETS), "+Inf"]
+    for bound, count in zip_longest(bounds, counts, fillvalue=0):
+        total += int(count)
+        buckets.append((str(bound), float(total)))
+    return buckets
+
+
 class _FleetCollector(Collector):
     """Reads the fleet at scrape time, so that a replica that went leaves no series behind."""
 
@@ -137,7 +199,7 @@ class _FleetCollector(Collector):
             "slipway_gateway_endpoints_ready", "Replicas that may be sent requests", labels=_REVISION
         )
         ejected = GaugeMetricFamily(
-            "slipway_gateway_endpoints_ejected", "Of these, left out after failures", labels=_REVISION
+            "slipway_gateway_endpoints_ejected", "Of these, left out after failures or for latency", labels=_REVISION
         )
         outstanding = GaugeMetricFamily(
             "slipway_gateway_outstanding_tokens", "Tokens sent or asked for and not answered yet", labels=_REVISION

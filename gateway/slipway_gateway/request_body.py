@@ -12,16 +12,18 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from slipway_api.names import HEADER_COHORT, HEADER_PIN_REVISION, HEADER_REQUEST_ID
+from slipway_api.names import HEADER_COHORT, HEADER_PIN_REVISION, HEADER_REQUEST_ID, HEADER_SESSION_ID
+from slipway_gateway.access_log import BYTES_PER_TOKEN
 from slipway_gateway.errors import bad_request, body_too_slow, gateway_memory_full, too_large
+from slipway_gateway.picker.prefix import block_hashes
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.shares import SharedCapacity
 
-BYTES_PER_TOKEN: Final = 4
 EXPECTED_OUTPUT_TOKENS: Final = 256  # when the request has no limit
 MAX_EXPECTED_OUTPUT_TOKENS: Final = 4096  # a client's generous limit is not a forecast
 # A generated token holds a place in the batch for a whole step; a prompt token shares one with a thousand others.
 OUTPUT_WEIGHT: Final = 4
+MAX_SESSION_CHARACTERS: Final = 256
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -34,6 +36,12 @@ class _Fields(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     n: Any = None
+    # The prompt, undecoded, in the order in which chat templates write it; and what names the session.
+    tools: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: Any = None
     user: Any = None
     temperature: Any = None
 
@@ -115,14 +123,15 @@ class BodyReader:
         """Whether more than half of the memory is free: else nothing is kept that no client waits for."""
         return 2 * self._capacity.free > self._total
 
-    async def read(self, request: web.Request) -> Body:
-        """The whole body; the caller releases it."""
-        if (request.content_length or 0) > self._max_bytes:
-            raise too_large(self._max_bytes)
+    async def read(self, request: web.Request, max_bytes: int | None = None) -> Body:
+        """The whole body, of at most `max_bytes` where this client has a limit of its own; the caller releases it."""
+        max_bytes = min(max_bytes or self._max_bytes, self._max_bytes)
+        if (request.content_length or 0) > max_bytes:
+            raise too_large(max_bytes)
         body = Body(self._capacity, ("client", request.remote))
         try:
             async with asyncio.timeout(self._max_seconds) as limit:
-                body.content = await self._read(request, body, limit)
+                body.content = await self._read(request, body, limit, max_bytes)
         except TimeoutError:
             body.uncount()
             raise body_too_slow() from None
@@ -136,12 +145,12 @@ class BodyReader:
             self._uploads.pop(body, None)
         return body
 
-    async def _read(self, request: web.Request, body: Body, limit: asyncio.Timeout) -> bytes:
+    async def _read(self, request: web.Request, body: Body, limit: asyncio.Timeout, max_bytes: int) -> bytes:
         pieces, size = [], 0
         async for piece in request.content.iter_any():
             size += len(piece)
-            if size > self._max_bytes:
-                raise too_large(self._max_bytes)
+            if size > max_bytes:
+                raise too_large(max_bytes)
             while not body.count(len(piece)):
                 if not self._end_stalled_upload():
                     raise gateway_memory_full()
@@ -165,8 +174,8 @@ class BodyReader:
         return False
 
 
-def parse(content: bytes, request: web.Request) -> InferenceRequest:
-    """Parse a body, or refuse it."""
+def parse(content: bytes, request: web.Request, *, tenant: str = "") -> InferenceRequest:
+    """Parse a body of this tenant, or refuse it."""
     try:
         fields = _decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -181,13 +190,29 @@ def parse(content: bytes, request: web.Request) -> InferenceRequest:
         routing=RoutingRequest(
             model=fields.model,
             cost=len(content) // BYTES_PER_TOKEN + expected * answers * OUTPUT_WEIGHT,
+            prompt_tokens=len(content) // BYTES_PER_TOKEN,
             pin=request.headers.get(HEADER_PIN_REVISION, ""),
             cohort=request.headers.get(HEADER_COHORT) or (fields.user if isinstance(fields.user, str) else ""),
+            session=_session(fields, request, tenant),
+            blocks=block_hashes(_prompt(fields), tenant, fields.model),
         ),
         stream=fields.stream is True,
         max_tokens=max_tokens,
         is_greedy=fields.temperature == 0,
     )
+
+
+def _prompt(fields: _Fields) -> list[memoryview]:
+    """The parts of the body that become the prompt: a conversation's next turn begins with the same bytes."""
+    return [memoryview(part) for part in (fields.tools, fields.messages, fields.prompt, fields.input)]
+
+
+def _session(fields: _Fields, request: web.Request, tenant: str) -> str:
+    """What the requests of one session have in common: the header, else OpenAI's `prompt_cache_key`, else `user`."""
+    for name in (request.headers.get(HEADER_SESSION_ID), fields.prompt_cache_key, fields.user):
+        if isinstance(name, str) and name:
+            return f"{tenant}\x1f{name[:MAX_SESSION_CHARACTERS]}"
+    return ""
 
 
 def request_id(request: web.Request) -> str:

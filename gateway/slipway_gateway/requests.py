@@ -1,6 +1,6 @@
 """Handles one request from its headers to the last byte of its answer: read, route, try replicas, forward.
 
-1. Refuse everything until the fleet has been listed once: an unknown name may well exist.
+1. Refuse everything until the fleet has been listed once: an unknown name may well exist. Authenticate.
 2. Read the body, bounded in time and memory; learn the model and the pinned revision.
 3. Find the service or adapter; take a share of its connections and memory; wait while no replica is ready, where one
    may come (`waiting_room`); pick a replica; try it.
@@ -19,7 +19,9 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
+from slipway_api.names import HEADER_ADAPTER
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
+from slipway_gateway.accounting import Accounting
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -43,6 +45,7 @@ from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
 from slipway_gateway.shares import SharedCapacity
+from slipway_gateway.tenancy import Tenancy, internal_headers
 from slipway_gateway.upstream import (
     DeadlineError,
     FirstByteWait,
@@ -87,6 +90,7 @@ class Attempts:
 
     failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
     last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
+    matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
 
 
 class Requests:
@@ -102,6 +106,7 @@ class Requests:
         connections: SharedCapacity,
         policy: RetryPolicy | None = None,
         loading_seconds: float = 0.0,
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._fleet = fleet
         self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
@@ -120,6 +125,7 @@ class Requests:
         self._bodies = bodies
         self._connections = connections
         self._policy = policy or RetryPolicy()
+        self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
         self._forwarder = Forwarder(metrics)
         self._open: set[asyncio.Task[object]] = set()
         self.idle = asyncio.Event()  # set while no request is inside
@@ -168,18 +174,23 @@ class Requests:
                 self.idle.set()
             self._metrics.open_requests.dec()
             self._access_log.write(record)
+            self.tenancy.account(record)
 
     async def _read_and_answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         if not self._fleet.view().synced:
             raise not_synced()
-        body = await self._bodies.read(request)
+        caller = self.tenancy.authenticate(request)
+        record.tenant, record.key = caller.tenant.label, caller.key
+        record.internal_headers = internal_headers(caller)
+        body = await self._bodies.read(request, caller.tenant.max_body_bytes)
         try:
             record.arrived = time.monotonic()
             record.request_bytes = len(body.content)
-            inference = parse(body.content, request)
+            inference = parse(body.content, request, tenant=record.tenant)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
             route = self._resolve(inference, record)
             service = route.service.key
+            self.tenancy.check(caller, body, inference, record)
             if not body.assign_to(service):
                 self._metrics.refused.labels(service, "memory").inc()
                 raise service_memory_full(record.model)
@@ -187,9 +198,10 @@ class Requests:
                 self._metrics.refused.labels(service, "connections").inc()
                 raise service_requests_full(record.model)
             try:
-                async with self._waiting_room.admit(route, len(body.content)):
-                    record.admitted = time.monotonic()
-                    return await self._answer(request, inference, body, record)
+                with self.tenancy.admit(caller, inference, record):
+                    async with self._waiting_room.admit(route, len(body.content)):
+                        record.admitted = time.monotonic()
+                        return await self._answer(request, inference, body, record)
             finally:
                 self._connections.give_back(service, 1)
         finally:
@@ -210,6 +222,7 @@ class Requests:
             if isinstance(endpoint, NoneReady):
                 return self._give_up(endpoint, attempts, record)
             record.endpoint, record.revision = endpoint.name, endpoint.revision
+            record.matched_tokens = attempts.matched_tokens
             try:
                 answer = await self._try_endpoint(request, inference, body, endpoint, deadline, record)
             except DeadlineError:
@@ -241,12 +254,17 @@ class Requests:
         """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
         served_name = record.adapter or endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
-        headers = request_headers(request.headers, record.request_id)
+        headers = request_headers(request.headers, record.request_id) | record.internal_headers
         wait = self._first_byte_wait(inference, deadline)
-        with self._fleet.lease(endpoint, inference.routing.cost, wait.move) as lease:
+        with self._fleet.lease(endpoint, inference.routing.cost - record.matched_tokens, wait.move) as lease:
             record.sent = time.monotonic()
             async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
                 lease.answered()
+                lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
+                record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
+                self._fleet.record_load(endpoint, reply.load_report)
+                if reply.is_stream:
+                    self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
                 rejected = await self._rejected(endpoint, reply)
                 if rejected is not None:
                     return rejected
@@ -259,6 +277,8 @@ class Requests:
                 response = await self._forwarder.forward(request, reply, lease, record, served_name)
                 if record.upstream_failed:
                     self._fleet.record_failure(endpoint)
+                elif record.events > 1:
+                    self._fleet.record_latency(endpoint, itl=reply.waited / (record.events - 1))
                 return response
 
     def _copy(
@@ -307,7 +327,8 @@ class Requests:
             refusing = {name for name, failure in attempts.failed.items() if failure is not AttemptFailure.LOST}
             picked = self._fleet.pick(route, inference.routing, tried=refusing)
         match picked:
-            case Picked(endpoint):
+            case Picked(endpoint, matched_tokens):
+                attempts.matched_tokens = matched_tokens
                 return endpoint
             case UnknownRevision(revision):
                 raise unknown_revision(inference.routing.model, revision)

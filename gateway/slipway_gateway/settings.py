@@ -12,6 +12,7 @@ from pydantic import (
     AliasChoices,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -53,6 +54,16 @@ class GatewaySettings(BaseSettings):
         5.0  # after SIGTERM, until clients and load balancers have noticed that this gateway is not ready
     )
     drain_seconds: NonNegativeFloat = 300.0  # after that, for streams to end by themselves
+
+    # Tenants and their keys, mounted; empty: anyone may call every model.
+    tenants_file: Path | None = None
+    keys_directory: Path | None = None
+    audit: bool | None = None  # a record for each request; by default where there are tenants
+    gateways: PositiveInt = 1  # that share the limits of tenants, where they are not counted
+    gateway_service: str = ""  # the Kubernetes Service whose ready backends are counted
+    tls_directory: Path | None = None  # tls.crt and tls.key for the port of clients, mounted; empty: plain HTTP
+    max_tokens: NonNegativeInt = 0  # that a request may ask for; 0: no limit but the runtime's
+    default_max_tokens: NonNegativeInt = 0  # where it asks for no number; 0: max_tokens
 
     # Clients: how many, how slow, and how much they may send.
     max_connections: PositiveInt = _LIMITS.connections
@@ -103,6 +114,12 @@ class GatewaySettings(BaseSettings):
     def _static_needs_no_propagation(cls, values: dict[str, Any]) -> dict[str, Any]:
         """On a laptop there is no load balancer to wait for."""
         return {"propagation_seconds": 0.0, **values} if values.get("static") else values
+
+    @model_validator(mode="after")
+    def _tenants_need_both(self) -> "GatewaySettings":
+        if (self.tenants_file is None) != (self.keys_directory is None):
+            raise ValueError("SLIPWAY_TENANTS_FILE and SLIPWAY_KEYS_DIRECTORY belong together")
+        return self
 
     @property
     def bind(self) -> str:

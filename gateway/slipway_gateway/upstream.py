@@ -22,6 +22,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from slipway_api.names import HEADER_REQUEST_ID
+from slipway_gateway.load_reports import LOAD_FORMAT, LOAD_FORMAT_HEADER, LOAD_HEADER
 from slipway_gateway.picker.endpoints import Endpoint
 
 # Response headers that are forwarded to the client. All others (Server, Date, Connection …) are dropped.
@@ -107,15 +108,17 @@ class FirstByteWait:
 class Reply:
     """A replica's answer from its first byte on."""
 
-    __slots__ = ("_response", "_silence", "first", "first_at", "headers", "status")
+    __slots__ = ("_response", "_silence", "first", "first_at", "headers", "load_report", "status", "waited")
 
     def __init__(self, response: aiohttp.ClientResponse, first: bytes, silence: "Silence") -> None:
         self._response = response
         self._silence = silence
         self.status = response.status
         self.headers = _for_client(response.headers)
+        self.load_report = response.headers.get(LOAD_HEADER, "")
         self.first = first  # b"": the answer has no body
         self.first_at = time.monotonic()
+        self.waited = 0.0  # seconds for pieces after the first; a client that reads slowly does not add to them
 
     @property
     def is_stream(self) -> bool:
@@ -128,12 +131,14 @@ class Reply:
         Reading no faster than the caller asks is the back-pressure.
         """
         self._silence.start()
+        waiting_since = time.monotonic()
         try:
             piece = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             if self._silence.expired:
                 raise SilentError("timed out: the replica fell silent") from error
             raise LostError("connection lost") from error
+        self.waited += time.monotonic() - waiting_since
         self._silence.stop()
         return piece
 
@@ -277,6 +282,7 @@ def request_headers(from_client: Mapping[str, str], request_id: str) -> dict[str
     headers = {name: from_client[name] for name in REQUEST_HEADERS if name in from_client}
     headers.setdefault("content-type", "application/json")
     headers[HEADER_REQUEST_ID] = request_id
+    headers[LOAD_FORMAT_HEADER] = LOAD_FORMAT
     return headers
 
 

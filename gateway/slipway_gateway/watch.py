@@ -12,6 +12,7 @@ from typing import Final
 import structlog
 
 from slipway_api import names
+from slipway_api.inference_service import RoutingStrategy
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service, WaitLimits
@@ -69,12 +70,27 @@ class RuntimeSpec(Slim, frozen=True, gc=False):
     max_num_seqs: int = 64
 
 
+class RoutingSpec(Slim, frozen=True, gc=False):
+    """How a service wants its requests routed; text, because a newer API may know more strategies than this gateway."""
+
+    strategy: str = ""
+
+    @property
+    def known_strategy(self) -> RoutingStrategy:
+        """The strategy, or the default one."""
+        try:
+            return RoutingStrategy(self.strategy)
+        except ValueError:
+            return RoutingStrategy.PREFIX_CACHE
+
+
 class ServiceSpec(Slim, frozen=True, gc=False):
-    """The fields of the spec that say which requests may wait for a replica."""
+    """The fields of the spec that say how requests are routed, and which may wait for a replica."""
 
     suspend: bool = False
     runtime: RuntimeSpec = RuntimeSpec()
     autoscaling: Autoscaling | None = None
+    routing: RoutingSpec = RoutingSpec()
 
 
 class InferenceService(Object, frozen=True, gc=False):
@@ -177,6 +193,7 @@ def service_of(resource: InferenceService) -> Service:
         activation=activation_of(resource.spec.autoscaling),
         is_suspended=resource.spec.suspend,
         max_num_seqs=resource.spec.runtime.max_num_seqs,
+        strategy=resource.spec.routing.known_strategy,
     )
 
 

@@ -27,6 +27,7 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ("networkPolicy.enabled=false", "rbac.aggregate=false", "operator.replicaAccess=proxy"),
     ("networkPolicy.metricsNamespaces={monitoring}", "networkPolicy.clientNamespaces={batch}"),
     ("name=second", "operator.replicas=1", "gateway.replicas=3", "gateway.service.type=LoadBalancer"),
+    ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=keys", "gateway.tls.secretName=cert"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
 

@@ -232,6 +232,47 @@ def test_the_gateway_may_do_no_more_than_its_watches(rendered):
     assert rights == [("inferenceservices", "loraadapters", "list", "watch"), ("pods", "list", "watch")]
 
 
+TENANTS = ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=api-keys")
+
+
+@pytest.mark.capability("SE-1", "SE-3")
+def test_with_tenants_the_gateway_reads_their_files_and_counts_its_own_replicas(apiserver, rendered):
+    with_tenants = render(apiserver, *TENANTS)
+    environment = environment_of(with_tenants, "gateway")
+    mounts = {mount["name"]: mount for mount in pod_of(with_tenants, "gateway")["containers"][0]["volumeMounts"]}
+    (role,) = [one for name, one in of_kind(with_tenants, "Role").items() if name == "slipway-gateway-peers"]
+
+    assert environment["SLIPWAY_TENANTS_FILE"] == mounts["tenants"]["mountPath"] + "/tenants.yaml"
+    assert environment["SLIPWAY_KEYS_DIRECTORY"] == mounts["api-keys"]["mountPath"]
+    assert environment["SLIPWAY_GATEWAY_SERVICE"] in of_kind(with_tenants, "Service")
+    assert secrets_of(with_tenants, "gateway") == {"slipway-gateway-key", "api-keys"}
+    assert role["metadata"]["namespace"] == NAMESPACE
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    ]
+    assert "SLIPWAY_TENANTS_FILE" not in environment_of(rendered, "gateway")
+    assert "slipway-gateway-peers" not in of_kind(rendered, "Role")
+
+
+def test_tenants_without_keys_are_refused(apiserver):
+    with pytest.raises(CommandError, match="belong together"):
+        render(apiserver, TENANTS[0])
+
+
+@pytest.mark.capability("PL-8", "SE-4")
+def test_with_a_certificate_the_gateway_speaks_tls_and_its_address_says_so(apiserver, rendered):
+    secured = render(apiserver, "gateway.tls.secretName=cert")
+    (port,) = of_kind(secured, "Service")["slipway-gateway"]["spec"]["ports"]
+    (plain,) = of_kind(rendered, "Service")["slipway-gateway"]["spec"]["ports"]
+
+    assert secrets_of(secured, "gateway") == {"slipway-gateway-key", "cert"}
+    assert environment_of(secured, "gateway")["SLIPWAY_TLS_DIRECTORY"] == "/etc/slipway/tls"
+    assert (port["name"], port["appProtocol"]) == ("https", "https")
+    assert (plain["name"], plain["appProtocol"]) == ("http", "http")
+    urls = {value for value in environment_of(secured, "operator").values() if "-gateway." in str(value)}
+    assert urls == {"https://slipway-gateway.slipway-system.svc.cluster.local:8000"}
+
+
 def test_the_operator_learns_which_namespaces_may_reach_replicas(apiserver, rendered):
     lists = ("networkPolicy.clientNamespaces={batch}", "networkPolicy.metricsNamespaces={a,b}")
     told = environment_of(render(apiserver, *lists), "operator")

@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 
+from slipway_api.inference_service import RoutingStrategy
 from slipway_api.names import ANNOTATION_ADAPTERS, API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
@@ -439,3 +440,20 @@ def test_who_may_wait_is_read_from_the_spec_with_the_defaults_of_the_kind():
 )
 def test_a_quantity_of_bytes_is_a_number(quantity, expected):
     assert bytes_of(quantity) == expected
+
+
+@pytest.mark.capability("RG-4")
+@pytest.mark.parametrize(
+    ("routing", "expected"),
+    [
+        ({}, RoutingStrategy.PREFIX_CACHE),
+        ({"strategy": "LeastLoad"}, RoutingStrategy.LEAST_LOAD),
+        ({"strategy": "RoundRobin", "directAccess": "Open"}, RoutingStrategy.ROUND_ROBIN),
+        ({"strategy": "OfALaterVersion"}, RoutingStrategy.PREFIX_CACHE),
+    ],
+)
+def test_the_strategy_is_that_of_the_spec_and_an_unknown_one_stops_nothing(routing, expected):
+    body = a_service_object(r1=100)
+    body["spec"]["routing"] = routing
+
+    assert service_of(msgspec.convert(body, InferenceService)).strategy is expected

@@ -27,7 +27,8 @@ app.kubernetes.io/component: {{ .part }}
 {{- end -}}
 
 {{- define "slipway.gatewayURL" -}}
-{{- $inside := printf "http://%s-gateway.%s.svc.%s:%v" .Values.name .Release.Namespace .Values.clusterDomain .Values.gateway.service.port -}}
+{{- $scheme := ternary "https" "http" (ne .Values.gateway.tls.secretName "") -}}
+{{- $inside := printf "%s://%s-gateway.%s.svc.%s:%v" $scheme .Values.name .Release.Namespace .Values.clusterDomain .Values.gateway.service.port -}}
 {{ .Values.gateway.url | default $inside }}
 {{- end -}}
 
@@ -81,6 +82,25 @@ volumes:
     secret:
       secretName: {{ include "slipway.masterSecret" .root }}
       defaultMode: 0440
+  {{- end }}
+  {{- if eq .part "gateway" }}
+  {{- with .root.Values.gateway.tenants.configMap }}
+  - name: tenants
+    configMap:
+      name: {{ . }}
+  {{- end }}
+  {{- with .root.Values.gateway.tenants.keysSecret }}
+  - name: api-keys
+    secret:
+      secretName: {{ . }}
+      defaultMode: 0440
+  {{- end }}
+  {{- with .root.Values.gateway.tls.secretName }}
+  - name: tls
+    secret:
+      secretName: {{ . }}
+      defaultMode: 0440
+  {{- end }}
   {{- end }}
   - name: gateway-key
     secret:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from slipway_api.inference_service import RoutingStrategy
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -42,6 +44,7 @@ class Service:
     activation: WaitLimits | None = None  # while it is scaled to zero; None: demand does not bring its replicas back
     is_suspended: bool = False
     max_num_seqs: int = 64  # requests that one replica runs at once
+    strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Adapter:
     def namespace(self) -> str:
         """Its namespace."""
         return self.key.partition("/")[0]
+
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,45 @@
-"""Picks an endpoint for one attempt: filter, score, choose. Deterministic: the random draws are arguments."""
+"""Picks an endpoint for one attempt: filter, score, choose. Deterministic: the random draws are arguments.
+
+| strategy    | scorers                                                   | session, home, bounded load |
+|-------------|-----------------------------------------------------------|-----------------------------|
+| PrefixCache | adapter residency, prefix match, home, load, KV headroom  | yes                         |
+| LeastLoad   | adapter residency, load, KV headroom                      | no                          |
+| RoundRobin  | none: the endpoints in turn                               | no                          |
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
+from slipway_api.inference_service import RoutingStrategy
+from slipway_gateway.picker import affinity, scorers
 from slipway_gateway.picker.endpoints import Endpoint, Route
-from slipway_gateway.picker.scorers import Candidate, RoutingRequest, Scorer, least_load, weighted_scores
+from slipway_gateway.picker.prefix import TOKENS_OF_BLOCK, PrefixIndex
+from slipway_gateway.picker.scorers import Candidate, ReplicaLoad, RoutingRequest, Scorer, weighted_scores
 from slipway_gateway.picker.split import choose_revision, knows_revision
 
-SCORERS: Final[tuple[tuple[Scorer, float], ...]] = ((least_load, 1.0),)
+WeightedScorers = Sequence[tuple[Scorer, float]]
+
+SCORERS: Final[Mapping[RoutingStrategy, WeightedScorers]] = MappingProxyType(
+    {
+        RoutingStrategy.PREFIX_CACHE: (
+            (scorers.adapter_residency, 16.0),
+            (scorers.prefix_match, 16.0),
+            (scorers.home, 2.0),
+            (scorers.least_load, 1.0),
+            (scorers.kv_headroom, 0.5),
+        ),
+        RoutingStrategy.LEAST_LOAD: (
+            (scorers.adapter_residency, 16.0),
+            (scorers.least_load, 1.0),
+            (scorers.kv_headroom, 0.5),
+        ),
+        RoutingStrategy.ROUND_ROBIN: (),
+    }
+)
+NOTHING_KNOWN: Final = PrefixIndex()  # never added to
+NO_REPORTS: Final[Mapping[str, ReplicaLoad]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +58,7 @@ class Picked:
     """The endpoint for this attempt."""
 
     endpoint: Endpoint
+    matched_tokens: int = 0  # of the prompt, which it was sent before and need not compute again
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +83,23 @@ def pick(
     request: RoutingRequest,
     *,
     loads: Mapping[str, Load],
+    reports: Mapping[str, ReplicaLoad] = NO_REPORTS,
+    prefixes: PrefixIndex = NOTHING_KNOWN,
     ejected: Collection[str] = (),
     tried: Collection[str] = (),
     draw: float,
     tie_break: float,
-    scorers: Sequence[tuple[Scorer, float]] = SCORERS,
+    turn: int = 0,
+    weighted: WeightedScorers | None = None,
 ) -> Pick:
     """The best endpoint of `route` for one attempt of `request`.
 
     1. Filter: the pinned revision, or the one that `draw` chooses by weight; never one that was `tried`.
     2. Leave out the `ejected`, unless no other is left: a suspect is better than a refusal.
-    3. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
+    3. Leave out those whose load is beyond the bound of affinity.
+    4. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
+
+    `turn` counts the picks of this service, for RoundRobin. `weighted` replaces the scorers of the service's strategy.
     """
     if request.pin and not knows_revision(route, request.pin):
         return UnknownRevision(request.pin)
@@ -73,16 +111,47 @@ def pick(
     fitting = [endpoint for endpoint in fitting if endpoint.name not in ejected] or fitting
     if not fitting:
         return NoneReady(_why_none(route, request.pin, tried))
-    candidates = [_candidate(endpoint, loads) for endpoint in fitting]
-    scores = weighted_scores(request, candidates, scorers)
+    if len(fitting) == 1:
+        return Picked(fitting[0])
+    strategy = route.service.strategy
+    weighted = SCORERS[strategy] if weighted is None else weighted
+    if not weighted:
+        return Picked(fitting[turn % len(fitting)])
+    candidates: Sequence[Candidate] = [_candidate(endpoint, loads, reports) for endpoint in fitting]
+    if strategy is RoutingStrategy.PREFIX_CACHE:
+        candidates = _with_affinity(request, candidates, prefixes)
+    scores = weighted_scores(request, candidates, weighted)
     highest = max(scores)
-    best = [candidate.endpoint for candidate, score in zip(candidates, scores, strict=True) if score == highest]
-    return Picked(best[int(tie_break * len(best))])
+    best = [candidate for candidate, score in zip(candidates, scores, strict=True) if score == highest]
+    chosen = best[int(tie_break * len(best))]
+    return Picked(chosen.endpoint, chosen.matched_tokens)
 
 
-def _candidate(endpoint: Endpoint, loads: Mapping[str, Load]) -> Candidate:
+def _candidate(endpoint: Endpoint, loads: Mapping[str, Load], reports: Mapping[str, ReplicaLoad]) -> Candidate:
     load = loads.get(endpoint.name, IDLE)
-    return Candidate(endpoint, outstanding_tokens=load.tokens, outstanding_requests=load.requests)
+    return Candidate(endpoint, load.tokens, load.requests, reports.get(endpoint.name))
+
+
+def _with_affinity(
+    request: RoutingRequest, candidates: Sequence[Candidate], prefixes: PrefixIndex
+) -> Sequence[Candidate]:
+    """The candidates within the bound, with what they have cached, and one of them marked as home."""
+    if request.blocks:
+        for candidate in candidates:
+            if matched := prefixes.matched(candidate.endpoint.name, request.blocks):
+                candidate.matched_tokens = matched * TOKENS_OF_BLOCK
+                candidate.matched_share = matched / len(request.blocks)
+    candidates = affinity.within_bound(request, candidates)
+    if request.session:
+        key = affinity.stable_hash(f"{request.model}\x1f{request.session}")
+    elif request.blocks and not any(candidate.matched_tokens for candidate in candidates):
+        key = request.blocks[0]
+    else:
+        return candidates
+    home = affinity.home(key, [candidate.endpoint.name for candidate in candidates])
+    for candidate in candidates:
+        candidate.is_home = candidate.endpoint.name == home
+    return candidates
 
 
 def _why_none(route: Route, pin: str, tried: Collection[str]) -> str:

@@ -38,7 +38,11 @@ def new_id(prefix: str) -> str:
 
 def load_report(signals: Signals, form: str) -> str:
     """The load as ORCA writes it; empty for a form that it does not know."""
-    named = {"kv_cache_usage_perc": round(signals.kv_usage, 6), "num_requests_waiting": signals.waiting}
+    named = {
+        "kv_cache_usage_perc": round(signals.kv_usage, 6),
+        "num_requests_running": signals.running,
+        "num_requests_waiting": signals.waiting,
+    }
     match form.strip().upper():
         case "TEXT":
             return "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in named.items())

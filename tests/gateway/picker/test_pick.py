@@ -126,7 +126,7 @@ def test_a_scorer_is_given_the_request_and_the_candidates():
         loads={},
         draw=0,
         tie_break=0,
-        scorers=[(prefers_the_last, 1.0)],
+        weighted=[(prefers_the_last, 1.0)],
     )
 
     assert picked == Picked(an_endpoint("p1"))

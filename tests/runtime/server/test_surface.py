@@ -241,6 +241,7 @@ async def test_a_gateway_that_asks_gets_the_load_in_a_header(replica: Running):
     assert text.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.kv_cache_usage_perc=")
     assert set(json.loads(as_json.headers["endpoint-load-metrics"][5:])["named_metrics"]) == {
         "kv_cache_usage_perc",
+        "num_requests_running",
         "num_requests_waiting",
     }
     assert "endpoint-load-metrics" not in silent.headers

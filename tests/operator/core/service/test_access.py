@@ -89,3 +89,12 @@ def test_a_replica_of_a_stored_revision_is_built_as_closed_as_that_revision_was(
 
     assert port_access(observed, closed.apply_to(observed.service), "p").serving_digests
     assert port_access(observed, observed.service, "p").serving_digests == ()
+
+
+@pytest.mark.capability("RG-4")
+@pytest.mark.parametrize("strategy", ["LeastLoad", "RoundRobin"])
+def test_another_routing_strategy_is_no_new_revision(strategy):
+    plain = resolve(a_service(), IMAGE).hash
+
+    assert resolve(a_service(routing={"strategy": strategy}), IMAGE).hash == plain
+    assert resolve(a_service(routing={"strategy": strategy, "directAccess": "GatewayOnly"}), IMAGE).hash != plain
