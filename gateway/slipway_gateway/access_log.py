@@ -41,6 +41,7 @@ class RequestRecord:
     finish: str = ""  # the runtime's finish_reason, or how it went wrong: cancelled, error, refused
     error: str = ""
     failures: list[AttemptFailure] = field(default_factory=list)
+    handovers: int = 0  # how often another replica continued the stream
     upstream_failed: bool = False  # the replica broke off an answer that had begun
     arrived: float = 0.0  # the whole request is here
     sent: float = 0.0  # the last attempt left us
@@ -105,6 +106,7 @@ class AccessLog:
             request_bytes=record.request_bytes,
             response_bytes=record.response_bytes,
             events=record.events,
+            handovers=record.handovers,
             read_ms=_milliseconds(record.started, record.arrived),
             first_byte_ms=_milliseconds(record.arrived, record.first_byte),
             added_ms=round(self._added(record) * 1e3, 2) if record.forwarded else None,

@@ -8,6 +8,7 @@ import structlog
 
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
 from slipway_gateway.fleet import Fleet, View, static_fleet
+from slipway_gateway.journal import JournalMemory
 from slipway_gateway.keys import GatewayKeys
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
@@ -48,6 +49,10 @@ class Gateway:
                 max_seconds=settings.body_seconds,
             ),
             connections=SharedCapacity(limits.connections),
+            journals=JournalMemory(
+                max_bytes=settings.max_handover_bytes, max_stream_bytes=settings.max_handover_stream_bytes
+            ),
+            handover_seconds=settings.handover_seconds,
         )
         self.admin = Admin(
             self.fleet,

@@ -70,6 +70,12 @@ class GatewaySettings(BaseSettings):
     first_byte_seconds: PositiveFloat = _TIMEOUTS.first_byte_seconds
     stream_silence_seconds: PositiveFloat = _TIMEOUTS.stream_silence_seconds
     request_seconds: PositiveFloat = _TIMEOUTS.request_seconds
+    hang_seconds: PositiveFloat = _TIMEOUTS.hang_seconds
+
+    # Handover of streams: how long one may wait for another replica (0: never), and what is kept for it.
+    handover_seconds: NonNegativeFloat = 15.0
+    max_handover_bytes: PositiveInt = 128 << 20
+    max_handover_stream_bytes: PositiveInt = 1 << 20
 
     @field_validator("static", mode="before")
     @classmethod
@@ -127,6 +133,7 @@ class GatewaySettings(BaseSettings):
             first_byte_seconds=self.first_byte_seconds,
             stream_silence_seconds=self.stream_silence_seconds,
             request_seconds=self.request_seconds,
+            hang_seconds=self.hang_seconds,
         )
 
 

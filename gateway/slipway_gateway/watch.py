@@ -34,9 +34,29 @@ class ServiceStatus(Slim, frozen=True, gc=False):
     revisions: tuple[RevisionStatus, ...] = ()
 
 
+class DrainSpec(Slim, frozen=True, gc=False):
+    """spec.drain."""
+
+    handover: bool = True
+
+
+class RoutingSpec(Slim, frozen=True, gc=False):
+    """spec.routing."""
+
+    request_timeout_seconds: int | None = None
+
+
+class ServiceSpec(Slim, frozen=True, gc=False):
+    """The few fields of the spec that take effect in the gateway."""
+
+    drain: DrainSpec = DrainSpec()
+    routing: RoutingSpec = RoutingSpec()
+
+
 class InferenceService(Object, frozen=True, gc=False):
     """The few fields of an InferenceService that routing needs."""
 
+    spec: ServiceSpec = ServiceSpec()
     status: ServiceStatus = ServiceStatus()
 
 
@@ -90,6 +110,8 @@ def service_of(resource: InferenceService) -> Service:
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in resource.status.revisions},
+        request_seconds=resource.spec.routing.request_timeout_seconds,
+        handover=resource.spec.drain.handover,
     )
 
 

@@ -27,6 +27,8 @@ class Service:
     uid: str = ""
     created: datetime | None = None
     weights: Mapping[str, int] = field(default_factory=dict)  # share of each revision; empty: no split is known
+    request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
+    handover: bool = True  # streams of a lost replica continue on another one
 
 
 @dataclass(frozen=True, slots=True)

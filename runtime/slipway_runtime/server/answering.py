@@ -151,7 +151,8 @@ class Answering:
 
     async def as_stream(self) -> Response:
         """Wait for the first token, then stream: until then a failure is a response with its own status."""
-        headers = {names.HEADER_TOKEN_IDS: stream_marks.REPORT} if self._marks_tokens else {}
+        # Whoever continues the stream must have the same model, revision, tokenizer and adapter.
+        headers = {names.HEADER_TOKEN_IDS: self._served.fingerprint(self._replica)} if self._marks_tokens else {}
         deltas = self._all_deltas()
         if not self._parts:  # only the usage and the end are missing
             return EventStream(self._events(None, deltas), headers)
