@@ -159,6 +159,6 @@ class Read:
                 self.logprobs.setdefault(index, []).extend(logprobs["content"])
             else:
                 self.logprobs.setdefault(index, []).extend(
-                    zip(logprobs["tokens"], logprobs["token_logprobs"], strict=False)
+                    zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
                 )
                 self.offsets.setdefault(index, []).extend(logprobs["text_offset"])

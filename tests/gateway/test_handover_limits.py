@@ -1,4 +1,4 @@
-"""What a handover does not do: wait for ever, cost more memory than allowed, move what only pauses, continue as another."""
+"""The limits of a handover: time, memory, who may continue a stream, and what counts as a hang."""
 
 import asyncio
 import json
