@@ -61,6 +61,11 @@ async def hand_over_after_two_words(runtime: Runtime, request: web.Request) -> w
     return response
 
 
+async def stream_through(*runtimes: Runtime, **settings: Any) -> list[Any]:
+    async with a_gateway(*runtimes, **settings) as gateway, a_caller(gateway) as caller:
+        return await _read(caller)
+
+
 def error_of(events: list[Any]) -> str:
     return events[-1]["error"]["message"]
 
@@ -95,9 +100,8 @@ async def test_a_replica_that_comes_back_in_time_continues_the_stream():
             return web.json_response({"error": {"message": "loading"}}, status=503, headers={"Retry-After": "1"})
         return await speak_with_marks(runtime, request)
 
-    async with Runtime(die_then_load) as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
-        async with caller.chat(stream=True) as response:
-            events = await events_of(response)
+    async with Runtime(die_then_load) as runtime:
+        events = await stream_through(runtime)
 
     assert text_of(events) == "Once upon a time."
     assert events[-1] == "[DONE]"
@@ -115,9 +119,8 @@ async def test_another_revision_or_tokenizer_never_continues_a_stream():
     def resumed(runtime: Runtime) -> bool:
         return "slipway_resume" in runtime.bodies[-1]
 
-    async with Runtime(other) as one, a_gateway(one, handover_seconds=0.8) as gateway, a_caller(gateway) as caller:
-        async with caller.chat(stream=True) as response:
-            events = await events_of(response)
+    async with Runtime(other) as one:
+        events = await stream_through(one, handover_seconds=0.8)
 
     assert text_of(events) == "Once upon"
     assert "no other replica could continue it" in error_of(events)
@@ -179,9 +182,8 @@ async def test_what_is_kept_is_counted_while_the_stream_lasts():
 
 
 async def test_a_replica_without_marks_is_forwarded_as_it_is():
-    async with Runtime() as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
-        async with caller.chat(stream=True) as response:
-            events = await events_of(response)
+    async with Runtime() as runtime:
+        events = await stream_through(runtime)
 
     assert text_of(events) == "Once upon a time."
 
@@ -240,7 +242,7 @@ async def test_a_stream_that_only_waits_beside_one_that_goes_on_is_not_moved():
         first.set()
         return await speak_with_marks(runtime, request)
 
-    async with Runtime(pause).hold() as runtime, Runtime(speak_with_marks) as spare:
+    async with Runtime(pause).hold() as runtime, Runtime(speak_with_marks) as spare:  # noqa: SIM117  it would not fit
         async with a_gateway(runtime, spare, hang_seconds=0.4) as gateway, a_caller(gateway) as caller:
             pinned = gateway.fleet.table.endpoint("static/tiny-1")
             gateway.fleet.set_endpoint("static/tiny-1", None)
