@@ -14,6 +14,7 @@ from bench.machine import this_machine
 
 BENCHMARKS = (
     "gateway",
+    "handover",
     "runtime",
     "linears",
     "engine",

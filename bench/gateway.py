@@ -23,9 +23,6 @@ INTERVAL_MS = 50  # 20 chunks a second, as a comfortable reader gets
 CHUNKS = 100  # per stream and round: 5 s
 REQUESTS = 400  # short ones, eight at a time
 ROUNDS = 3
-HELD_STREAMS = 1000  # of which the memory is measured
-HELD_PROMPT_BYTES = 4096
-HELD_CHUNKS = 20  # one a second
 
 
 @dataclass
@@ -52,60 +49,6 @@ def measure(rounds: int = ROUNDS, streams: int = STREAMS) -> Section:
                 uvloop.run(_round(samples, server, streams))
         samples_of = {way: samples for way, (_, samples) in ways.items()}
         return _section(**samples_of, gateway=gateway, rounds=rounds, streams=streams)
-
-
-def measure_handover_memory(streams: int = HELD_STREAMS) -> Section:
-    """What a gateway keeps of open streams so that another replica can continue them."""
-    held = {}
-    for name, environment in (("on", {}), ("off", {"SLIPWAY_HANDOVER_SECONDS": "0"})):
-        with (
-            a_module("upstream") as upstream,
-            a_gateway((MODEL_NAME, upstream.url), environment=environment) as gateway,
-        ):
-            before = gateway.rss_bytes()
-            during, counted = uvloop.run(_hold(gateway, streams))
-            held[name] = (during - before) / streams, counted / streams
-    how = f"{streams:,} streams, prompts of {HELD_PROMPT_BYTES:,} bytes, {HELD_CHUNKS} tokens"
-    return Section(
-        "Gateway: memory of open streams",
-        (
-            Figure("memory of a stream, handover on", held["on"][0] / 1024, "KiB", how),
-            Figure("memory of a stream, handover off", held["off"][0] / 1024, "KiB", "the same, a gateway of its own"),
-            Figure("counted for a handover, a stream", held["on"][1] / 1024, "KiB", "slipway_gateway_handover_bytes"),
-        ),
-    )
-
-
-async def _hold(gateway: Server, streams: int) -> tuple[int, float]:
-    """Resident and counted memory shortly before the streams end."""
-    body = {"model": MODEL_NAME, "stream": True, "max_tokens": HELD_CHUNKS, "interval_ms": 1000}
-    body["messages"] = [{"role": "user", "content": "x" * HELD_PROMPT_BYTES}]
-    timeout = aiohttp.ClientTimeout(total=120)
-    begun = 0
-
-    async def read(session: aiohttp.ClientSession) -> None:
-        nonlocal begun
-        async with session.post(f"{gateway.url}/v1/chat/completions", json=body) as response:
-            response.raise_for_status()
-            await response.content.readany()
-            begun += 1
-            while await response.content.readany():
-                pass
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        running = []
-        for _ in range(streams):
-            running.append(asyncio.create_task(read(session)))
-            await asyncio.sleep(0.002)
-        while begun < streams:  # noqa: ASYNC110  counted by the readers
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(HELD_CHUNKS / 2)
-        during = gateway.rss_bytes()
-        async with session.get(f"{gateway.admin_url}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        counted = next(float(line.split()[1]) for line in lines if line.startswith("slipway_gateway_handover_bytes "))
-        await asyncio.gather(*running)
-    return during, counted
 
 
 async def _round(samples: Samples, server: Server, streams: int) -> None:

@@ -55,8 +55,8 @@ class Journal:
     """One stream: the body that was sent, and what its replica has reported."""
 
     __slots__ = (
-        "_content", "_counted", "_memory", "_on_given_up", "_service", "answers", "broken", "created", "hung", "id",
-        "identity",
+        "_content", "_counted", "_memory", "_on_given_up", "_room", "_service", "answers", "broken", "created",
+        "hung", "id", "identity",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,7 @@ class Journal:
         self._service = service
         self._on_given_up = on_given_up
         self._counted = 0
+        self._room = 0  # counted and not used yet
         self.answers = [Answer() for _ in range(answers)]
         self.id = ""
         self.created = 0
@@ -113,10 +114,11 @@ class Journal:
         answer.ended |= ended
         if token_ids and self._content is not None:
             answer.token_ids.extend(map(int, token_ids.split(b",")))
-            held = len(self._content) + OVERHEAD_BYTES
-            held += BYTES_PER_TOKEN_ID * sum(len(answer.token_ids) for answer in self.answers)
-            if held > self._counted:
-                self._take(math.ceil((held - self._counted) / STEP_BYTES) * STEP_BYTES)
+            self._room -= BYTES_PER_TOKEN_ID * (token_ids.count(b",") + 1)
+            if self._room < 0:
+                steps = math.ceil(-self._room / STEP_BYTES) * STEP_BYTES
+                self._room += steps
+                self._take(steps)
 
     def read_identity(self, events: bytes) -> None:
         """Learn the answer's id and creation time from its first event."""

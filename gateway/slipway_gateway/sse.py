@@ -95,10 +95,12 @@ class MarkedEvents:
         for mark in TOKENS_MARK.finditer(chunk):
             covered.append(chunk[end : mark.start()])
             end = mark.end()
-            index, token_ids, ended = int(mark[1]), mark[2], mark[3] is not None
-            self.events += token_ids.count(b",") + 1 if token_ids else 0
-            self._open_answers -= ended
-            self._on_tokens(index, token_ids, ended)
+            index, token_ids, ended = mark.groups()
+            if token_ids:
+                self.events += token_ids.count(b",") + 1
+            if ended:
+                self._open_answers -= 1
+            self._on_tokens(int(index), token_ids, ended is not None)
         if not self._open_answers:
             whole = chunk.rfind(b"\n\n", end) + 2
             if whole >= end + 2:

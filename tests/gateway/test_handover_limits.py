@@ -206,6 +206,21 @@ async def test_a_services_timeout_ends_a_stream_with_an_error_event_and_is_told_
     assert late[0] == 504
 
 
+@pytest.mark.parametrize(("headers", "requests"), [({}, 2), ({"x-slipway-not-started": "1"}, 3)])
+async def test_a_503_is_retried_once_if_the_request_had_started_and_like_any_refusal_if_not(headers, requests):
+    async def unavailable(runtime: Runtime, request: web.Request) -> web.StreamResponse:
+        told = {"Retry-After": "1", "x-slipway-model": MODEL} | headers
+        return web.json_response({"error": {"message": "gone"}}, status=503, headers=told)
+
+    async with Runtime(unavailable) as one, Runtime(unavailable) as two, Runtime(unavailable) as three:
+        async with a_gateway(one, two, three) as gateway, a_caller(gateway) as caller, caller.chat() as response:
+            status = response.status
+        asked = one.requests + two.requests + three.requests
+
+    assert status == 503
+    assert asked == requests
+
+
 @pytest.mark.capability("RD-9")
 async def test_a_hung_replicas_streams_and_waiting_requests_move_and_the_text_stays():
     body = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
