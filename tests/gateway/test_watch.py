@@ -71,13 +71,17 @@ def test_before_its_first_status_a_service_is_called_by_its_own_name():
 
 def test_weights_are_those_of_status():
     service = service_of(msgspec.convert(a_service_object(r1=90, r2=10), InferenceService))
+
+    assert (service.served_name, dict(service.weights)) == ("tiny", {"r1": 90, "r2": 10})
+
+
+def test_handover_and_timeout_are_those_of_the_spec():
+    service = service_of(msgspec.convert(a_service_object(), InferenceService))
     body = a_service_object() | {"spec": {"drain": {"handover": False}, "routing": {"requestTimeoutSeconds": 30}}}
     strict = service_of(msgspec.convert(body, InferenceService))
 
     assert (service.handover, service.request_seconds) == (True, None)
     assert (strict.handover, strict.request_seconds) == (False, 30)
-
-    assert (service.served_name, dict(service.weights)) == ("tiny", {"r1": 90, "r2": 10})
 
 
 @asynccontextmanager
