@@ -16,7 +16,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 # Fields of later work are absent, not ignored.
 LATER = {
     *("profile", "warmPool", "budget", "slo", "suspend", "restartAt", "experimental"),
-    *("hostnames", "gatewayRef", "scaleToZero", "schedules", "canary", "gates", "paused", "handover", "engine"),
+    *("hostnames", "gatewayRef", "scaleToZero", "schedules", "canary", "gates", "paused", "engine"),
     *("shape", "cache", "upgradePolicy", "upgradeWindow"),
     *("podDisruptionBudget", "maxNodeDrainBlockSeconds", "protectStartup"),
 }
