@@ -3,6 +3,7 @@
     POST /v1/chat/completions {"stream": true, "max_tokens": 100, "interval_ms": 50}
 
 Every event says when it was written (`at`, nanoseconds of this machine's monotonic clock) and is as long as a real one.
+Where a gateway asks for marks (`slipway_api.stream_marks`), each event has one behind it, as a runtime's has.
 """
 
 import argparse
@@ -14,6 +15,9 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from slipway_api.names import HEADER_TOKEN_IDS
+from slipway_api.stream_marks import tokens_mark
+
 PADDING = "x" * 170  # id, object, created, model, fingerprint: what else a real event carries
 
 
@@ -22,13 +26,17 @@ async def answer(request: web.Request) -> web.StreamResponse:
     body = msgspec.json.decode(await request.read())
     if not body.get("stream"):
         return web.json_response({"choices": [], "usage": {"completion_tokens": 0}})
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    headers = {"Content-Type": "text/event-stream"}
+    is_marked = HEADER_TOKEN_IDS in request.headers
+    if is_marked:
+        headers[HEADER_TOKEN_IDS] = "bench"
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     interval = body.get("interval_ms", 50) / 1000
     await asyncio.sleep(random.random() * interval)  # streams of real users do not tick together
     due = time.monotonic()
-    for _ in range(body.get("max_tokens", 100)):
-        await response.write(_event())
+    for number in range(body.get("max_tokens", 100)):
+        await response.write(_event() + (tokens_mark(0, (number,), ended=False) if is_marked else b""))
         due += interval
         await asyncio.sleep(max(0.0, due - time.monotonic()))
     await response.write(b"data: [DONE]\n\n")

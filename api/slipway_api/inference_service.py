@@ -62,9 +62,12 @@ class Drain(Struct):
     )
 
     timeout_seconds: int = Field(default=300, ge=1, le=3600)
-    """How long requests may take to finish; then they are ended with an error."""
+    """How long requests may take to finish; then streams are handed over, and other requests end with an error."""
     endpoint_propagation_seconds: int = Field(default=5, ge=0, le=3600)
     """Shortest time between the removal of a replica from routing and its stop, so that all routers have noticed it."""
+    handover: bool = True
+    """Streams that a lost replica, or one past its drain deadline, leaves unfinished continue on another replica of the
+    same revision. false: they end with an error event. The gateway obeys a change at once; no replica restarts."""
 
 
 class DirectAccess(StrEnum):
@@ -92,6 +95,9 @@ class Routing(Struct):
     direct_access: DirectAccess = DirectAccess.OPEN
     """Open: every pod that can reach a replica may call it directly. GatewayOnly: a replica answers only the
     gateway, which shows a token; status.addresses then names no other way. A change rolls out new replicas."""
+    request_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
+    """How long a request may take from its arrival at the gateway to the last byte of its answer, streamed or not: then
+    an answer that has not begun is a 504, and a stream ends. The gateway obeys a change at once."""
 
 
 class Profile(StrEnum):

@@ -67,6 +67,7 @@ class RequestRecord:
     finish: str = ""  # the runtime's finish_reason, or how it went wrong: cancelled, error, refused
     error: str = ""
     failures: list[AttemptFailure] = field(default_factory=list)
+    handovers: int = 0  # how often another replica continued the stream
     upstream_failed: bool = False  # the replica broke off an answer that had begun
     arrived: float = 0.0  # the whole request is here
     admitted: float = 0.0  # and no longer held for want of a replica
@@ -191,6 +192,7 @@ class AccessLog:
             response_bytes=record.response_bytes,
             events=record.events,
             matched_tokens=record.matched_tokens,
+            handovers=record.handovers,
             read_ms=_milliseconds(record.started, record.arrived),
             held_ms=_milliseconds(record.arrived, record.admitted),
             first_byte_ms=_milliseconds(record.arrived, record.first_byte),

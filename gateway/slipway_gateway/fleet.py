@@ -166,6 +166,22 @@ class Fleet:
         """Record that no connection to the replica could be made."""
         self._set_health(endpoint, after_unreachable(self._health(endpoint), self._clock(), self._policy))
 
+    def record_hung(self, endpoint: Endpoint) -> None:
+        """Record that all streams of the replica have stopped; requests that it has not answered yet are moved."""
+        self.record_unreachable(endpoint)
+        if self.has_other(endpoint):
+            for lease in tuple(self.destination(endpoint.service).leases.get(endpoint.name, ())):
+                lease.on_endpoint_left()
+
+    def has_other(self, endpoint: Endpoint) -> bool:
+        """Whether another replica of the same revision is there, and is not ejected."""
+        if endpoint.service not in self.table.services:
+            return False
+        return any(
+            other.name != endpoint.name and other.revision == endpoint.revision and not self.is_ejected(other)
+            for other in self.table.route(endpoint.service).endpoints
+        )
+
     def record_unavailable(self, endpoint: Endpoint, seconds: float) -> None:
         """Record that the replica refused requests for a while."""
         self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))

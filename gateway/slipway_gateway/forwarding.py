@@ -1,10 +1,13 @@
 """Forwards an answer to the client: every chunk at once, with back-pressure, and an error event when it breaks.
 
-Once the first byte is out nothing can be taken back: a stream that breaks ends with an error event, any other answer
-with an aborted connection. Never is a second answer written into one that has begun.
+Once the first byte is out nothing can be taken back: a stream that breaks goes on from another replica (`handover`) or
+ends with an error event, any other answer with an aborted connection. Never is a second answer written into one that
+has begun.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import structlog
@@ -13,10 +16,11 @@ from aiohttp import web
 from slipway_api.names import HEADER_ADAPTER, HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
 from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.fleet import Lease
+from slipway_gateway.journal import Journal
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import OUTPUT_WEIGHT
-from slipway_gateway.sse import EventSplitter, error_event
-from slipway_gateway.upstream import Reply, UpstreamError
+from slipway_gateway.sse import Events, EventSplitter, MarkedEvents, error_event
+from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
 R = TypeVar("R", bound=web.StreamResponse)
 
@@ -32,9 +36,19 @@ class Forwarder:
         self.cutting = False
 
     async def forward(
-        self, request: web.Request, reply: Reply, lease: Lease, record: RequestRecord, served_name: str
+        self,
+        request: web.Request,
+        reply: Reply,
+        lease: Lease,
+        record: RequestRecord,
+        served_name: str,
+        journal: Journal | None = None,
     ) -> web.StreamResponse:
-        """Forward the answer piece by piece; `record.upstream_failed` says whether the replica broke it off."""
+        """Forward the answer piece by piece; `record.upstream_failed` says whether the replica broke it off.
+
+        With a journal, a stream that broke off stays open if another replica can continue it: `journal.broken` says why
+        it broke, and `handover` continues or ends it.
+        """
         record.status, record.first_byte = reply.status, reply.first_at
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
         response.headers.setdefault(HEADER_MODEL, record.model if record.adapter else served_name)
@@ -42,18 +56,27 @@ class Forwarder:
         if record.adapter:
             response.headers.setdefault(HEADER_ADAPTER, record.adapter)
         self.sign(response, record)
+        async with self.answering(request, record):
+            await response.prepare(request)
+            if not reply.is_stream:
+                await self._forward_bytes(response, reply, record)
+                return response
+            broken = await self.forward_events(response, reply, lease, record, journal)
+            if not broken or journal is None or not journal.broken:
+                await self.end_stream(response, record, broken)
+        return response
+
+    @asynccontextmanager
+    async def answering(self, request: web.Request, record: RequestRecord) -> AsyncIterator[None]:
+        """Record whatever goes wrong inside, while an answer is being written, and abort the client's connection."""
         open_streams = self._metrics.open_streams.labels(*record.labels)
         open_streams.inc()
         try:
-            await response.prepare(request)
-            if reply.is_stream:
-                await self._forward_events(response, reply, lease, record)
-            else:
-                await self._forward_bytes(response, reply, record)
+            yield
         except ConnectionResetError:  # the client left between two writes
             record.set_cancelled()
         except UpstreamError as failure:
-            record.upstream_failed = True
+            record.upstream_failed = not isinstance(failure, DeadlineError)
             _abort(request, record, str(failure))
         except asyncio.CancelledError:
             if not self.cutting:
@@ -65,41 +88,63 @@ class Forwarder:
             _abort(request, record, "internal error")
         finally:
             open_streams.dec()
-        return response
 
-    async def _forward_events(
-        self, response: web.StreamResponse, reply: Reply, lease: Lease, record: RequestRecord
-    ) -> None:
-        """A stream: whole events at once, and an error event of ours when it breaks."""
-        splitter = EventSplitter()
+    async def forward_events(
+        self,
+        response: web.StreamResponse,
+        reply: Reply,
+        lease: Lease,
+        record: RequestRecord,
+        journal: Journal | None = None,
+    ) -> str:
+        """Forward a stream event by event as far as it goes; empty, or why it broke off."""
+        events: Events = EventSplitter()
+        if journal is not None and reply.identity:
+            events = MarkedEvents(journal.open_answers, journal.add)
         broken = ""
         try:
-            chunk = splitter.feed(reply.first)
-            await response.write(chunk)
-            record.add_forwarded(chunk)
-            while piece := await reply.read_more():
-                before = splitter.events
-                if chunk := splitter.feed(piece):
-                    await response.write(chunk)
-                    record.add_forwarded(chunk)
-                    lease.progress((splitter.events - before) * OUTPUT_WEIGHT)
-            if not splitter.is_complete:
-                record.upstream_failed = True
-                broken = "the stream ended without saying why"
-        except UpstreamError as failure:
-            record.upstream_failed = True
-            broken = str(failure)
+            try:
+                piece = reply.first
+                while piece:
+                    before = events.events
+                    if chunk := events.feed(piece):
+                        if journal is not None and not journal.id:
+                            journal.read_identity(chunk)
+                        await response.write(chunk)
+                        record.add_forwarded(chunk)
+                        lease.progress((events.events - before) * OUTPUT_WEIGHT)
+                    piece = await reply.read_more()
+            except DeadlineError as failure:
+                return str(failure)
+            except UpstreamError as failure:
+                broken = str(failure)
+                if journal is not None:
+                    journal.hung = isinstance(failure, HungError)
+            if chunk := events.finish():
+                await response.write(chunk)
+                record.add_forwarded(chunk)
         except asyncio.CancelledError:
             if not self.cutting:
                 raise
             uncancel()
-            broken = SHUTTING_DOWN
+            return SHUTTING_DOWN
         finally:
-            record.events = splitter.events
+            record.events += events.events
+        if events.is_complete:
+            return ""
+        broken = events.handover or broken or "the stream ended without saying why"
+        record.upstream_failed = not events.handover
+        if journal is not None and journal.can_resume and reply.identity:
+            journal.broken = broken
+        return broken
+
+    async def end_stream(self, response: web.StreamResponse, record: RequestRecord, broken: str) -> None:
+        """End a stream: with an error event of ours when it broke off."""
         if broken:
             self._metrics.broken_streams.labels(*record.labels).inc()
             record.set_broken(broken)
-            await response.write(error_event(f"The answer broke off: {broken}.", "BadGatewayError", 502))
+            status, kind = (504, "GatewayTimeoutError") if broken == DEADLINE else (502, "BadGatewayError")
+            await response.write(error_event(f"The answer broke off: {broken}.", kind, status))
         await response.write_eof()
 
     async def _forward_bytes(self, response: web.StreamResponse, reply: Reply, record: RequestRecord) -> None:

@@ -9,6 +9,7 @@ import structlog
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
 from slipway_gateway.fleet import Fleet, View, static_fleet
+from slipway_gateway.journal import JournalMemory
 from slipway_gateway.keys import GatewayKeys
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
@@ -71,6 +72,10 @@ class Gateway:
             connections=SharedCapacity(limits.connections),
             loading_seconds=settings.loading_wait_seconds,
             tenancy=self.tenancy,
+            journals=JournalMemory(
+                max_bytes=settings.max_handover_bytes, max_stream_bytes=settings.max_handover_stream_bytes
+            ),
+            handover_seconds=settings.handover_seconds,
         )
         self.metrics.add_outcomes(self.requests.outcomes.report)
         self.admin = Admin(

@@ -89,6 +89,7 @@ class AttemptFailure(Enum):
     SHED = "shed"  # 429: that replica is full
     UNAVAILABLE = "unavailable"  # 503: that replica is draining or loading
     ENGINE_DEAD = "engine_dead"  # 500 or 503, and the runtime says that its engine has died
+    INTERRUPTED = "interrupted"  # 503: the replica had begun and could not finish
 
     @property
     def may_be_the_requests_fault(self) -> bool:
@@ -97,7 +98,13 @@ class AttemptFailure(Enum):
 
 
 _POSSIBLY_CAUSED_BY_REQUEST: Final = frozenset(
-    {AttemptFailure.LOST, AttemptFailure.SILENT, AttemptFailure.MOVED, AttemptFailure.ENGINE_DEAD}
+    {
+        AttemptFailure.LOST,
+        AttemptFailure.SILENT,
+        AttemptFailure.MOVED,
+        AttemptFailure.ENGINE_DEAD,
+        AttemptFailure.INTERRUPTED,
+    }
 )
 
 

@@ -66,6 +66,21 @@ class Metrics:
         self.broken_streams = Counter(
             "slipway_gateway_broken_streams", "Streams that ended with our error event", _REVISION, registry=registry
         )
+        self.handovers = Counter(
+            "slipway_gateway_handovers", "Streams that another replica continued; lost, hung, drained: why",
+            [*_REVISION, "reason"], registry=registry,
+        )  # fmt: skip
+        self.handovers_failed = Counter(
+            "slipway_gateway_handovers_failed", "Streams that no other replica continued", [*_REVISION, "reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.handover_disabled = Counter(
+            "slipway_gateway_handover_disabled", "Streams that need too much memory to be handed over",
+            ["service", "reason"], registry=registry,
+        )  # fmt: skip
+        self.handover_bytes = Gauge(
+            "slipway_gateway_handover_bytes", "Memory of requests and tokens kept for a handover", registry=registry
+        )
         self.open_streams = Gauge(
             "slipway_gateway_open_streams", "Answers being forwarded now", _REVISION, registry=registry
         )
@@ -77,7 +92,8 @@ class Metrics:
         self._fleet = fleet
         self._labelled = (
             self.requests, self.first_byte, self.duration, self.retries, self.retries_denied, self.refused,
-            self.upstream_errors, self.broken_streams, self.open_streams, self.mirrored,
+            self.upstream_errors, self.broken_streams, self.open_streams, self.mirrored, self.handovers,
+            self.handovers_failed, self.handover_disabled,
         )  # fmt: skip
         self.before_exposition: list[Callable[[], None]] = []
         registry.register(_FleetCollector(fleet))

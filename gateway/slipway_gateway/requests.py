@@ -6,7 +6,7 @@
    may come (`waiting_room`); pick a replica; try it.
 4. Until the first byte went out, another replica may be tried: when one is gone, draining (503), full (429), silent,
    dead, or has left the fleet.
-5. Forward the answer as it comes (`forwarding`).
+5. Forward the answer as it comes (`forwarding`); a stream that breaks off continues on another replica (`handover`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
-from slipway_api.names import HEADER_ADAPTER
+from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_MODEL, HEADER_NOT_STARTED
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.errors import (
@@ -37,7 +37,9 @@ from slipway_gateway.errors import (
 )
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
+from slipway_gateway.handover import DEADLINE_GRACE_SECONDS, Handover, Interrupted
 from slipway_gateway.health import AttemptFailure, RetryPolicy
+from slipway_gateway.journal import JournalMemory
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.mirror import Mirror
 from slipway_gateway.outcomes import Outcomes
@@ -47,6 +49,7 @@ from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, par
 from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import Tenancy, internal_headers
 from slipway_gateway.upstream import (
+    DEADLINE,
     DeadlineError,
     FirstByteWait,
     LostError,
@@ -62,6 +65,7 @@ from slipway_gateway.waiting_room import WaitingRoom
 
 log = structlog.get_logger()
 
+MAX_WHOLE_BYTES = 1 << 20  # of an answer in one piece that is read whole first: half of it could not be retried
 MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
 UNAVAILABLE_SECONDS = 2.0  # ejection of a replica that answered 503: by then the watch shows that it is not ready
 ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
@@ -104,6 +108,8 @@ class Requests:
         *,
         bodies: BodyReader,
         connections: SharedCapacity,
+        journals: JournalMemory,
+        handover_seconds: float = 0.0,
         policy: RetryPolicy | None = None,
         loading_seconds: float = 0.0,
         tenancy: Tenancy | None = None,
@@ -127,6 +133,10 @@ class Requests:
         self._policy = policy or RetryPolicy()
         self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
         self._forwarder = Forwarder(metrics)
+        self._handover = Handover(
+            fleet, upstream, self._forwarder, metrics, memory=journals, wait_seconds=handover_seconds
+        )
+        metrics.handover_bytes.set_function(lambda: journals.held)
         self._open: set[asyncio.Task[object]] = set()
         self.idle = asyncio.Event()  # set while no request is inside
         self.idle.set()
@@ -212,7 +222,9 @@ class Requests:
     ) -> web.StreamResponse:
         """Try replicas until one answers or none is left to try."""
         self._fleet.destination(record.service).retry_budget.add_request()
-        deadline = asyncio.get_running_loop().time() + self._upstream.timeouts.request_seconds
+        seconds = self._seconds_for(record.service)
+        deadline = asyncio.get_running_loop().time() + seconds - (time.monotonic() - record.arrived)
+        answers = self._handover.seed(request.path, inference, body, record.service)
         attempts = Attempts()
         while True:
             route = self._resolve(inference, record)
@@ -224,9 +236,9 @@ class Requests:
             record.endpoint, record.revision = endpoint.name, endpoint.revision
             record.matched_tokens = attempts.matched_tokens
             try:
-                answer = await self._try_endpoint(request, inference, body, endpoint, deadline, record)
+                answer = await self._try_endpoint(request, inference, body, answers, endpoint, deadline, record)
             except DeadlineError:
-                raise deadline_exceeded(self._upstream.timeouts.request_seconds) from None
+                raise deadline_exceeded(seconds) from None
             except UpstreamError as error:
                 failure, record.error, attempts.last_answer = _FAILURES[type(error)], str(error), None
                 if failure is AttemptFailure.UNREACHABLE:
@@ -247,6 +259,7 @@ class Requests:
         request: web.Request,
         inference: InferenceRequest,
         body: Body,
+        answers: int,
         endpoint: Endpoint,
         deadline: float,
         record: RequestRecord,
@@ -255,31 +268,46 @@ class Requests:
         served_name = record.adapter or endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
+        headers[HEADER_DEADLINE] = f"{max(deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
+        journal = self._handover.journal(content, answers, record.service, headers)
         wait = self._first_byte_wait(inference, deadline)
-        with self._fleet.lease(endpoint, inference.routing.cost - record.matched_tokens, wait.move) as lease:
-            record.sent = time.monotonic()
-            async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait) as reply:
-                lease.answered()
-                lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
-                record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
-                self._fleet.record_load(endpoint, reply.load_report)
-                if reply.is_stream:
-                    self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
-                rejected = await self._rejected(endpoint, reply)
-                if rejected is not None:
-                    return rejected
-                if reply.is_stream and not reply.first:
-                    raise LostError("an empty stream")
-                del content
-                self._copy(request, inference, body, headers, record)
-                body.release()
-                record.error = ""
-                response = await self._forwarder.forward(request, reply, lease, record, served_name)
-                if record.upstream_failed:
-                    self._fleet.record_failure(endpoint)
-                elif record.events > 1:
-                    self._fleet.record_latency(endpoint, itl=reply.waited / (record.events - 1))
-                return response
+        until = deadline + DEADLINE_GRACE_SECONDS
+        cost = inference.routing.cost - record.matched_tokens
+        try:
+            with self._fleet.lease(endpoint, cost, wait.move) as lease:
+                record.sent = time.monotonic()
+                async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait, until) as reply:
+                    lease.answered()
+                    lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
+                    record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
+                    self._fleet.record_load(endpoint, reply.load_report)
+                    if reply.is_stream:
+                        self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
+                    rejected = await self._rejected(endpoint, reply)
+                    if rejected is not None:
+                        return rejected
+                    if reply.is_stream and not reply.first:
+                        raise LostError("an empty stream")
+                    if not reply.is_stream:
+                        await reply.read_whole(MAX_WHOLE_BYTES)
+                    del content
+                    self._copy(request, inference, body, headers, record)
+                    body.release()
+                    if journal is not None:
+                        self._handover.begin(journal, reply, endpoint)
+                    record.error = ""
+                    response = await self._forwarder.forward(request, reply, lease, record, served_name, journal)
+            if record.upstream_failed:
+                self._handover.record_break(endpoint, journal)
+            elif record.events > 1:
+                self._fleet.record_latency(endpoint, itl=reply.waited / (record.events - 1))
+            if journal is not None and journal.broken:
+                stream = Interrupted(request, response, journal, inference.routing, record, deadline)
+                await self._handover.finish(stream, endpoint)
+            return response
+        finally:
+            if journal is not None:
+                journal.close()
 
     def _copy(
         self,
@@ -303,11 +331,16 @@ class Requests:
                 is_comparable=inference.is_greedy,
             )
 
+    def _seconds_for(self, service: str) -> float:
+        """How long a whole request of this service may take."""
+        known = self._fleet.table.services.get(service)
+        seconds = known.request_seconds if known is not None else None
+        return self._upstream.timeouts.request_seconds if seconds is None else seconds
+
     def _first_byte_wait(self, inference: InferenceRequest, deadline: float) -> FirstByteWait:
-        timeouts = self._upstream.timeouts
-        if not inference.stream:
-            return FirstByteWait(deadline, DeadlineError("the request's deadline passed"))
-        until = asyncio.get_running_loop().time() + timeouts.first_byte_seconds
+        until = asyncio.get_running_loop().time() + self._upstream.timeouts.first_byte_seconds
+        if not inference.stream or deadline <= until:
+            return FirstByteWait(deadline, DeadlineError(DEADLINE))
         return FirstByteWait(until, SilentError("timed out: no first byte"))
 
     def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
@@ -338,9 +371,12 @@ class Requests:
     async def _rejected(self, endpoint: Endpoint, reply: Reply) -> RejectedAttempt | None:
         """The replica's answer when another replica may better it; None: this is the answer for the client.
 
-        Every 500 counts against the replica, and only one that says that the engine is dead is retried: after any other
-        the work may have been done.
+        What says that it was not started is retried. Of the others a 503 is, because the replica has lost what it did,
+        and a 500 that says that the engine is dead; after any other 500, which counts against the replica too, the work
+        may have been done.
         """
+        is_ours = HEADER_MODEL in reply.headers
+        was_started = is_ours and HEADER_NOT_STARTED not in reply.headers
         if reply.status < 500 and reply.status != 429:
             self._fleet.record_success(endpoint)
             return None
@@ -353,6 +389,8 @@ class Requests:
         match reply.status:
             case 429:
                 failure = AttemptFailure.SHED
+            case 503 if was_started:
+                failure = AttemptFailure.INTERRUPTED
             case 503 if "Retry-After" in reply.headers:
                 failure = AttemptFailure.UNAVAILABLE
                 self._fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)

@@ -83,6 +83,12 @@ class GatewaySettings(BaseSettings):
     request_seconds: PositiveFloat = _TIMEOUTS.request_seconds
     # How long a request waits for the first replica of a service that should have some (see waiting_room); 0: not.
     loading_wait_seconds: NonNegativeFloat = 10.0
+    hang_seconds: PositiveFloat = _TIMEOUTS.hang_seconds
+
+    # Handover of streams: how long one may wait for another replica (0: never), and what is kept for it.
+    handover_seconds: NonNegativeFloat = 15.0
+    max_handover_bytes: PositiveInt = 128 << 20
+    max_handover_stream_bytes: PositiveInt = 1 << 20
 
     @field_validator("static", mode="before")
     @classmethod
@@ -146,6 +152,7 @@ class GatewaySettings(BaseSettings):
             first_byte_seconds=self.first_byte_seconds,
             stream_silence_seconds=self.stream_silence_seconds,
             request_seconds=self.request_seconds,
+            hang_seconds=self.hang_seconds,
         )
 
 

@@ -4,11 +4,13 @@ UpstreamError
 ├── UnreachableError   no connection was made: the request never arrived
 ├── LostError          the connection broke after the request was sent
 ├── SilentError        nothing came for too long: no first byte of a stream, or a pause within it
+│   └── HungError      within a stream, when all streams of the replica have stopped and another replica could go on
 ├── MovedError         the replica left the routing table before its first byte
 └── DeadlineError      the request's own deadline passed: not the replica's failure
 """
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,12 +18,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
+from weakref import WeakValueDictionary
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from slipway_api.names import HEADER_REQUEST_ID
+from slipway_api.names import HEADER_REQUEST_ID, HEADER_TOKEN_IDS, INTERNAL_HEADERS
 from slipway_gateway.load_reports import LOAD_FORMAT, LOAD_FORMAT_HEADER, LOAD_HEADER
 from slipway_gateway.picker.endpoints import Endpoint
 
@@ -32,6 +35,10 @@ RESPONSE_HEADERS: Final = frozenset(
 RESPONSE_PREFIXES: Final = ("x-slipway-", "x-ratelimit-", "openai-")
 # Request headers that are forwarded to the replica: no credentials, and none that only the gateway sets.
 REQUEST_HEADERS: Final = ("content-type", "accept", "traceparent", "tracestate")
+DEADLINE: Final = "the request's deadline passed"
+HANG_FACTOR: Final = 10.0  # so many times the longest pause between two tokens is a hang
+PAUSE_DECAY: Final = 0.98  # a piece
+LOOKS: Final = 8  # at a hang, while no other replica can take the stream
 
 
 class UpstreamError(Exception):
@@ -48,6 +55,10 @@ class LostError(UpstreamError):
 
 class SilentError(UpstreamError):
     """Nothing came for too long: no first byte of a stream, or a pause within it."""
+
+
+class HungError(SilentError):
+    """All streams of the replica have stopped, for much longer than between their tokens."""
 
 
 class MovedError(UpstreamError):
@@ -67,8 +78,10 @@ class UpstreamTimeouts:
     unacknowledged_seconds: float = 10.0
     first_byte_seconds: float = 120.0  # of a stream, from the attempt's start; queueing and prefill happen in it
     stream_silence_seconds: float = 60.0  # between two pieces of an answer that has begun
-    # For the first byte of an answer that is not streamed, from the request's last byte and over all attempts: such an
-    # answer is silent while it is made, so its silence says nothing of the replica.
+    # A replica all of whose streams are silent for so long hangs, if it was silent for ten times as long as the longest
+    # pause between tokens, too. Only for streams that another replica can continue: moving them costs a prefill.
+    hang_seconds: float = 5.0
+    # For the whole of a request, over all attempts; a service's spec.routing.requestTimeoutSeconds goes before it.
     request_seconds: float = 600.0
 
 
@@ -105,15 +118,36 @@ class FirstByteWait:
             raise (MovedError("the replica left the fleet") if self._was_moved else self._expiry) from None
 
 
+class Pace:
+    """How regularly the streams of one replica bring something."""
+
+    __slots__ = ("__weakref__", "last_at", "longest_pause")
+
+    def __init__(self) -> None:
+        self.last_at = 0.0  # when a stream brought something last
+        self.longest_pause = 0.0  # between two pieces of a stream; an old one counts ever less
+
+    def observe(self, pause: float, now: float) -> None:
+        """A stream brought something after a pause of so many seconds."""
+        self.last_at = now
+        self.longest_pause = max(pause, self.longest_pause * PAUSE_DECAY)
+
+    def hang_seconds(self, least: float) -> float:
+        """After how long a silence of all its streams the replica hangs."""
+        return max(least, HANG_FACTOR * self.longest_pause)
+
+
 class Reply:
     """A replica's answer from its first byte on."""
 
-    __slots__ = ("_response", "_silence", "first", "first_at", "headers", "load_report", "status", "waited")
+    __slots__ = ("_response", "_silence", "first", "first_at", "headers", "identity", "load_report", "status", "waited")
 
     def __init__(self, response: aiohttp.ClientResponse, first: bytes, silence: "Silence") -> None:
         self._response = response
         self._silence = silence
         self.status = response.status
+        # Model, revision, tokenizer and adapter of a stream with marks (`stream_marks`); empty: it has no marks.
+        self.identity = response.headers.get(HEADER_TOKEN_IDS, "")
         self.headers = _for_client(response.headers)
         self.load_report = response.headers.get(LOAD_HEADER, "")
         self.first = first  # b"": the answer has no body
@@ -125,6 +159,18 @@ class Reply:
         """Whether these are server-sent events."""
         return self._response.content_type == "text/event-stream"
 
+    def watch_for_hang(self, can_move: Callable[[], bool]) -> None:
+        """From now on a hang of the replica ends the stream early, if another replica could continue it."""
+        self._silence.watch_for_hang(can_move)
+
+    async def read_whole(self, limit: int) -> None:
+        """Read the rest into `first`, unless the answer says to be larger than that or does not say it."""
+        length = self._response.content_length
+        if length is None or length > limit:
+            return
+        while piece := await self.read_more():
+            self.first += piece
+
     async def read_more(self) -> bytes:
         """What came after `first` and has not been read yet, as soon as there is something; b"" at the end.
 
@@ -135,29 +181,39 @@ class Reply:
         try:
             piece = await self._response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            if self._silence.expired:
-                raise SilentError("timed out: the replica fell silent") from error
-            raise LostError("connection lost") from error
-        self.waited += time.monotonic() - waiting_since
+            raise self._silence.verdict or LostError("connection lost") from error
+        if self._silence.verdict is not None and not piece:
+            raise self._silence.verdict
         self._silence.stop()
+        self.waited += time.monotonic() - waiting_since
         return piece
 
 
 class Silence:
-    """Closes a connection on which no byte arrived for too long while an answer was awaited.
+    """Closes a connection on which no byte arrived for too long while an answer was awaited, or at its deadline.
 
     One timer a connection, which looks again when it fires: moving a timer at every chunk costs a tenth of the whole.
     """
 
-    __slots__ = ("_cut", "_handle", "_loop", "_seconds", "_since", "expired")
+    __slots__ = ("_can_move", "_cut", "_deadline", "_handle", "_loop", "_pace", "_since", "_timeouts", "verdict")
 
-    def __init__(self, seconds: float, cut: Callable[[], None]) -> None:
+    def __init__(self, timeouts: UpstreamTimeouts, deadline: float, pace: Pace, cut: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._seconds = seconds
+        self._timeouts = timeouts
+        self._deadline = deadline
+        self._pace = pace
         self._cut = cut
+        self._can_move: Callable[[], bool] | None = None  # None: a hang is not looked for
         self._since: float | None = None  # None: nothing is waited for now; the client's pace is not the replica's
-        self._handle = self._loop.call_later(seconds, self._check)
-        self.expired = False
+        self._handle = self._loop.call_later(self._seconds_left(self._loop.time()), self._check)
+        self.verdict: UpstreamError | None = None  # why the connection was closed
+
+    def watch_for_hang(self, can_move: Callable[[], bool]) -> None:
+        """Look for a hang of the whole replica, too."""
+        self._can_move = can_move
+        self._pace.last_at = max(self._pace.last_at, self._loop.time())  # the first byte has just come
+        self._handle.cancel()
+        self._check()
 
     def start(self) -> None:
         """Start the timeout: bytes are awaited from now on."""
@@ -165,19 +221,44 @@ class Silence:
 
     def stop(self) -> None:
         """Stop the timeout: bytes have arrived."""
-        self._since = None
+        if self._since is not None:
+            now = self._loop.time()
+            self._pace.observe(now - self._since, now)
+            self._since = None
 
     def cancel(self) -> None:
         """Cancel the timer for good, because the connection is no longer used."""
         self._handle.cancel()
 
+    def _seconds_left(self, now: float) -> float:
+        """Until this connection is closed, if nothing comes."""
+        since = now if self._since is None else self._since
+        return min(since + self._timeouts.stream_silence_seconds, self._deadline) - now
+
     def _check(self) -> None:
-        left = self._seconds if self._since is None else self._since + self._seconds - self._loop.time()
-        if left > 0:
-            self._handle = self._loop.call_later(left, self._check)
-        else:
-            self.expired = True
-            self._cut()
+        now = self._loop.time()
+        left = self._seconds_left(now)
+        if left <= 0:
+            late = now >= self._deadline
+            self._close(DeadlineError(DEADLINE) if late else SilentError("timed out: the replica fell silent"))
+            return
+        if self._can_move is not None:
+            until_hung = self._seconds_until_hung(now)
+            if until_hung <= 0 and self._can_move():
+                self._close(HungError("timed out: the replica hangs"))
+                return
+            left = min(left, max(until_hung, self._timeouts.hang_seconds / LOOKS))
+        self._handle = self._loop.call_later(left, self._check)
+
+    def _seconds_until_hung(self, now: float) -> float:
+        limit = self._pace.hang_seconds(self._timeouts.hang_seconds)
+        # This stream may only wait for its turn, while others of the replica go on.
+        quiet_since = now if self._since is None else max(self._since, self._pace.last_at)
+        return quiet_since + limit - now
+
+    def _close(self, verdict: UpstreamError) -> None:
+        self.verdict = verdict
+        self._cut()
 
 
 class Upstream:
@@ -193,6 +274,7 @@ class Upstream:
         self._serving_headers = serving_headers
         self.timeouts = timeouts or UpstreamTimeouts()
         self._session: aiohttp.ClientSession | None = None
+        self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()  # by endpoint, while it has answers open
 
     async def __aenter__(self) -> "Upstream":
         # The pool is unbounded: requests are bounded for each service before they come here, and a queue here would
@@ -216,9 +298,17 @@ class Upstream:
 
     @asynccontextmanager
     async def attempt(
-        self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str], wait: FirstByteWait
+        self,
+        endpoint: Endpoint,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        wait: FirstByteWait,
+        deadline: float = math.inf,
     ) -> AsyncIterator[Reply]:
         """POST `body` to the endpoint; yields once the first byte of the answer is here.
+
+        At `deadline`, of the event loop's clock, an answer that has begun ends with DeadlineError.
 
         Leaving before the end closes the connection: that is how a cancelled request reaches the runtime.
         """
@@ -229,7 +319,8 @@ class Upstream:
                 response = await self._post(endpoint, path, body, headers)
                 first = await _read(response)
             del body  # it was sent and answered; the answer may take minutes
-            silence = Silence(self.timeouts.stream_silence_seconds, response.close)
+            pace = self._paces.setdefault(endpoint.name, Pace())
+            silence = Silence(self.timeouts, deadline, pace, response.close)
             yield Reply(response, first, silence)
         finally:
             if silence is not None:
@@ -290,6 +381,6 @@ def _for_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
     allowed: CIMultiDict[str] = CIMultiDict()
     for name, value in headers.items():
         lower = name.lower()
-        if lower in RESPONSE_HEADERS or lower.startswith(RESPONSE_PREFIXES):
+        if lower in RESPONSE_HEADERS or (lower.startswith(RESPONSE_PREFIXES) and lower not in INTERNAL_HEADERS):
             allowed[name] = value
     return allowed

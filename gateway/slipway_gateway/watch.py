@@ -70,10 +70,17 @@ class RuntimeSpec(Slim, frozen=True, gc=False):
     max_num_seqs: int = 64
 
 
+class DrainSpec(Slim, frozen=True, gc=False):
+    """`spec.drain`."""
+
+    handover: bool = True
+
+
 class RoutingSpec(Slim, frozen=True, gc=False):
     """How a service wants its requests routed; text, because a newer API may know more strategies than this gateway."""
 
     strategy: str = ""
+    request_timeout_seconds: int | None = None
 
     @property
     def known_strategy(self) -> RoutingStrategy:
@@ -88,6 +95,7 @@ class ServiceSpec(Slim, frozen=True, gc=False):
     """The fields of the spec that say how requests are routed, and which may wait for a replica."""
 
     suspend: bool = False
+    drain: DrainSpec = DrainSpec()
     runtime: RuntimeSpec = RuntimeSpec()
     autoscaling: Autoscaling | None = None
     routing: RoutingSpec = RoutingSpec()
@@ -194,6 +202,8 @@ def service_of(resource: InferenceService) -> Service:
         is_suspended=resource.spec.suspend,
         max_num_seqs=resource.spec.runtime.max_num_seqs,
         strategy=resource.spec.routing.known_strategy,
+        request_seconds=resource.spec.routing.request_timeout_seconds,
+        handover=resource.spec.drain.handover,
     )
 
 

@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the client went away
     TIMEOUT = "timeout"  # the request's deadline passed
     ERROR = "error"  # the engine failed; the message says how
+    HANDED_OVER = "handed_over"  # the replica goes away; a gateway continues the answer on another one
     OUT_OF_MEMORY = "out_of_memory"  # the device's memory did not last for its step; another replica may do better
 
 

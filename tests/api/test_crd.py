@@ -17,7 +17,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 # Fields of later work are absent, not ignored.
 LATER = {
     *("gpuHourCost", "slo", "experimental"),
-    *("hostnames", "gatewayRef", "handover", "engine"),
+    *("hostnames", "gatewayRef", "engine"),
     *("cache", "upgradePolicy", "upgradeWindow"),
 }
 
@@ -90,7 +90,7 @@ def test_replicas_the_autoscaler_and_room_for_adapters_stay_absent(schema):
     assert "lora" not in spec["runtime"]["default"]
     assert "default" not in spec["replicas"]
     assert "default" not in spec["autoscaling"]
-    assert spec["drain"]["default"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5}
+    assert spec["drain"]["default"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5, "handover": True}
 
 
 def test_a_status_is_never_filled_in_by_the_api_server(schema):

@@ -197,7 +197,7 @@ async def test_nothing_is_ever_written_into_an_answer_that_has_begun(failure, mo
     """Finding 13: a second `HTTP/1.1 503` was written inside a 200 with Content-Length, which then looked whole."""
 
     async def half(runtime, request):
-        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "2000"})
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "2000000"})
         await response.prepare(request)
         await response.write(b'{"id": ')
         if failure == "defect":

@@ -8,7 +8,7 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
-from slipway_api.names import INTERNAL_HEADERS
+from slipway_api.names import HEADER_DEADLINE, INTERNAL_HEADERS
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from tests.gateway.doubles import MODEL, Caller, Runtime, a_caller, a_gateway, be_full, die_after_two_words, events_of
@@ -125,7 +125,8 @@ async def test_what_only_the_gateway_may_say_is_removed_from_what_clients_say():
         async with caller.chat(headers=sent):
             pass
 
-        assert not {name.lower() for name in sent} & runtime.headers[0].keys()
+        assert {name.lower() for name in sent} & runtime.headers[0].keys() == {HEADER_DEADLINE}
+        assert 0 < float(runtime.headers[0][HEADER_DEADLINE]) <= 600
 
 
 @pytest.mark.capability("API-9")

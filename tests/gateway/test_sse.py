@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipway_gateway.sse import EventSplitter, error_event
+from slipway_api.stream_marks import handover_mark, tokens_mark
+from slipway_gateway.sse import EventSplitter, MarkedEvents, error_event
 
 EVENTS = [b'data: {"n": 1}', b": comment", b'data: {"text": "a\\n\\nb"}', b"data: [DONE]"]
 
@@ -44,3 +45,59 @@ def test_the_error_event_is_one_event_whatever_the_message():
 
     assert body.count(b"\n\n") == 1
     assert json.loads(body.removeprefix(b"data: "))["error"]["message"] == 'broke\n\noff: "why"'
+
+
+texts = st.text(st.sampled_from('a\n: tokens 0 é😀"\\'), max_size=12)
+steps = st.lists(st.tuples(st.lists(texts, max_size=3), st.lists(st.integers(0, 10**6), max_size=3)), max_size=6)
+
+
+def as_event(text: str) -> bytes:
+    return b"data: " + json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n\n"
+
+
+@pytest.mark.capability("RD-4")
+@given(steps=steps, cuts=st.lists(st.integers(0, 400), max_size=12), kept=st.integers(0, 400))
+def test_a_client_has_exactly_the_events_whose_tokens_are_kept(steps, cuts, kept):
+    """Wherever the stream is torn: events without their mark go out from another replica, never twice."""
+    stream, after = b"", []  # what a client has, and the tokens, once so many bytes have come
+    client, tokens = b"", []
+    for events, token_ids in steps:
+        said = b"".join(map(as_event, events))
+        stream += said + tokens_mark(0, token_ids, ended=False)
+        client, tokens = client + said, tokens + token_ids
+        after.append((len(stream), client, tokens))
+    torn = stream[:kept]
+    seen: list[int] = []
+    marked = MarkedEvents(1, lambda index, ids, ended: seen.extend(map(int, filter(None, ids.split(b",")))))
+    marks = sorted({min(cut, len(torn)) for cut in cuts} | {0, len(torn)})
+    out = b"".join(marked.feed(torn[a:b]) for a, b in pairwise(marks)) + marked.finish()
+
+    expected = [state for state in after if state[0] <= len(torn)]
+    assert (out, seen) == (expected[-1][1:] if expected else (b"", []))
+    assert not marked.is_complete
+    assert not marked.handover
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_behind_the_last_answer_the_end_of_the_stream_passes(cuts):
+    end = as_event("usage") + b"data: [DONE]\n\n"
+    stream = as_event("x") + tokens_mark(1, [4], ended=True) + as_event("y") + tokens_mark(0, [], ended=True) + end
+    marked = MarkedEvents(2, lambda *_: None)
+    marks = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
+    out = b"".join(marked.feed(stream[a:b]) for a, b in pairwise(marks)) + marked.finish()
+
+    assert out == as_event("x") + as_event("y") + end
+    assert marked.is_complete
+
+
+@given(cuts=st.lists(st.integers(0, 120), max_size=8), last=st.booleans())
+def test_an_error_event_passes_and_a_handover_does_not(cuts, last):
+    end = handover_mark("the drain\ndeadline") if last else error_event("out of luck", "InternalServerError", 500)
+    stream = as_event("x") + tokens_mark(0, [4], ended=False) + end
+    marked = MarkedEvents(1, lambda *_: None)
+    marks = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
+    out = b"".join(marked.feed(stream[a:b]) for a, b in pairwise(marks)) + marked.finish()
+
+    assert out == as_event("x") + (b"" if last else end)
+    assert marked.is_complete != last
+    assert marked.handover == ("the drain deadline" if last else "")

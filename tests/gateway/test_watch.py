@@ -76,6 +76,15 @@ def test_weights_are_those_of_status():
     assert (service.served_name, dict(service.weights)) == ("tiny", {"r1": 90, "r2": 10})
 
 
+def test_handover_and_timeout_are_those_of_the_spec():
+    service = service_of(msgspec.convert(a_service_object(), InferenceService))
+    body = a_service_object() | {"spec": {"drain": {"handover": False}, "routing": {"requestTimeoutSeconds": 30}}}
+    strict = service_of(msgspec.convert(body, InferenceService))
+
+    assert (service.handover, service.request_seconds) == (True, None)
+    assert (strict.handover, strict.request_seconds) == (False, 30)
+
+
 @asynccontextmanager
 async def a_watched_fleet(server: FakeApiServer, port: int = 8000) -> AsyncIterator[Fleet]:
     fleet = Fleet()

@@ -45,6 +45,8 @@ class Service:
     is_suspended: bool = False
     max_num_seqs: int = 64  # requests that one replica runs at once
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
+    request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
+    handover: bool = True  # streams of a lost replica continue on another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,6 @@ class Adapter:
     def namespace(self) -> str:
         """Its namespace."""
         return self.key.partition("/")[0]
-
 
 
 @dataclass(frozen=True, slots=True)

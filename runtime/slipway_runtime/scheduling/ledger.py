@@ -26,5 +26,7 @@ class Ledger:
         """An answer ended."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.finished += 1
+        elif reason is FinishReason.HANDED_OVER:
+            self.handed_over += 1
         else:
             self.aborted += 1

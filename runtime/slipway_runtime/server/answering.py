@@ -14,6 +14,7 @@ import structlog
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from slipway_api import names, stream_marks
 from slipway_runtime.messages import FinishReason, Request
 from slipway_runtime.server.caller import Caller
 from slipway_runtime.server.errors import ApiError, unavailable
@@ -28,7 +29,8 @@ from slipway_runtime.server.sse import DONE, ClientGone, EventStream, event, whi
 log = structlog.get_logger()
 
 # Ended by this side, not by the answer.
-_BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.OUT_OF_MEMORY}
+_BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.OUT_OF_MEMORY, FinishReason.HANDED_OVER}
+_UNAVAILABLE: Final = 503  # another replica may do better
 
 
 class Writer(Protocol):
@@ -59,10 +61,11 @@ class Shape(Protocol):
 
 @dataclass
 class _Part:
-    """The answers to one prompt."""
+    """The answers that one request of the engine makes to a prompt."""
 
     request: Request
     generation: Generation
+    counts_prompt: bool = True  # in the usage: the first of those that share a prompt
     ended: bool = False
 
 
@@ -85,23 +88,36 @@ class Answering:
         self._replica = replica
         self._metrics = served.model.metrics
         self._parts: list[_Part] = []
-        self._writers: list[Writer] = []
+        self._writers: dict[int, Writer] = {}
         self._prompts: list[Prompt] = []
         self._before: dict[int, Delta] = {}  # what answers had said when they came here
-        self._wants_token_ids = caller.wants_token_ids or bool(body.return_token_ids)
+        self._finished_elsewhere = [0, 0]  # tokens of prompts and answers that are counted in the usage alone
+        self._is_resumed = body.slipway_resume is not None
+        self._wants_token_ids = bool(body.return_token_ids)
+        self._marks_tokens = caller.wants_token_ids and bool(body.stream)
         self._stream_usage = body.stream_options is not None and (
             body.stream_options.include_usage or body.stream_options.continuous_usage_stats
         )
 
     def add(self, request: Request, generation: Generation, prompt: Prompt, before: Delta | None) -> None:
-        """Another prompt was taken by the engine."""
-        self._parts.append(_Part(request, generation))
-        self._prompts.append(prompt)
-        self._writers += [self._shape.writer(choice.index, prompt) for choice in generation.choices]
+        """Another prompt was taken by the engine, or another answer that continues here."""
+        is_new = all(prompt is not known for known in self._prompts)
+        self._parts.append(_Part(request, generation, counts_prompt=is_new))
+        if is_new:
+            self._prompts.append(prompt)
+        for choice in generation.choices:
+            self._writers[choice.index] = self._shape.writer(choice.index, prompt)
         if before is not None:
             self._before[generation.choices[0].index] = before
-        self._replica.opened(request.id, choices=request.n)
+        self._replica.opened(request.id, choices=request.n, can_continue_elsewhere=self._marks_tokens)
         self._http.state.admitted = True  # from here on its record says how it ended
+
+    def count_finished(self, prompt: Prompt, completion_tokens: int) -> None:
+        """Count an answer that another replica has finished: it is in the usage, and nothing more is sent of it."""
+        if all(prompt is not known for known in self._prompts):
+            self._prompts.append(prompt)
+            self._finished_elsewhere[0] += len(prompt.token_ids)
+        self._finished_elsewhere[1] += completion_tokens
 
     async def abandon(self) -> None:
         """End what still runs."""
@@ -111,7 +127,7 @@ class Answering:
 
     async def in_one_piece(self) -> Response:
         """Wait for all answers."""
-        collected: list[list[Delta]] = [[] for _ in self._writers]
+        collected: dict[int, list[Delta]] = {index: [] for index in self._writers}
         for index, before in self._before.items():
             collected[index].append(before)
 
@@ -128,14 +144,18 @@ class Answering:
             return Response(status_code=499)  # nobody reads it
         choices = [
             self._with_ids(writer.whole(deltas), tuple(i for delta in deltas for i in delta.token_ids))
-            for writer, deltas in zip(self._writers, collected, strict=True)
+            for writer, deltas in ((self._writers[index], collected[index]) for index in sorted(collected))
         ]
         whole = self._shape.envelope(choices, streamed=False) | {"usage": self._usage()}
         return JSONResponse(self._signed(self._with_prompt_ids(whole)))
 
     async def as_stream(self) -> Response:
         """Wait for the first token, then stream: until then a failure is a response with its own status."""
+        # Whoever continues the stream must have the same model, revision, tokenizer and adapter.
+        headers = {names.HEADER_TOKEN_IDS: self._served.fingerprint(self._replica)} if self._marks_tokens else {}
         deltas = self._all_deltas()
+        if not self._parts:  # only the usage and the end are missing
+            return EventStream(self._events(None, deltas), headers)
         try:
             first = await while_connected(self._http, anext(deltas))
         except ClientGone:
@@ -143,13 +163,17 @@ class Answering:
         if first.finish_reason is not None and (failure := self._failure(first)) is not None:
             await deltas.aclose()
             raise failure
-        return EventStream(self._events(first, deltas))
+        return EventStream(self._events(first, deltas), headers)
 
-    async def _events(self, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, first: Delta | None, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
         broken = False
         async with aclosing(deltas):
-            yield self._opening() + self._delta_events(first)
+            if first is not None:
+                yield self._opening() + self._delta_events(first)
             async for delta in deltas:
+                if self._marks_tokens and self._can_continue_elsewhere(delta):
+                    yield stream_marks.handover_mark(self._why(delta).message)
+                    return
                 if chunk := self._delta_events(delta):
                     yield chunk
                 if delta.finish_reason in _BROKEN:
@@ -160,12 +184,13 @@ class Answering:
         yield DONE
 
     def _opening(self) -> bytes:
-        """The events before the first text; an answer that goes on from elsewhere has had them."""
+        """The events before the first text; a stream that goes on from elsewhere has had them, for all answers."""
         chunks = b""
-        for index, writer in enumerate(self._writers):
+        for index, writer in self._writers.items():
             before = self._before.get(index)
             if before is not None:
                 writer.piece(before)  # it brings the writer to where the other replica's was
+            if self._is_resumed:
                 continue
             for number, choice in enumerate(writer.opening()):
                 chunks += self._event(choice, with_prompt=index == number == 0)
@@ -180,7 +205,11 @@ class Answering:
             choices = [{"index": delta.index, **self._nothing_said(), "finish_reason": None}]
         if self._wants_token_ids and choices:
             choices[0] = self._with_ids(choices[0], delta.token_ids)
-        return b"".join(self._event(choice) for choice in choices)
+        events = b"".join(self._event(choice) for choice in choices)
+        if self._marks_tokens and (events or delta.token_ids):
+            ended = delta.finish_reason is not None
+            events += stream_marks.tokens_mark(delta.index, delta.token_ids, ended=ended)
+        return events
 
     def _nothing_said(self) -> dict[str, Any]:
         return {"delta": {}} if self._shape.route == "chat" else {"text": ""}
@@ -229,6 +258,12 @@ class Answering:
 
     # --- failures, usage, records
 
+    def _can_continue_elsewhere(self, delta: Delta) -> bool:
+        """Whether an answer ended because of this replica, so that another one may do better."""
+        if delta.finish_reason is FinishReason.HANDED_OVER:
+            return True
+        return delta.finish_reason in _BROKEN and self._why(delta).status == _UNAVAILABLE
+
     def _why(self, delta: Delta) -> ApiError:
         if delta.finish_reason is FinishReason.OUT_OF_MEMORY:
             return unavailable("this replica ran out of memory; the request may be sent again")
@@ -250,8 +285,9 @@ class Answering:
 
     def _usage(self) -> dict[str, Any]:
         """Prompts are counted once, whatever `n` is."""
-        prompt = sum(part.generation.prompt_tokens for part in self._parts)
-        completion = sum(part.generation.completion_tokens for part in self._parts)
+        prompt, completion = self._finished_elsewhere
+        prompt += sum(part.generation.prompt_tokens for part in self._parts if part.counts_prompt)
+        completion += sum(part.generation.completion_tokens for part in self._parts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

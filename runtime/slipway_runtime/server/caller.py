@@ -5,7 +5,7 @@ from typing import Final
 
 from starlette.requests import Request as HttpRequest
 
-from slipway_api import names
+from slipway_api import names, stream_marks
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import GenerationRequest
 
@@ -19,7 +19,8 @@ class Caller:
     tenant: str = ""
     priority: int | None = None
     seconds: float | None = None  # until nobody wants the answer any more
-    wants_token_ids: bool = False  # of each chunk, so that another replica can continue the answer
+    wants_token_ids: bool = False  # marks in the stream, so that another replica can continue it
+    may_resume: bool = False  # `slipway_resume` in the body is the gateway's
 
     @classmethod
     def of(cls, request: HttpRequest) -> "Caller":
@@ -35,12 +36,18 @@ class Caller:
         if seconds is not None and seconds <= 0:
             raise ApiError(504, "the deadline of the request has passed")
         seconds = min(seconds, LONGEST_DEADLINE_SECONDS) if seconds is not None else None
-        wants_token_ids = headers.get(names.HEADER_TOKEN_IDS, "") not in {"", "0", "false"}
-        return cls(headers.get(names.HEADER_TENANT, "")[:128], priority, seconds, wants_token_ids)
+        asked = headers.get(names.HEADER_TOKEN_IDS, "")
+        return cls(
+            tenant=headers.get(names.HEADER_TENANT, "")[:128],
+            priority=priority,
+            seconds=seconds,
+            wants_token_ids=asked in {stream_marks.REPORT, stream_marks.RESUME},
+            may_resume=asked == stream_marks.RESUME,
+        )
 
     def check(self, body: GenerationRequest) -> None:
-        """Only who may see token ids may hand in an answer that began elsewhere: a client could forge one."""
-        if body.slipway_resume is not None and not self.wants_token_ids:
+        """Refuse an answer that began elsewhere unless the gateway's header announces it: a client could forge one."""
+        if body.slipway_resume is not None and not self.may_resume:
             raise ApiError(400, "Unrecognized request argument supplied: slipway_resume", param="slipway_resume")
 
     def priority_of(self, body: GenerationRequest) -> int:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -77,14 +78,38 @@ def _ask(
     call: Call, answering: Answering, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
 ) -> None:
     """Hand one prompt to the engine; raises EngineError where it is not taken."""
+    n = call.body.wanted_answers
+    indices = range(number * n, number * n + n)
+    if call.body.slipway_resume is None:
+        _generate(call, answering, prompt, params, replica, indices)
+        return
+    for i, index in enumerate(indices):  # each has come so far by itself, so each is a request of the engine
+        resumed = call.body.slipway_resume.answers[index]
+        if resumed.finished:
+            answering.count_finished(prompt, len(resumed.output_token_ids))
+            continue
+        given = tuple(resumed.output_token_ids)
+        prompt_logprobs = params.prompt_logprobs if i == 0 and not given else None
+        own = msgspec.structs.replace(params, seed=params.seed + i, prompt_logprobs=prompt_logprobs)
+        _generate(call, answering, prompt, own, replica, (index,), given)
+
+
+def _generate(
+    call: Call,
+    answering: Answering,
+    prompt: Prompt,
+    params: SamplingParams,
+    replica: Replica,
+    indices: Sequence[int],
+    given: tuple[int, ...] = (),
+) -> None:
+    """Ask the engine for the answers with these indices; `given`: the tokens that the only one has already."""
     body, caller, model = call.body, call.caller, call.served.model
     facts = model.engine.facts
-    n = body.wanted_answers
-    choices = [_choice(call, number * n + i, prompt, params, facts) for i in range(n)]
-    given = tuple(body.slipway_resume.output_token_ids) if body.slipway_resume is not None else ()
+    choices = [_choice(call, index, prompt, params, facts) for index in indices]
     said = replay(choices[0], given, params, frozenset(facts.eos_token_ids)) if given else Replayed()
     request = Request(
-        id=f"{call.shape.id}-{secrets.token_hex(6)}-{number}",  # a client may choose the first part
+        id=f"{call.shape.id}-{secrets.token_hex(6)}-{indices[0]}",  # a client may choose the first part
         prompt_token_ids=prompt.token_ids,
         params=params,
         arrived=call.arrived,
@@ -94,7 +119,7 @@ def _ask(
         cache_salt=caller.cache_salt(body),
         adapter=call.served.digest,
         grammar=call.grammar,
-        n=n,
+        n=len(indices),
         output_token_ids=given,
     )
     outputs: Outputs = model.engine.generate(request) if said.end is None else _Nothing()

@@ -98,6 +98,8 @@ class CompletionWriter:
                 drawn += delta.logprobs
                 ids += delta.token_ids
             else:
+                if self._body.echo and not self._offset:
+                    self._offset = self._logprobs.length(self._prompt.token_ids)
                 self._offset += self._logprobs.length(delta.token_ids)  # said elsewhere, before a handover
         written = self._logprobs.completion(drawn, ids, offset=self._offset)
         self._offset += self._logprobs.length(ids)

@@ -33,7 +33,11 @@ GOOD_TTFT: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GOOD_TPOT: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
 MOST_PAYERS: Final = 200  # pairs of tenant and adapter with counters of their own; the others share one
 # vLLM's words; the others are the same.
-_FINISHED: Final = {FinishReason.CANCELLED: "abort", FinishReason.OUT_OF_MEMORY: "error"}
+_FINISHED: Final = {
+    FinishReason.CANCELLED: "abort",
+    FinishReason.HANDED_OVER: "abort",
+    FinishReason.OUT_OF_MEMORY: "error",
+}
 ERROR_CLASSES: Final = (
     "malformed", "unauthorized", "shed", "unavailable", "timeout", "cancelled", "engine", "out_of_memory",
 )  # fmt: skip

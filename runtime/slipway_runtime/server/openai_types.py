@@ -60,10 +60,17 @@ class StreamOptions(Wire):
     include_obfuscation: bool = False  # padding against side channels; sends nothing more here
 
 
-class Resume(Wire):
-    """What an answer has said so far on another replica. Only the gateway may send it: see `caller.py`."""
+class ResumedAnswer(Wire):
+    """The tokens that another replica has generated of one answer."""
 
     output_token_ids: list[Annotated[int, Field(ge=0)]]
+    finished: bool = False  # the client has all of it: its tokens only count in the usage
+
+
+class Resume(Wire):
+    """What another replica has streamed of a request so far. Only the gateway may send it: see `caller.py`."""
+
+    answers: list[ResumedAnswer]  # all of the request, by index
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,160}$")  # the answer keeps its name
     created: int | None = None
 
@@ -154,8 +161,8 @@ class GenerationRequest(Wire):
             binding.append("response_format")
         if len(binding) > 1:
             raise Misused(binding[1], f"binds the answer, and so does {binding[0]}; only one may")
-        if self.slipway_resume is not None and self.wanted_answers != 1:
-            raise Misused("slipway_resume", "continues one answer; n is 1")
+        if self.slipway_resume is not None and len(self.slipway_resume.answers) != self.all_answers:
+            raise Misused("slipway_resume", f"has to have the tokens of all {self.all_answers} answers")
         return self
 
     @property
@@ -172,6 +179,11 @@ class GenerationRequest(Wire):
     def wanted_answers(self) -> int:
         """How many answers to each prompt."""
         return self.n or 1
+
+    @property
+    def all_answers(self) -> int:
+        """How many answers the request gets in all."""
+        return self.wanted_answers
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -280,9 +292,12 @@ class CompletionRequest(GenerationRequest):
             raise Misused("prompt", f"holds {len(self.prompts)} prompts; at most {MAX_PROMPTS} fit into one request")
         if len(self.prompts) * self.wanted_answers > MAX_PROMPTS:
             raise Misused("n", f"times the number of prompts is at most {MAX_PROMPTS}")
-        if self.slipway_resume is not None and len(self.prompts) > 1:
-            raise Misused("slipway_resume", "continues the answer to one prompt")
         return self
+
+    @property
+    def all_answers(self) -> int:
+        """How many answers the request gets in all."""
+        return len(self.prompts) * self.wanted_answers
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

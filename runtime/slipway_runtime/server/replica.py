@@ -19,7 +19,8 @@ engine that hangs without work is found before the first request. How long a ste
 seen: a prompt of 30,000 tokens on a CPU is slow, and does not hang.
 
 A drain makes the replica unready at once, refuses new requests as soon as nobody should route to it any more, and
-finishes those that it has. At its deadline what still runs ends with an error that says so.
+finishes those that it has. At its deadline what still runs ends: with an error that says so, or, where a gateway keeps
+the tokens of the stream, with a mark upon which the gateway continues it on another replica.
 """
 
 import asyncio
@@ -82,7 +83,7 @@ class Replica:
         self._stall_seconds = stall_seconds
         self._hang_seconds = hang_seconds
         self._started = clock()
-        self._open: set[str] = set()  # requests that are being generated
+        self._open: dict[str, bool] = {}  # requests that are being generated: can another replica continue each?
         self._busy_since = 0.0
         self._drained_out: set[str] = set()
         self._asleep = 0  # the level; 0: awake
@@ -234,7 +235,7 @@ class Replica:
             raise unavailable(_ASLEEP)
         return self.loaded
 
-    def opened(self, request_id: str, *, choices: int = 1) -> None:
+    def opened(self, request_id: str, *, choices: int = 1, can_continue_elsewhere: bool = False) -> None:
         """A request has entered the engine, which counts each of its choices.
 
         The engine is busy from now on if it was idle. Where it has made no step since it became busy, and still counts
@@ -244,11 +245,11 @@ class Replica:
         was_idle = stats.running + stats.waiting <= choices or stats.last_step_at >= self._busy_since
         if not self._open and was_idle:
             self._busy_since = self.clock()
-        self._open.add(request_id)
+        self._open[request_id] = can_continue_elsewhere
 
     def closed(self, request_id: str) -> None:
         """A request has left, however it ended."""
-        self._open.discard(request_id)
+        self._open.pop(request_id, None)
 
     def why_it_failed(self, request_id: str, error: str) -> ApiError:
         """What to tell the client of a request that ended without its own fault."""
@@ -358,10 +359,11 @@ class Replica:
 
     def _end_what_is_left(self) -> None:
         assert self.loaded is not None or not self._open
-        for request_id in sorted(self._open):
+        for request_id, can_continue_elsewhere in sorted(self._open.items()):
             self._drained_out.add(request_id)
             assert self.loaded is not None
-            self.loaded.engine.abort(request_id, FinishReason.ERROR)
+            reason = FinishReason.HANDED_OVER if can_continue_elsewhere else FinishReason.ERROR
+            self.loaded.engine.abort(request_id, reason)
 
 
 def _earlier(timer: asyncio.TimerHandle | None, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:

@@ -39,13 +39,13 @@ def event(body: Mapping[str, Any]) -> bytes:
 class EventStream(Response):
     """Sends events as they come; closes their source the moment the client disconnects."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._events = events
         # Not `init_headers`: it would promise a content length.
-        self.raw_headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+        self.raw_headers = [(name.encode(), value.encode()) for name, value in {**HEADERS, **(headers or {})}.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head, then event after event."""

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from slipway_api import stream_marks
 from slipway_api.names import HEADER_TOKEN_IDS
 from tests.runtime.processes import TINY, Process, serving
 
@@ -25,7 +26,8 @@ SAILOR = TINY.parent / "adapters" / "sailor"
 FLAGS = ["--deterministic", "--max-model-len", "256", "--max-adapters", "1", "--max-rank", "8"]
 FLAGS += ["--adapter", f"sailor=file://{SAILOR}"]
 OTHERWISE = ["--max-num-batched-tokens", "24", "--kv-cache-bytes", "1664Ki", "--speculation", "promptLookup"]
-GATEWAY = {HEADER_TOKEN_IDS: "1"}
+REPORT = {HEADER_TOKEN_IDS: stream_marks.REPORT}
+RESUME = {HEADER_TOKEN_IDS: stream_marks.RESUME}
 
 
 def asks(question: str, model: str = "tiny", **params: Any) -> dict[str, Any]:
@@ -61,9 +63,16 @@ async def hear(
 ) -> Said:
     """Listen to an answer, and go away after so many tokens. `said`: where to write it down."""
     said = said or Said()
-    async with http.stream("POST", f"{replica.url}/v1/chat/completions", json=body, headers=GATEWAY) as stream:
+    headers = RESUME if "slipway_resume" in body else REPORT
+    async with http.stream("POST", f"{replica.url}/v1/chat/completions", json=body, headers=headers) as stream:
         assert stream.status_code == 200, await stream.aread()
         async for line in stream.aiter_lines():
+            if mark := stream_marks.TOKENS_MARK.match(f"{line}\n\n".encode()):
+                said.token_ids += tuple(int(token_id) for token_id in mark[2].split(b",") if token_id)
+                if len(said.token_ids) >= most_tokens:
+                    break
+            if mark := stream_marks.HANDOVER_MARK.match(f"{line}\n\n".encode()):
+                said.error = mark[1].decode()
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line.removeprefix("data: "))
@@ -73,16 +82,13 @@ async def hear(
             said.id = chunk["id"]
             for choice in chunk["choices"]:
                 said.text += choice["delta"].get("content") or ""
-                said.token_ids += tuple(choice.get("token_ids") or ())
                 said.finish_reason = choice["finish_reason"]
-            if len(said.token_ids) >= most_tokens:
-                break
     return said
 
 
 async def go_on(http: httpx.AsyncClient, replica: Process, body: dict[str, Any], before: Said) -> Said:
     """What a gateway does: ask another replica for the rest, and put both together."""
-    resume = {"slipway_resume": {"output_token_ids": before.token_ids, "id": before.id}}
+    resume = {"slipway_resume": {"answers": [{"output_token_ids": before.token_ids}], "id": before.id}}
     rest = await hear(http, replica, body | resume)
     assert rest.id == before.id
     return Said(before.text + rest.text, before.token_ids + rest.token_ids, rest.finish_reason, rest.error, rest.id)

@@ -104,7 +104,7 @@ KINDS: dict[str, tuple[str, bytes]] = {
     "too many logprobs": (TEXT, text(logprobs=21)),
     "scoring without an echo": (TEXT, text(max_tokens=0)),
     "stream options without a stream": (CHAT, chat(stream_options={"include_usage": True})),
-    "a forged continuation": (CHAT, chat(slipway_resume={"output_token_ids": [1]})),
+    "a forged continuation": (CHAT, chat(slipway_resume={"answers": [{"output_token_ids": [1]}]})),
     # messages
     "no messages": (CHAT, chat(messages=[])),
     "messages that are text": (CHAT, chat(messages=WORD)),

@@ -204,7 +204,7 @@ async def test_a_prompt_may_be_cut_from_the_left(replica: Running):
 
 async def test_token_ids_are_given_to_who_asks(replica: Running):
     whole = await chat(replica, return_token_ids=True)
-    chunks = await events(replica, "/v1/chat/completions", GREEDY, x_slipway_token_ids="1")
+    chunks = await events(replica, "/v1/chat/completions", GREEDY | {"return_token_ids": True})
     plain = await events(replica, "/v1/chat/completions", GREEDY)
 
     ids = whole["choices"][0]["token_ids"]
@@ -254,15 +254,16 @@ async def test_a_gateway_that_asks_gets_the_load_in_a_header(replica: Running):
 @pytest.mark.parametrize("cut", [1, 3, 7])
 async def test_an_answer_goes_on_exactly_where_another_replica_left_it(replica: Running, cut: int):
     body = {"messages": POD, "seed": 11, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "stop": ["never said"]}
+    body |= {"return_token_ids": True}
     usage = {"stream_options": {"include_usage": True}}
     whole = await events(replica, "/v1/chat/completions", body | usage, x_slipway_token_ids="1")
     before = whole[: 1 + cut]  # the role, and a token each
     given = [i for c in before for ch in c["choices"] for i in ch.get("token_ids", ())]
     assert len(given) == cut
 
-    resume = {"output_token_ids": given, "id": whole[0]["id"], "created": whole[0]["created"]}
+    resume = {"answers": [{"output_token_ids": given}], "id": whole[0]["id"], "created": whole[0]["created"]}
     rest = await events(
-        replica, "/v1/chat/completions", body | usage | {"slipway_resume": resume}, x_slipway_token_ids="1"
+        replica, "/v1/chat/completions", body | usage | {"slipway_resume": resume}, x_slipway_token_ids="resume"
     )
 
     def said(chunks: list[dict[str, Any]]) -> str:
@@ -279,7 +280,7 @@ async def test_an_answer_goes_on_exactly_where_another_replica_left_it(replica: 
 
 @pytest.mark.capability("API-15")
 async def test_a_stop_string_that_began_elsewhere_is_found_here(replica: Running):
-    body = {"messages": POD, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    body = {"messages": POD, "temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
     text = (await chat(replica, **body))["choices"][0]["message"]["content"]
     stop = text[12:24]
     whole = await events(replica, "/v1/chat/completions", body | {"stop": stop}, x_slipway_token_ids="1")
@@ -288,8 +289,8 @@ async def test_a_stop_string_that_began_elsewhere_is_found_here(replica: Running
     for cut in range(1, len(whole) - 1):
         given = [i for c in whole[: 1 + cut] for ch in c["choices"] for i in ch.get("token_ids", ())]
         shown = "".join(ch["delta"].get("content") or "" for c in whole[: 1 + cut] for ch in c["choices"])
-        resumed = body | {"stop": stop, "slipway_resume": {"output_token_ids": given}}
-        rest = await events(replica, "/v1/chat/completions", resumed, x_slipway_token_ids="1")
+        resumed = body | {"stop": stop, "slipway_resume": {"answers": [{"output_token_ids": given}]}}
+        rest = await events(replica, "/v1/chat/completions", resumed, x_slipway_token_ids="resume")
         more = "".join(ch["delta"].get("content") or "" for c in rest for ch in c["choices"])
         assert shown + more == expected
         assert rest[-1]["choices"][0]["finish_reason"] == "stop"
@@ -302,9 +303,9 @@ async def test_an_answer_that_was_complete_elsewhere_only_ends_here(replica: Run
     ids = (await chat(replica, **body, return_token_ids=True))["choices"][0]["token_ids"]
     before = replica.client.stats().admitted
 
-    resume = {"slipway_resume": {"output_token_ids": ids}}
-    rest = await events(replica, "/v1/chat/completions", body | resume, x_slipway_token_ids="1")
-    in_one_piece = await replica.post("/v1/chat/completions", body | resume, headers={"x-slipway-token-ids": "1"})
+    resume = {"slipway_resume": {"answers": [{"output_token_ids": ids}]}}
+    rest = await events(replica, "/v1/chat/completions", body | resume, x_slipway_token_ids="resume")
+    in_one_piece = await replica.post("/v1/chat/completions", body | resume, headers={"x-slipway-token-ids": "resume"})
 
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
     assert in_one_piece.json()["usage"]["completion_tokens"] == 4
@@ -312,7 +313,9 @@ async def test_an_answer_that_was_complete_elsewhere_only_ends_here(replica: Run
 
 
 async def test_only_the_gateway_may_resume(replica: Running):
-    forged = await replica.post("/v1/chat/completions", GREEDY | {"slipway_resume": {"output_token_ids": [5]}})
+    forged = GREEDY | {"slipway_resume": {"answers": [{"output_token_ids": [5]}]}}
 
-    assert forged.status_code == 400
-    assert forged.json()["error"]["param"] == "slipway_resume"
+    for header in ({}, {"x-slipway-token-ids": "1"}):  # the gateway asks for marks in the name of any client
+        refused = await replica.post("/v1/chat/completions", forged, headers=header)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "slipway_resume"

@@ -57,9 +57,9 @@ async def test_an_answer_without_a_call_is_text(replica: Running):
 async def test_a_strict_call_that_begins_can_only_go_on_as_declared(replica: Running):
     """The tiny model calls nothing by itself, so its answer so far is given: it has just begun a call."""
     begun = "Let me see.<tool_call>"
-    resume = {"output_token_ids": FILES.tokenizer.encode(begun, add_special_tokens=False).ids}
+    resume = {"answers": [{"output_token_ids": FILES.tokenizer.encode(begun, add_special_tokens=False).ids}]}
     body = ASK | {"tools": [WEATHER], "tool_choice": "auto", "parallel_tool_calls": False, "slipway_resume": resume}
-    headers = {"x-slipway-token-ids": "1"}
+    headers = {"x-slipway-token-ids": "resume"}
     answer = await replica.post("/v1/chat/completions", body, headers=headers)
 
     assert answer.status_code == 200, answer.text
