@@ -41,7 +41,7 @@ from slipway_kube.resources import (
 from slipway_operator import handlers as handlers
 from slipway_operator.clock import Clock
 from slipway_operator.controller.executor import _with_digest as with_digest
-from slipway_operator.core.actions import AddFinalizer, ApplyChild, CreatePod, CreateRevision
+from slipway_operator.core.actions import AddFinalizer, AnnotatePod, ApplyChild, CreatePod, CreateRevision
 from slipway_operator.core.observed import Defaults, Network, Observed, StoredRevision
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.observer import replica
@@ -120,6 +120,12 @@ def settle(server: DiscoverableApiServer, number: int, masters: Masters, gateway
                     stored = server.put(CONTROLLER_REVISIONS, action.manifest)
                     raw = msgspec.json.encode(stored)
                     revisions.append(revision_facts(msgspec.json.decode(raw, type=ControllerRevision)))
+                case AnnotatePod():
+                    meta = pods[action.name]["metadata"]
+                    annotations = meta.get("annotations", {}) | action.annotations
+                    pods[action.name] = server.put(
+                        PODS, pods[action.name] | {"metadata": meta | {"annotations": annotations}}
+                    )
                 case CreatePod():
                     pods[action.name] = server.put(PODS, running(action.manifest, number, len(pods)))
         assert decided.status is not None

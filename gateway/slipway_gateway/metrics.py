@@ -185,10 +185,10 @@ class _OutcomesCollector(Collector):
             "slipway_gateway_inter_token_latency_seconds", "Of streams: between two tokens, by the revision",
             labels=_REVISION,
         )  # fmt: skip
-        services = self._fleet.table.services
+        table = self._fleet.table
         for one in self._report().revisions:
-            if one.service in services:
-                labels = (services[one.service].served_name, one.service, one.revision)
+            if table.has_revision(one.service, one.revision):
+                labels = (table.services[one.service].served_name, one.service, one.revision)
                 ttft.add_metric(labels, cumulated(one.ttft), sum_value=None)
                 itl.add_metric(labels, cumulated(one.itl), sum_value=None)
         yield from (ttft, itl)

@@ -28,9 +28,5 @@ class OperatorApi:
 
     async def outcomes(self, request: web.Request) -> web.Response:
         """The outcomes since the gateway's start."""
-        report = self._outcomes.report(self._is_known)
+        report = self._outcomes.report(self._fleet.table.has_revision)
         return web.Response(body=report.wire(), content_type="application/json")
-
-    def _is_known(self, service: str, revision: str) -> bool:
-        table = self._fleet.table
-        return service in table.services and revision in table.route(service).revisions

@@ -19,7 +19,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
-from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_MODEL, HEADER_NOT_STARTED
+from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_MODEL, HEADER_NOT_STARTED, HEADER_TOKEN_IDS
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.errors import (
@@ -326,7 +326,7 @@ class Requests:
                 record.revision,
                 request.path_qs,
                 lambda one: body.with_model(inference.routing.model, record.adapter or one.served_name or record.model),
-                headers,
+                {name: value for name, value in headers.items() if name != HEADER_TOKEN_IDS},
                 is_stream=inference.stream,
                 is_comparable=inference.is_greedy,
             )

@@ -149,6 +149,10 @@ class RoutingTable:
             return self.route(former)
         return self._resolve_alias(model, key)
 
+    def has_revision(self, service: str, revision: str) -> bool:
+        """Whether the service is there, and its status or a replica names the revision."""
+        return service in self._services and revision in self.route(service).revisions
+
     def route(self, key: str) -> Route:
         """The route of one service. Pods that claim to belong to it and are not controlled by it are left out."""
         route = self._routes.get(key)

@@ -20,7 +20,7 @@ def test_counts_become_cumulated_buckets_up_to_infinity():
 @pytest.mark.capability("PF-7")
 def test_each_revision_has_a_histogram_of_ttft_and_one_of_itl():
     fleet = Fleet()
-    fleet.set_service("team/chat", Service("team/chat", "chat"))
+    fleet.set_service("team/chat", Service("team/chat", "chat", weights={"r1": 90, "r2": 10}))
     rows = (
         RevisionOutcomes(service="team/chat", revision="r1", requests=5, ttft=(0, 4, 1), itl=(100,)),
         RevisionOutcomes(service="team/chat", revision="r2", requests=1, ttft=(1,)),

@@ -33,6 +33,7 @@ def shape_of_service(service: InferenceService, revision: Revision) -> Shape:
         arguments=spec.runtime.args,
         secrets=model_access.credentials(spec.model),
         claims=model_access.volumes(spec.model),
+        priority_class=spec.availability.priority_class_name,
     )
 
 
@@ -61,16 +62,20 @@ def _shape(
     arguments: Any = (),
     secrets: Any = (),
     claims: Any = (),
+    priority_class: str = "",
 ) -> Shape:
     overlay = template.spec
     container = next(iter(overlay.containers), ContainerOverlay(name="server"))
+    placement = _written(overlay, without={"containers", "volumes", *_SECURITY})
+    if priority_class:  # a live pod keeps its priority; the template's own wins
+        placement = {"priority_class_name": priority_class} | placement
     merged = {entry["name"]: entry for entry in (*env, *container.env)}
     return {
         "image": _digest(image),
         "resources": _digest([resources.to_json(), container.resources.to_json()]),
         "environment": _digest(sorted(merged.items())),
         "volumes": _digest([list(overlay.volumes), list(container.volume_mounts), list(claims)]),
-        "placement": _digest(_written(overlay, without={"containers", "volumes", *_SECURITY})),
+        "placement": _digest(placement),
         "security": _digest(_written(overlay, only=_SECURITY)),
         "arguments": _digest(list(arguments)),
         "secrets": _digest(list(secrets)),

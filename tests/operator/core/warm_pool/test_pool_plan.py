@@ -257,6 +257,7 @@ def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
 @pytest.mark.parametrize(
     ("spec", "differing"),
     [
+        ({"availability": {"priorityClassName": "high"}}, ("placement",)),
         ({}, ()),
         ({"runtime": {"maxModelLen": 99, "kvCache": {"bytes": "1Mi"}}, "drain": {"timeoutSeconds": 9}}, ()),
         ({"template": {"metadata": {"labels": {"team": "a"}}}}, ()),
