@@ -122,7 +122,8 @@ def settle(server: DiscoverableApiServer, number: int, masters: Masters, gateway
                     revisions.append(revision_facts(msgspec.json.decode(raw, type=ControllerRevision)))
                 case AnnotatePod():
                     meta = pods[action.name]["metadata"]
-                    annotations = meta.get("annotations", {}) | action.annotations
+                    merged = meta.get("annotations", {}) | action.annotations
+                    annotations = {name: value for name, value in merged.items() if value is not None}
                     pods[action.name] = server.put(
                         PODS, pods[action.name] | {"metadata": meta | {"annotations": annotations}}
                     )
