@@ -166,16 +166,16 @@ def test_an_address_that_a_client_names_gets_no_token(origin: Origin, tmp_path: 
         settings = RuntimeSettings(model_uri=f"{named.url}/model", cache_directory=tmp_path)
         for from_client in (False, True):
             relaxed = replace(settings, private_adapter_addresses=True)
-            serve._fetch_adapter(relaxed, f"{origin.url}/tiny", from_client)
+            serve._fetch_adapter(relaxed, f"{origin.url}/tiny", from_client, {})
         assert {authorization for _, authorization in origin.asked} == {""}
 
         named.files = {name.replace("/tiny", "/adapter"): content for name, content in origin.files.items()}
-        serve._fetch_adapter(settings, f"{named.url}/adapter", False)
+        serve._fetch_adapter(settings, f"{named.url}/adapter", False, {})
         assert {authorization for _, authorization in named.asked} == {"Bearer s3cret"}
 
         origin.asked.clear()
         monkeypatch.setenv("HTTP_BEARER_HOSTS", origin.url.removeprefix("http://"))
-        serve._fetch_adapter(settings, f"{origin.url}/tiny", False)
+        serve._fetch_adapter(settings, f"{origin.url}/tiny", False, {})
         assert {authorization for _, authorization in origin.asked} == {"Bearer s3cret"}
 
 
@@ -185,14 +185,14 @@ def test_an_address_that_a_client_names_leads_into_no_private_network(
     """Finding 6: neither at once nor by a redirect."""
     settings = RuntimeSettings(model_uri="file:///models/tiny", cache_directory=tmp_path)
     with pytest.raises(AccessDeniedError, match=r"127\.0\.0\.1 is an address of a private network"):
-        serve._fetch_adapter(settings, f"{origin.url}/tiny", True)
+        serve._fetch_adapter(settings, f"{origin.url}/tiny", True, {})
     assert not origin.asked
 
     monkeypatch.setattr(web, "_is_public", lambda address: address == "127.0.0.1")
     with an_origin() as public:
         public.redirect_to = origin.url.replace("127.0.0.1", "127.0.0.2")
         with pytest.raises(AccessDeniedError, match=r"127\.0\.0\.2 is an address of a private network"):
-            serve._fetch_adapter(settings, f"{public.url}/tiny", True)
+            serve._fetch_adapter(settings, f"{public.url}/tiny", True, {})
     assert public.asked
     assert not origin.asked
 
