@@ -40,6 +40,7 @@ class ServiceStatus(Slim, frozen=True, gc=False):
 
     served_name: str = ""
     desired_replicas: int = 0
+    failed_revision: str = ""
     revisions: tuple[RevisionStatus, ...] = ()
 
 
@@ -196,6 +197,7 @@ def service_of(resource: InferenceService) -> Service:
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in revisions},
+        failed_revision=resource.status.failed_revision,
         mirrors={revision.hash: revision.mirror_percent for revision in revisions if revision.mirror_percent},
         desired_replicas=resource.status.desired_replicas,
         activation=activation_of(resource.spec.autoscaling),

@@ -39,6 +39,7 @@ class Service:
     uid: str = ""
     created: datetime | None = None
     weights: Mapping[str, int] = field(default_factory=dict)  # share of each revision; empty: no split is known
+    failed_revision: str = ""  # rolled back: it answers only those that pin it
     mirrors: Mapping[str, int] = field(default_factory=dict)  # percent of requests that are copied to a revision
     desired_replicas: int = 0  # as the operator last decided
     activation: WaitLimits | None = None  # while it is scaled to zero; None: demand does not bring its replicas back

@@ -1,7 +1,9 @@
 """Properties of the pick: exact splits, only fitting replicas, load spread, no randomness of its own."""
 
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,6 +111,19 @@ def test_while_status_lags_behind_a_rollout_any_ready_replica_serves():
     route = a_route(an_endpoint("new", "r2"), r1=100)
 
     assert pick(route, REQUEST, loads={}, draw=0.5, tie_break=0) == Picked(an_endpoint("new", "r2"))
+
+
+@pytest.mark.capability("EV-2", "RG-1")
+def test_a_revision_that_was_rolled_back_answers_only_those_that_pin_it():
+    """Also while no other revision has a ready replica: what failed its analysis or its gates answers nobody."""
+    route = a_route(an_endpoint("bad", "new"), old=100, new=0)
+    route = replace(route, service=replace(route.service, failed_revision="new"))
+
+    def picked(pin: str = ""):
+        return pick(route, RoutingRequest("chat", pin=pin), loads={}, draw=0.5, tie_break=0.5)
+
+    assert picked() == NoneReady("chat has no ready replica")
+    assert picked(pin="new") == Picked(route.endpoints[0])
 
 
 def test_a_scorer_is_given_the_request_and_the_candidates():
