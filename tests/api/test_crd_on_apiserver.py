@@ -73,7 +73,7 @@ def test_three_lines_are_enough_and_the_defaults_are_filled_in(api):
     assert spec["runtime"]["kvCache"] == {"gpuMemoryUtilization": "0.85", "dtype": "auto"}
     assert spec["resources"]["gpu"] == {"count": 1, "resourceName": "nvidia.com/gpu"}
     assert spec["rollout"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-    assert spec["drain"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5}
+    assert spec["drain"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5, "handover": True}
     assert spec["model"]["samplingDefaults"] == {"maxTokens": 1024}
     assert spec.keys().isdisjoint({"replicas", "autoscaling", "template"})
 
@@ -118,7 +118,7 @@ def test_applying_the_same_manifest_again_changes_nothing(api, options):
         ("", "one OpenAI-compatible endpoint"),
         (".spec.model.uri", "hf://organisation/model@revision"),
         (".spec.autoscaling.mode", "External"),
-        (".spec.drain.timeoutSeconds", "then they are ended with an error"),
+        (".spec.drain.timeoutSeconds", "then streams are handed over"),
         (".spec.template.spec.containers.resources", "non-GPU"),
         (".status.desiredReplicas", "across restarts of the operator"),
     ],
@@ -249,7 +249,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a strategy that does not exist", {"rollout": {"strategy": "Shadow"}}, 'supported values: "RollingUpdate"'),
     ("a drain without a limit", {"drain": {"timeoutSeconds": 3601}}, "less than or equal to 3600"),
     ("a drain shorter than its first step", {"drain": {"timeoutSeconds": 5}}, "must be below timeoutSeconds"),
-    ("a field of later", {"budget": {"maxGPUs": 1}}, 'unknown field "spec.budget"'),
+    ("a field of later", {"slo": {"windowDays": 30}}, 'unknown field "spec.slo"'),
     (
         "the operator's own labels",
         {"template": {"metadata": {"labels": {"slipway.dev/state": "serving"}}}},
@@ -442,7 +442,7 @@ def test_status_is_shown_where_people_look(api):
 
     heading, row = api.kubectl("get", "infsvc", "shown", "-n", NAMESPACE).splitlines()
 
-    assert heading.split() == ["NAME", "MODEL", "READY", "STATUS", "REPLICAS", "DESIRED", "CANARY%", "AGE"]
+    assert heading.split() == ["NAME", "MODEL", "READY", "STATUS", "REPLICAS", "DESIRED", "CANARY%", "ADAPTERS", "AGE"]
     assert row.split()[:6] == ["shown", "shown", "True", "Degraded", "1", "2"]
     api.kubectl("wait", "infsvc/shown", "-n", NAMESPACE, "--for=condition=Ready", "--timeout=5s")
     scale = json.loads(api.kubectl("get", "infsvc", "shown", "-n", NAMESPACE, "--subresource=scale", "-o", "json"))

@@ -72,14 +72,24 @@ def test_the_kind_is_explained_listed_and_refuses_what_cannot_work(apiserver, na
 @pytest.mark.capability("AS-5")
 def test_of_two_services_one_gets_the_pod_and_an_old_version_is_not_deleted(apiserver, namespace):
     access = PortAccess(nonce="n", admin_digests=("d",))
+    ours = f"/apis/{names.API_VERSION}/namespaces/{namespace}"
+
+    def uid_of(plural: str, manifest: Object) -> str:
+        """Owners that exist: the garbage collector deletes the pods of others."""
+        return apiserver.api("POST", f"{ours}/{plural}", manifest)["metadata"]["uid"]
+
+    a_stored = {"apiVersion": names.API_VERSION, "kind": "InferenceService", "spec": {"model": {"uri": "file:///m"}}}
+    uids = {name: uid_of("inferenceservices", a_stored | {"metadata": {"name": name}}) for name in ("one", "two")}
     pool = a_pool(resources={"gpu": {"count": 0}})
+    metadata = pool.metadata.model_copy(update={"uid": uid_of("warmpools", a_manifest())})
+    pool = pool.model_copy(update={"metadata": metadata})
     manifest = build_pool_pod(pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=access)
     manifest["metadata"]["namespace"] = namespace
     pods = f"/api/v1/namespaces/{namespace}/pods"
     before = apiserver.api("POST", pods, manifest)
 
     def claim(service: str) -> str:
-        wanted = a_service(service, uid=f"uid-of-{service}", resources={"gpu": {"count": 0}})
+        wanted = a_service(service, uid=uids[service], resources={"gpu": {"count": 0}})
         metadata = build_pod(wanted, Revision("x" * 10, IMAGE), slot=0, attempt=0, access=access)["metadata"]
         action = ClaimPod(
             name="pool-warm-0",
@@ -100,7 +110,7 @@ def test_of_two_services_one_gets_the_pod_and_an_old_version_is_not_deleted(apis
 
     after = apiserver.api("GET", f"{pods}/pool-warm-0")
     (owner,) = after["metadata"]["ownerReferences"]
-    assert (owner["kind"], owner["uid"]) == ("InferenceService", "uid-of-one")
+    assert (owner["kind"], owner["uid"]) == ("InferenceService", uids["one"])
     labels = after["metadata"]["labels"]
     assert (labels[names.LABEL_STATE], labels[names.LABEL_SERVICE]) == (names.STATE_SERVING, "one")
     assert after["metadata"]["annotations"][names.ANNOTATION_ADMIN_NONCE] == "n", "the admin token stays"
