@@ -7,6 +7,7 @@ the reference page in `docs/`.
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,98 +66,6 @@ LORA_ADAPTER_COLUMNS = [
 ]
 
 
-def lora_adapter_crd() -> dict[str, Any]:
-    """The CustomResourceDefinition of LoRAAdapter."""
-    schema = structural(LoRAAdapter.model_json_schema(by_alias=True, mode="validation"))
-    schema["properties"] |= {
-        "apiVersion": {"type": "string"},
-        "kind": {"type": "string"},
-        "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
-        "status": without_defaults(schema["properties"]["status"]),
-    }
-    schema["required"] = ["spec"]
-    version = {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "additionalPrinterColumns": LORA_ADAPTER_COLUMNS,
-        "subresources": {"status": {}},
-        "schema": {"openAPIV3Schema": schema},
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{LoRAAdapter.PLURAL}.{GROUP}",
-            "annotations": {"helm.sh/resource-policy": "keep"},
-        },
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            "names": {
-                "kind": LoRAAdapter.KIND,
-                "listKind": f"{LoRAAdapter.KIND}List",
-                "plural": LoRAAdapter.PLURAL,
-                "singular": LoRAAdapter.KIND.lower(),
-                "shortNames": ["lora"],
-                "categories": ["inference"],
-            },
-            "versions": [version],
-        },
-    }
-
-
-def inference_service_crd() -> dict[str, Any]:
-    """The CustomResourceDefinition of InferenceService."""
-    schema = structural(InferenceService.model_json_schema(by_alias=True, mode="validation"))
-    schema["properties"] |= {
-        "apiVersion": {"type": "string"},
-        "kind": {"type": "string"},
-        "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
-        "status": without_defaults(schema["properties"]["status"]),
-    }
-    schema["required"] = ["spec"]
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{InferenceService.PLURAL}.{GROUP}",
-            # Deleting the release must not delete every service with it.
-            "annotations": {"helm.sh/resource-policy": "keep"},
-        },
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            # KServe has a kind of the same name with the short name isvc: ours must not shadow it.
-            "names": {
-                "kind": InferenceService.KIND,
-                "listKind": f"{InferenceService.KIND}List",
-                "plural": InferenceService.PLURAL,
-                "singular": InferenceService.KIND.lower(),
-                "shortNames": ["infsvc"],
-                "categories": ["inference"],
-            },
-            "versions": [
-                {
-                    "name": VERSION,
-                    "served": True,
-                    "storage": True,
-                    "additionalPrinterColumns": INFERENCE_SERVICE_COLUMNS,
-                    "subresources": {
-                        "status": {},
-                        "scale": {
-                            "specReplicasPath": ".spec.replicas",
-                            "statusReplicasPath": ".status.replicas",
-                            "labelSelectorPath": ".status.selector",
-                        },
-                    },
-                    "schema": {"openAPIV3Schema": schema},
-                }
-            ],
-        },
-    }
-
-
 WARM_POOL_COLUMNS = [
     _column("Level", ".spec.level", "How far the pods are started"),
     _column("Size", ".status.size", "Pods that should wait for a claim", type="integer"),
@@ -168,9 +77,36 @@ WARM_POOL_COLUMNS = [
 ]
 
 
+def inference_service_crd() -> dict[str, Any]:
+    """The CustomResourceDefinition of InferenceService."""
+    scale = {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    # KServe has a kind of the same name with the short name isvc: ours must not shadow it.
+    return _definition(InferenceService, "infsvc", INFERENCE_SERVICE_COLUMNS, scale=scale)
+
+
+def lora_adapter_crd() -> dict[str, Any]:
+    """The CustomResourceDefinition of LoRAAdapter."""
+    return _definition(LoRAAdapter, "lora", LORA_ADAPTER_COLUMNS)
+
+
 def warm_pool_crd() -> dict[str, Any]:
     """The CustomResourceDefinition of WarmPool."""
-    schema = structural(WarmPool.model_json_schema(by_alias=True, mode="validation"))
+    return _definition(WarmPool, "wpool", WARM_POOL_COLUMNS)
+
+
+def _definition(
+    kind: type[InferenceService] | type[LoRAAdapter] | type[WarmPool],
+    short_name: str,
+    columns: list[dict[str, Any]],
+    *,
+    scale: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The CustomResourceDefinition of a kind, with the subresource `status`, and `scale` where its paths are given."""
+    schema = structural(kind.model_json_schema(by_alias=True, mode="validation"))
     schema["properties"] |= {
         "apiVersion": {"type": "string"},
         "kind": {"type": "string"},
@@ -182,26 +118,27 @@ def warm_pool_crd() -> dict[str, Any]:
         "name": VERSION,
         "served": True,
         "storage": True,
-        "additionalPrinterColumns": WARM_POOL_COLUMNS,
-        "subresources": {"status": {}},
+        "additionalPrinterColumns": columns,
+        "subresources": {"status": {}} | ({"scale": scale} if scale else {}),
         "schema": {"openAPIV3Schema": schema},
     }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{WarmPool.PLURAL}.{GROUP}",
+            "name": f"{kind.PLURAL}.{GROUP}",
+            # Deleting the release must not delete every object with it.
             "annotations": {"helm.sh/resource-policy": "keep"},
         },
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": WarmPool.KIND,
-                "listKind": f"{WarmPool.KIND}List",
-                "plural": WarmPool.PLURAL,
-                "singular": WarmPool.KIND.lower(),
-                "shortNames": ["wpool"],
+                "kind": kind.KIND,
+                "listKind": f"{kind.KIND}List",
+                "plural": kind.PLURAL,
+                "singular": kind.KIND.lower(),
+                "shortNames": [short_name],
                 "categories": ["inference"],
             },
             "versions": [version],
@@ -235,34 +172,24 @@ def _installed_on_demand(text: str) -> str:
 
 def generated_files() -> dict[str, str]:
     """Every generated file: path below the repository's root -> content."""
-    crd = inference_service_crd()
-    text = f"# {_GENERATED}\n{_to_yaml(crd)}"
-    name = f"{GROUP}_{InferenceService.PLURAL}.yaml"
-    adapters = lora_adapter_crd()
-    adapters_text = f"# {_GENERATED}\n{_to_yaml(adapters)}"
-    adapters_name = f"{GROUP}_{LoRAAdapter.PLURAL}.yaml"
+    services, adapters, pools = inference_service_crd(), lora_adapter_crd(), warm_pool_crd()
     return {
-        f"crds/{adapters_name}": adapters_text,
-        f"charts/slipway/templates/crds/{adapters_name}": _installed_on_demand(adapters_text),
-        "docs/api-lora-adapter.md": (
-            f"<!-- {_GENERATED} -->\n{reference_page(adapters)}\n{adapter_conditions.vocabulary_section()}"
+        **_files_of(services, _chart_template, "docs/api.md", vocabulary_section()),
+        **_files_of(
+            adapters, _installed_on_demand, "docs/api-lora-adapter.md", adapter_conditions.vocabulary_section()
         ),
-        f"crds/{name}": text,
-        f"charts/slipway/templates/crds/{name}": _chart_template(text),
-        "docs/api.md": f"<!-- {_GENERATED} -->\n{reference_page(crd)}\n{vocabulary_section()}",
-        **_warm_pool_files(),
+        **_files_of(pools, _chart_template, "docs/api-warm-pool.md", warm_pool_conditions.vocabulary_section()),
     }
 
 
-def _warm_pool_files() -> dict[str, str]:
-    crd = warm_pool_crd()
+def _files_of(crd: Schema, template: Callable[[str], str], page: str, vocabulary: str) -> dict[str, str]:
+    """The files of one kind: the definition, its copy in the chart, and its reference page."""
     text = f"# {_GENERATED}\n{_to_yaml(crd)}"
-    name = f"{GROUP}_{WarmPool.PLURAL}.yaml"
-    page = f"<!-- {_GENERATED} -->\n{reference_page(crd)}\n{warm_pool_conditions.vocabulary_section()}"
+    name = f"{GROUP}_{crd['spec']['names']['plural']}.yaml"
     return {
         f"crds/{name}": text,
-        f"charts/slipway/templates/crds/{name}": _chart_template(text),
-        "docs/api-warm-pool.md": page,
+        f"charts/slipway/templates/crds/{name}": template(text),
+        page: f"<!-- {_GENERATED} -->\n{reference_page(crd)}\n{vocabulary}",
     }
 
 
