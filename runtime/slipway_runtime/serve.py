@@ -199,7 +199,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         )
         await client.wait_dead()
         log.error("the engine has died", reason=client.error)
-        _leave_word(death_word(client.error))
+        _write_termination_message(engine_death_message(client.error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 await replica.all_closed()
@@ -212,12 +212,12 @@ def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> 
     """Say why this model cannot be served, to the log and to the kubelet."""
     more = {"exception": trace} if trace else {}
     log.error("cannot serve this model", model=shown(settings.model_uri), reason=str(error), **more)
-    _leave_word(last_word(settings.model_uri, error))
+    _write_termination_message(termination_message(settings.model_uri, error))
     return 1
 
 
-def last_word(model_uri: str, error: Exception) -> str:
-    """What the kubelet gets to hear of a model that cannot be served; the operator knows the words that begin it."""
+def termination_message(model_uri: str, error: Exception) -> str:
+    """The termination message of a pod whose model cannot be served; the operator reads how it begins."""
     if isinstance(error, ModelNotFoundError):
         return f"{names.WORD_MODEL_NOT_FOUND}{error}"
     if isinstance(error, AccessDeniedError):
@@ -229,13 +229,13 @@ def last_word(model_uri: str, error: Exception) -> str:
     return f"cannot serve {shown(model_uri)}: {error}"
 
 
-def death_word(error: str) -> str:
+def engine_death_message(error: str) -> str:
     """What the kubelet gets to hear of an engine that has died while it served."""
     prefix = names.WORD_GPU_FAULT if is_gpu_fault(error) else "the engine has died: "
     return f"{prefix}{error}"
 
 
-def _leave_word(sentence: str) -> None:
+def _write_termination_message(sentence: str) -> None:
     """The container's termination message: it outlives the container, and the operator makes a condition of it."""
     if TERMINATION_MESSAGE.exists():
         with contextlib.suppress(OSError):

@@ -103,16 +103,16 @@ class SafetensorsFile:
             if start % size:
                 piece = piece.clone()  # older writers did not align tensors
             flat[first : first + step].copy_(piece.view(entry.dtype))
-            self._let_go(start, end)
+            self._release_pages(start, end)
             tell(end - start)
 
-    def _let_go(self, start: int, end: int) -> None:
-        """These pages are not read again: without this, the file would be in memory beside the weights."""
+    def _release_pages(self, start: int, end: int) -> None:
+        """Give the pages of this part back to the kernel: else the file would stay in memory beside the weights."""
         start -= start % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
-        """Let the map go."""
+        """Unmap the file."""
         del self._bytes
         with contextlib.suppress(BufferError):  # after an error, its traceback still looks into the map
             self._map.close()

@@ -94,12 +94,12 @@ class HostTier:
         """Keep these, which are here, while room is made for them on the device."""
         self._slots.hold(self._slots.match(keys))
 
-    def let_go(self, keys: Sequence[bytes]) -> None:
-        """They are not needed after all."""
+    def release(self, keys: Sequence[bytes]) -> None:
+        """End the hold of these keys: they may be evicted again."""
         self._slots.release(self._slots.match(keys))
 
     def promote(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy what is held into these blocks of the device, and let it go."""
+        """Copy what is held into these blocks of the device, and end its hold."""
         slots = self._slots.match(keys)
         self._moves += [Promote(slot, block) for slot, block in zip(slots, blocks, strict=True)]
         self.promotions += len(slots)

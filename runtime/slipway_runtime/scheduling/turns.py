@@ -43,7 +43,7 @@ def admit(sequence: Sequence, books: Books, plan: PlanBuilder, watermark_blocks:
     if pool.available - need < reserve:
         pool.release(near)
         if tier is not None:
-            tier.let_go(far)
+            tier.release(far)
         assert books.running or books.ending, "a sequence alone always fits: longer ones are refused"
         return Turn.NO_BLOCKS
     if source is not None:

@@ -3,7 +3,7 @@
 | address                                      | where the files are                                             |
 |----------------------------------------------|-----------------------------------------------------------------|
 | `file:///path`, `/path`                      | there, if that is inside one of the roots                       |
-| `hf://`, `s3://`, `http(s)://`, `pvc://`     | in the node's cache, held until `let_go`: then it may be evicted |
+| `hf://`, `s3://`, `http(s)://`, `pvc://`     | in the node's cache, held until `release`: then it may be evicted |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,8 +76,8 @@ class AdapterSource:
             sentence = "there is no adapter at this path"
             raise ApiError(404, sentence, param="lora_path", reason=AdapterReason.DOWNLOAD_FAILED) from None
 
-    def let_go(self, brought: Brought) -> None:
-        """Nobody reads these files again, as far as this one is concerned."""
+    def release(self, brought: Brought) -> None:
+        """End the hold of fetched files: the cache may evict them where no other adapter holds them."""
         if brought.is_fetched:
             self._release(brought.path)
 

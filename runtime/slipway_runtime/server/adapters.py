@@ -175,7 +175,7 @@ class AdapterRegistry:
                 raise
             self._named[name] = loaded
         if before.digest and before.digest != loaded.digest:
-            self._let_go(before)
+            self._unload_unnamed(before)
         return loaded
 
     async def _load(self, before: Adapter, wanted: Adapter, brought: Brought, expected: str, replaces: bool) -> Adapter:
@@ -198,7 +198,7 @@ class AdapterRegistry:
             if keeps:
                 self._brought.setdefault(digest, []).append(brought)
             else:
-                await asyncio.to_thread(self._source.let_go, brought)
+                await asyncio.to_thread(self._source.release, brought)
         log.info("adapter loaded", adapter=wanted.name, digest=digest)
         return replace(wanted, digest=digest, state=AdapterState.HOST)
 
@@ -237,13 +237,13 @@ class AdapterRegistry:
         async with self._locks.setdefault(name, asyncio.Lock()):
             adapter = self._named.pop(name, adapter)
         self._locks.pop(name, None)
-        return self._let_go(adapter)
+        return self._unload_unnamed(adapter)
 
     def leaving(self, name: str) -> bool:
         """Whether content that had this name is still being unloaded."""
         return any(adapter.name == name for adapter, _ in self._going.values())
 
-    def _let_go(self, adapter: Adapter) -> asyncio.Task[Reply] | None:
+    def _unload_unnamed(self, adapter: Adapter) -> asyncio.Task[Reply] | None:
         if not adapter.digest or self._is_named(adapter.digest):
             return None
         task = asyncio.create_task(self._unload(adapter), name=f"unload {adapter.name}")
@@ -257,7 +257,7 @@ class AdapterRegistry:
                     return Reply(call=0)
                 reply = await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
                 for brought in self._brought.pop(adapter.digest, ()):
-                    await asyncio.to_thread(self._source.let_go, brought)
+                    await asyncio.to_thread(self._source.release, brought)
                 log.info("adapter unloaded", adapter=adapter.name, digest=adapter.digest)
                 return reply
         except EngineDead:

@@ -6,7 +6,7 @@ import pytest
 
 from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.models.config_values import DoesNotFitError
-from slipway_runtime.serve import death_word, last_word
+from slipway_runtime.serve import engine_death_message, termination_message
 from slipway_runtime.storage.fetch import Access, AccessDeniedError, FetchError, Patience, fetch
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hunter2"}
@@ -16,7 +16,7 @@ NOBODY_THERE = Access.of({**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
 def why_not(uri: str, cache: Path) -> str:
     with pytest.raises(FetchError) as refused:
         fetch(uri, cache=cache, access=NOBODY_THERE, patience=Patience(attempts=1))
-    return last_word(uri, refused.value)
+    return termination_message(uri, refused.value)
 
 
 def test_a_model_that_is_not_there_is_told_in_a_word_that_the_operator_knows(tmp_path: Path):
@@ -27,7 +27,7 @@ def test_a_model_that_is_not_there_is_told_in_a_word_that_the_operator_knows(tmp
 def test_refused_credentials_are_told_in_a_word_that_the_operator_knows():
     refused = AccessDeniedError("the hub refuses org/gated: 401")
 
-    assert last_word("hf://org/gated", refused) == "CredentialsInvalid: the hub refuses org/gated: 401"
+    assert termination_message("hf://org/gated", refused) == "CredentialsInvalid: the hub refuses org/gated: 401"
 
 
 @pytest.mark.capability("OP-5")
@@ -37,17 +37,20 @@ def test_what_does_not_fit_is_told_in_a_word_that_crosses_from_the_engines_proce
     carried = EngineNotLoadedError(str(told))
 
     for error in (told, carried):
-        assert last_word("hf://org/large", error) == "DoesNotFit: weights 14 GiB exceed 8 GiB"
+        assert termination_message("hf://org/large", error) == "DoesNotFit: weights 14 GiB exceed 8 GiB"
 
 
 def test_any_other_refusal_is_told_as_what_it_is(tmp_path: Path):
     assert why_not("s3://bucket/x", tmp_path).startswith("cannot serve s3://bucket/x: ")
-    assert last_word("file:///x", FileNotFoundError("no config.json")) == "cannot serve file:///x: no config.json"
+    assert (
+        termination_message("file:///x", FileNotFoundError("no config.json"))
+        == "cannot serve file:///x: no config.json"
+    )
 
 
 @pytest.mark.capability("SE-2")
 def test_what_may_be_a_password_or_a_signature_is_not_told():
-    said = last_word("https://me:SECRET@host/model?X-Amz-Signature=SECRET", FetchError("no answer"))
+    said = termination_message("https://me:SECRET@host/model?X-Amz-Signature=SECRET", FetchError("no answer"))
 
     assert said == "cannot serve https://host/model: no answer"
 
@@ -65,6 +68,6 @@ def test_what_may_be_a_password_or_a_signature_is_not_told():
     ],
 )
 def test_a_gpu_that_failed_is_told_from_a_program_that_failed(error: str, is_fault: bool):
-    assert death_word(error).startswith("GPUFault: ") == is_fault
-    assert last_word("file:///m", EngineNotLoadedError(error)).startswith("GPUFault: ") == is_fault
-    assert error in death_word(error)
+    assert engine_death_message(error).startswith("GPUFault: ") == is_fault
+    assert termination_message("file:///m", EngineNotLoadedError(error)).startswith("GPUFault: ") == is_fault
+    assert error in engine_death_message(error)
