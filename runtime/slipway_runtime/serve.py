@@ -230,7 +230,7 @@ def termination_message(model_uri: str, error: Exception) -> str:
 
 
 def engine_death_message(error: str) -> str:
-    """What the kubelet gets to hear of an engine that has died while it served."""
+    """The termination message of a pod whose engine has died while it served."""
     prefix = names.WORD_GPU_FAULT if is_gpu_fault(error) else "the engine has died: "
     return f"{prefix}{error}"
 
