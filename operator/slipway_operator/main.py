@@ -20,7 +20,7 @@ from slipway_kube.client import Client
 from slipway_kube.errors import NoCredentials
 from slipway_operator import handlers as handlers  # the import registers the handlers
 from slipway_operator.keepalive import KeptConnections
-from slipway_operator.manager import Manager
+from slipway_operator.manager import Manager, exempt_caches_from_collection
 from slipway_operator.masters import MissingKey
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import serve_probes
@@ -63,7 +63,15 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
             connections = KeptConnections()
             stack.callback(connections.close)
             dial, serving_dial = direct(connections), direct(connections, port=names.SERVING_PORT)
-        manager = Manager(settings, client, lease_client, dial, metrics, serving_dial=serving_dial)
+        manager = Manager(
+            settings,
+            client,
+            lease_client,
+            dial,
+            metrics,
+            serving_dial=serving_dial,
+            on_synced=exempt_caches_from_collection,
+        )
         admin_port = await stack.enter_async_context(
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
         )

@@ -6,9 +6,11 @@ SIGTERM it finishes the passes that run and releases the Lease, so that the next
 """
 
 import asyncio
+import gc
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +27,7 @@ from slipway_kube.writer import Write, Writer
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.adapter_client import AdapterClient
 from slipway_operator.clock import SYSTEM, Clock
+from slipway_operator.controller.children import Children
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
 from slipway_operator.controller.kinds import Key, Kind
@@ -57,6 +60,7 @@ DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
 SMOKE_TESTS = 16  # services whose replicas are asked at once
 LOAD_PASSES_PER_SECOND = 200.0  # 1,000 busy services: each gets a pass every 5 s; 20 of them: every 0.1 s
 RESYNC_SECONDS = (300.0, 600.0)
+FIRST_PASSES_SECONDS = 15.0  # scraping begins after the first pass of every object, or so late
 FINISH_SECONDS = 1.0  # after a clean stop the next leader starts within two seconds, so running passes get one
 
 
@@ -73,6 +77,12 @@ KINDS = (
     Registration(LORA_ADAPTERS, LoRAAdapters),
     Registration(WARM_POOLS, WarmPools),
 )
+
+
+def exempt_caches_from_collection() -> None:
+    """Keep the garbage collector from walking the filled caches again and again: each walk stops the event loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave_at_once(reason: str) -> None:
@@ -94,12 +104,17 @@ class Manager:
         *,
         serving_dial: Dial,
         on_lost: Callable[[str], None] = leave_at_once,
+        on_synced: Callable[[], None] = lambda: None,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
         clock: Clock = SYSTEM,
         kinds: Sequence[Registration] = KINDS,
     ) -> None:
-        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports."""
+        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports.
+
+        `on_synced` is called once every object has had its first pass by this leader.
+        """
         self._metrics = metrics
+        self._on_synced = on_synced
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[Any]] = []
         self._election: list[asyncio.Task[Any]] = []  # ends last, when nothing writes any more
@@ -192,9 +207,12 @@ class Manager:
             BackgroundCalls(FairSlots(total=SMOKE_TESTS, per_owner=1), on_done=lambda key, _uid: self._queue.add(key)),
             now=clock.now,
         )
+        self._children = Children(client, writer, monotonic=clock.monotonic)
+        self._namespaces = settings.watch_namespaces
         executor = Executor(
             client,
             writer,
+            self._children,
             replicas,
             self._drains,
             self._smoke_tests,
@@ -292,6 +310,7 @@ class Manager:
         self._metrics.lease_transitions.labels("gained").inc()
         log.info("leading", identity=self.elector.identity)
         await self.caches.refresh()
+        await self._children.list_all(self._namespaces)
         for key in self.caches.known():
             self._queue.add(key)
         for number in range(WORKERS):
@@ -301,6 +320,11 @@ class Manager:
             self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
         self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
         self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
+        # Every object gets its first pass before the replicas' answers take their share of the one core.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PASSES_SECONDS):
+                await self._queue.drained()
+        self._on_synced()
         await self._scraper.run()
 
     async def _finish_running_passes(self) -> None:

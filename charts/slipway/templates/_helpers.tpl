@@ -202,18 +202,22 @@ subjects:
   resources: [pods/proxy]
   verbs: [get, create, delete]  # delete: to unload adapters
 {{- end }}
+# Children. get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may
+# change, which happens when a service is deleted and applied again before its old children are collected. list: a new
+# leader compares all of them at once.
 - apiGroups: [""]
-  resources: [services, configmaps]
-  # get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may change, which
-  # happens when a service is deleted and applied again before its old children are collected.
+  resources: [configmaps]
   verbs: [get, create, patch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, create, patch, delete]
+  verbs: [get, list, create, patch, delete]
 {{- if .Values.networkPolicy.enabled }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create, patch, delete]
+  verbs: [get, list, create, patch, delete]
 {{- end }}
 - apiGroups: [apps]
   resources: [controllerrevisions]
