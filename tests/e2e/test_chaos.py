@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from rich.console import Console
 
 from e2e.chaos import hostile
 from e2e.chaos.__main__ import main
 from e2e.chaos.client import CutSilently, Load, Lost, learn_references, read_text
 from e2e.chaos.faults import FAULTS, SAMPLE, Fault
-from e2e.chaos.matrix import Row, run_fault, run_matrix, sentence, wait_steady
+from e2e.chaos.matrix import Row, run_fault, run_matrix, sentence, table, wait_steady
 from e2e.chaos.stage import Stage
 from e2e.slipway import NotInTimeError
 
@@ -136,6 +137,16 @@ def test_a_row_fails_the_matrix_for_what_a_client_cannot_see_and_not_for_a_visib
 
     assert [row.is_bad for row in (good, wrong, cut, double, Row("e", error="not in time"))] == [False] + [True] * 4
     assert "3 failed first attempts" in sentence(good)
+
+
+async def test_the_table_names_the_failures_of_first_attempts_of_retries_and_of_broken_streams():
+    row = Row("replica killed", await counts_of(503, words("a ") + event({"error": {"type": "BadGateway"}}), COMPLETE))
+    console = Console(width=300)
+    with console.capture() as printed:
+        console.print(table([row]))
+
+    assert (row.counts.failed_first, row.counts.failed) == (1, 1), "its retry ended with an error event"
+    assert "1 × status 503; 1 × error event: BadGateway" in printed.get()
 
 
 def test_a_load_that_does_not_run_is_told(monkeypatch):
