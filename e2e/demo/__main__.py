@@ -20,7 +20,7 @@ from e2e.cluster.access import Access
 from e2e.cluster.launch import GATEWAY, Cluster
 from e2e.cluster.paths import cluster_folder
 from e2e.demo.acts import Acts
-from e2e.demo.narration import STEPS, StepFailedError, console, say, step
+from e2e.demo.narration import STEPS, StepFailedError, console, print_note, step
 from e2e.demo.summary import Figures, figure_table, promise_lines, promises
 from e2e.slipway import Slipway
 
@@ -61,7 +61,7 @@ def summarize(figures: Figures, failure: str) -> int:
     if failure:
         console.print(f"\n[red]{escape(failure)}[/]", soft_wrap=True)
     if failure or not all(one.kept for one in made):
-        say(f"Logs: {cluster_folder('default') / 'logs'}; `make demo KEEP=1` leaves the cluster up to look at.")
+        print_note(f"Logs: {cluster_folder('default') / 'logs'}; `make demo KEEP=1` leaves the cluster up to look at.")
         return 1
     return 0
 
@@ -72,7 +72,7 @@ def a_cluster(keep: bool, figures: Figures) -> Iterator[Access]:
     folder = cluster_folder("default")
     with step(1, "A real Kubernetes 1.36 of local processes: two nodes with 8 fake GPUs each"):
         if launcher_lock.stop(folder):
-            say("ended a cluster that was still up")
+            print_note("ended a cluster that was still up")
         preflight.require()
         build.ensure()
         started = figures.started = time.monotonic()
@@ -82,7 +82,7 @@ def a_cluster(keep: bool, figures: Figures) -> Iterator[Access]:
             cluster.wait_for_nodes()
         access = cluster or detached.start(folder)
         figures.cluster_seconds = time.monotonic() - started
-        say(f"KUBECONFIG={access.kubeconfig}")
+        print_note(f"KUBECONFIG={access.kubeconfig}")
     try:
         yield access
     except BaseException:

@@ -7,7 +7,7 @@ import yaml
 
 from e2e import canary
 from e2e.canary import edit, wait_served, weights
-from e2e.demo.narration import Subject, Watcher, console, result, say, step
+from e2e.demo.narration import Subject, Watcher, console, print_note, print_result, step
 from e2e.demo.summary import WANTED_REPLICAS, Figures
 from e2e.manifests import as_yaml
 from e2e.slipway import EXAMPLES, Json, Load, Slipway, wait_for
@@ -21,7 +21,7 @@ SERVING_SECONDS = 5.0  # under load, after the last replica came
 
 
 class Acts:
-    """The steps 3 to 10, on a cluster with Slipway installed."""
+    """The steps 3 to 11, on a cluster with Slipway installed."""
 
     def __init__(self, slipway: Slipway, figures: Figures) -> None:
         self.slipway, self.figures = slipway, figures
@@ -52,13 +52,15 @@ class Acts:
                 self.slipway.apply(EXAMPLES / "chat.yaml")
                 self.slipway.wait_ready(CHAT, replicas=1)
                 self.figures.ready_seconds = time.monotonic() - started
-            result(f"from kubectl apply to Ready: {self.figures.ready_seconds:.1f} s")
+            print_result(f"from kubectl apply to Ready: {self.figures.ready_seconds:.1f} s")
         self.slipway.apply(EXAMPLES / "idle-to-zero.yaml")
-        say("Applied ahead of its step: examples/idle-to-zero.yaml, which goes to zero after 60 s without a request.")
+        print_note(
+            "Applied ahead of its step: examples/idle-to-zero.yaml, which goes to zero after 60 s without a request."
+        )
 
     def stream_one_answer(self) -> None:
         with step(4, "One request, with the stock openai client"):
-            say(f"client = OpenAI(base_url={self.slipway.base_url!r})")
+            print_note(f"client = OpenAI(base_url={self.slipway.base_url!r})")
             console.print(f"    [bold]user[/]  {QUESTION}\n    [bold]{CHAT}[/]  ", end="")
             self.figures.ttft_seconds, self.figures.stream_tokens_per_second = self.stream(CHAT, QUESTION, 96)
 
@@ -76,7 +78,7 @@ class Acts:
             self.slipway.apply(as_yaml(self.canary))
             for manifest in (self.lora_service, self.pool):
                 self.slipway.apply(yaml.safe_dump(manifest))
-            say(f"Applied ahead of their steps: the services {CANARY} and {LORA}, and the WarmPool {POOL}.")
+            print_note(f"Applied ahead of their steps: the services {CANARY} and {LORA}, and the WarmPool {POOL}.")
 
     def promote_and_roll_back(self) -> None:
         """Two canaries under the same load: one like the revision before it, one that takes a request at a time."""
@@ -84,16 +86,18 @@ class Acts:
         load = self.slipway.load(CANARY, concurrency=8, seconds=300, max_tokens=24, retry_429=True)
         try:
             with step(6, "A canary that is promoted: 50 % of the requests, analysis, 100 %"):
-                say("The change: runtime.maxNumSeqs 16 → 24. The gateways compare errors and TTFT of both revisions.")
+                print_note(
+                    "The change: runtime.maxNumSeqs 16 → 24. The gateways compare errors and TTFT of both revisions."
+                )
                 with self.watcher.watching(service(CANARY)):
                     started = time.monotonic()
                     good = edit(self.slipway, self.canary, maxNumSeqs=24)
                     self.wait_canary("the canary is promoted", "currentRevision", good)
                     self.figures.promoted_seconds = time.monotonic() - started
                     self.event(CANARY, "RolloutCompleted")
-                result(f"revision {good} replaced {old} after {self.figures.promoted_seconds:.1f} s")
+                print_result(f"revision {good} replaced {old} after {self.figures.promoted_seconds:.1f} s")
             with step(7, "A canary that is rolled back"):
-                say("The change: runtime.maxNumSeqs 24 → 1. It answers rightly, and makes others wait.")
+                print_note("The change: runtime.maxNumSeqs 24 → 1. It answers rightly, and makes others wait.")
                 with self.watcher.watching(service(CANARY)):
                     started = time.monotonic()
                     slow = edit(self.slipway, self.canary, maxNumSeqs=1)
@@ -101,7 +105,7 @@ class Acts:
                     self.figures.rolled_back_seconds = time.monotonic() - started
                     self.figures.rolled_back_because = self.event(CANARY, "CanaryRolledBack")
                 shares = ", ".join(f"{share} % {one}" for one, share in weights(self.slipway, CANARY).items() if share)
-                result(
+                print_result(
                     f"rolled back after {self.figures.rolled_back_seconds:.1f} s; traffic now: {shares}; "
                     f"the spec still asks for {slow}, which is not tried again"
                 )
@@ -113,21 +117,21 @@ class Acts:
         self.slipway.wait_ready(LORA, replicas=1)
         title = f"A LoRA adapter for a running replica: kubectl apply, then model={ADAPTER!r}"
         with step(8, title):
-            say(f"/v1/models before: {', '.join(self.models())}")
+            print_note(f"/v1/models before: {', '.join(self.models())}")
             with self.watcher.watching(Subject("LoRAAdapter", ADAPTER)):
                 started = time.monotonic()
                 self.slipway.apply(yaml.safe_dump(self.lora_adapter))
                 wait_for("the gateways list the adapter", lambda: ADAPTER in self.models(), every=0.1)
-                answer = wait_for("the adapter answers", lambda: self.tell(ADAPTER), every=0.1)
+                answer = wait_for("the adapter answers", lambda: self.ask(ADAPTER), every=0.1)
                 self.figures.adapter_seconds = time.monotonic() - started
-            self.figures.adapter_answers = (self.tell(LORA), answer)
+            self.figures.adapter_answers = (self.ask(LORA), answer)
             (pod,) = self.slipway.pods(LORA)
             self.figures.adapter_restarts = pod.status.container_statuses[0].restart_count
-            say(f"/v1/models after:  {', '.join(self.models())}")
-            for model, told in zip((LORA, ADAPTER), self.figures.adapter_answers, strict=True):
+            print_note(f"/v1/models after:  {', '.join(self.models())}")
+            for model, answer in zip((LORA, ADAPTER), self.figures.adapter_answers, strict=True):
                 console.print(f"    [bold]{model:<7}[/] ", end="")
-                console.print(told, markup=False, soft_wrap=True)
-            result(
+                console.print(answer, markup=False, soft_wrap=True)
+            print_result(
                 f"listed and answering after {self.figures.adapter_seconds:.1f} s, in the pod {pod.metadata.name}, "
                 f"{self.figures.adapter_restarts} restarts"
             )
@@ -143,7 +147,7 @@ class Acts:
                 self.figures.warm_seconds = self.seconds_to_ready(self.warm)
                 (pod,) = self.slipway.pods(WARM)
                 self.figures.claimed_pod = pod.metadata.name if pod.metadata.name.startswith(POOL) else ""
-            result(
+            print_result(
                 f"cold start {self.figures.cold_seconds:.1f} s, warm claim {self.figures.warm_seconds:.1f} s "
                 f"(the pod {pod.metadata.name} has changed hands)"
             )
@@ -157,13 +161,16 @@ class Acts:
             self.figures.zero_ttft_seconds, _ = self.stream(IDLE, QUESTION, 32)
             self.event(IDLE, "Activated")
             self.watcher.print_changes(service(IDLE))
-            result(f"the gateway held the request while a replica started: {self.figures.zero_ttft_seconds:.1f} s")
+            print_result(
+                f"the gateway held the request while a replica started: {self.figures.zero_ttft_seconds:.1f} s"
+            )
 
     def scale_in(self) -> None:
-        say(f"Meanwhile, since the load of step 5 ended, {CHAT}:")
-        with self.watcher.watching(service(CHAT)):
-            status = self.slipway.wait_ready(CHAT, replicas=1, timeout=180)["status"]
+        with step(11, f"Back in: what {CHAT} has done since the load of step 5 ended"):
+            with self.watcher.watching(service(CHAT)):
+                status = self.slipway.wait_ready(CHAT, replicas=1, timeout=180)["status"]
             self.figures.replicas_after = status["readyReplicas"]
+            print_result(f"replicas: 1 → {self.figures.most_replicas} → {self.figures.replicas_after}")
 
     # Helpers
 
@@ -205,7 +212,7 @@ class Acts:
     def models(self) -> list[str]:
         return sorted(model.id for model in self.slipway.openai().models.list())
 
-    def tell(self, model: str) -> str:
+    def ask(self, model: str) -> str:
         """The model's answer to the question, in one line."""
         answer = self.slipway.openai().chat.completions.create(
             model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=40, temperature=0

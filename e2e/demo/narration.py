@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from e2e.slipway import Json, Slipway
 
-STEPS = 11
+STEPS = 12
 PRINTED_CONDITIONS = ("Ready", "Stalled", "CanaryHealthy")
 
 console = Console(highlight=False)
@@ -40,12 +40,12 @@ def step(number: int, title: str) -> Iterator[None]:
     console.print(f"    [dim]{time.monotonic() - started:.1f} s[/]")
 
 
-def say(sentence: str) -> None:
+def print_note(sentence: str) -> None:
     """Print one line of explanation."""
     console.print(f"    [dim]{escape(sentence)}[/]", soft_wrap=True)
 
 
-def result(sentence: str) -> None:
+def print_result(sentence: str) -> None:
     """Print the result of a step."""
     console.print(f"    [bold green]→[/] {escape(sentence)}", soft_wrap=True)
 
@@ -79,7 +79,7 @@ class Watcher:
                     self.print_changes(subject)
                 except Exception as exc:  # noqa: BLE001  narration must not end the demo; the object may not exist yet
                     if last:
-                        say(f"({type(exc).__name__} while looking at {subject.name})")
+                        print_note(f"({type(exc).__name__} while looking at {subject.name})")
 
     def print_changes(self, subject: Subject) -> None:
         """Print what is new about one object."""

@@ -66,14 +66,14 @@ def test_one_broken_promise_ends_with_1_and_names_a_command(beginning, capsys):
 
 def test_a_run_that_ended_early_keeps_no_promise_and_says_where_it_ended(capsys):
     assert not any(one.kept for one in promises(Figures()))
-    assert summarize(Figures(), "step 5/11, Load: not within 60 s [x]") == 1
-    assert "step 5/11, Load: not within 60 s [x]" in capsys.readouterr().out
+    assert summarize(Figures(), "step 5/12, Load: not within 60 s [x]") == 1
+    assert "step 5/12, Load: not within 60 s [x]" in capsys.readouterr().out
     assert figure_rows(Figures())
     assert all("look at: kubectl" in line for line in promise_lines(promises(Figures())))
 
 
 def test_an_exception_in_a_step_becomes_one_that_names_the_step():
-    with pytest.raises(StepFailedError, match="step 2/11, Install: ValueError: no chart"), step(2, "Install"):
+    with pytest.raises(StepFailedError, match="step 2/12, Install: ValueError: no chart"), step(2, "Install"):
         raise ValueError("no chart")
 
 
@@ -119,4 +119,4 @@ def test_the_steps_are_counted_to_the_last(capsys):
     with step(narration.STEPS, "Tear down"):
         pass
 
-    assert "11/11 Tear down" in capsys.readouterr().out
+    assert "12/12 Tear down" in capsys.readouterr().out
