@@ -35,6 +35,12 @@ class Row:
 def run_fault(stage: Stage, fault: Fault, references: References, seed: int) -> Row:
     """Inject one fault under load, wait for recovery, and repair what the fault left broken."""
     row = Row(fault.name)
+    if fault.on_node:
+        try:
+            stage.spread()
+        except Exception as error:  # noqa: BLE001  the other faults still run; the row has the reason
+            row.error = f"nothing was injected: {first_line(error)}"
+            return row
     load = Load(stage.slipway.base_url, references, USERS, seed)
     try:
         wait_steady(load.counts)
