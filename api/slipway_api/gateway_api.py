@@ -88,7 +88,7 @@ class ServiceOutcomes(Body):
     errors: int = Field(default=0, ge=0)
     """Of these, answered with a 5xx status or broken off."""
     good: int = Field(default=0, ge=0)
-    """Of these, without an error and within the latency limits of `spec.slo`; all without an error where it has none."""
+    """Of these, without an error and within the latency limits that `spec.slo` has."""
     ttft: tuple[int, ...] = ()
     """Of streams: from the whole request's arrival to the first token, as in `RevisionOutcomes`."""
     itl: tuple[int, ...] = ()

@@ -160,7 +160,7 @@ class Outcomes:
         is_known: Callable[[str, str], bool] = lambda _service, _revision: True,
         is_service: Callable[[str], bool] = lambda _service: True,
     ) -> OutcomesReport:
-        """All counters. Those of revisions and services that are not known any more are forgotten: they stay bounded."""
+        """All counters. Those of revisions and services that are not known any more are forgotten, so they stay few."""
         for key in [key for key in self._tallies if not is_known(*key)]:
             del self._tallies[key]
         for service in [service for service in self._services if not is_service(service)]:

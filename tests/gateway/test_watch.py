@@ -14,7 +14,7 @@ from slipway_api.inference_service import RoutingStrategy
 from slipway_api.names import ANNOTATION_ADAPTERS, API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
-from slipway_gateway.picker.endpoints import NO_LIMITS, LatencyLimits, Adapter, Service, WaitLimits
+from slipway_gateway.picker.endpoints import NO_LIMITS, Adapter, LatencyLimits, Service, WaitLimits
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.watch import InferenceService, LoRAAdapter, Watch, adapter_of, bytes_of, endpoint_of, service_of
 from slipway_kube.client import Client

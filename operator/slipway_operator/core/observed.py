@@ -7,7 +7,7 @@ stored in `service.status` or in pod metadata, because those survive the operato
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
@@ -203,10 +203,52 @@ class Outcomes:
     """Time to first token: counts per bucket of `gateway_api.OUTCOME_BUCKETS`, and one above; not cumulated."""
     itl: tuple[int, ...] = ()
     output_tokens: int = 0
+    good: int = 0
+    """Of a service: requests without an error and within the latency limits of `spec.slo`."""
 
 
 OutcomesSince = Callable[[datetime], Mapping[str, Outcomes]]
-"""Since a moment -> outcomes by hash of the revision; gateways that do not answer are missing from the sums."""
+"""Since a moment, at most six hours ago -> outcomes by hash of the revision, and of WHOLE_SERVICE; gateways that do not
+answer are missing from the sums."""
+WHOLE_SERVICE: Final = ""
+"""In the place of a revision's hash: the requests of a service as its clients saw them (`ServiceOutcomes`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomesTotal:
+    """All requests of a service that gateways counted since a moment of this leader's time; only ever grows."""
+
+    since: datetime
+    counted: Outcomes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountingMemory:
+    """What the accounting of SLO and cost remembers from one pass to the next; a new leader starts without it."""
+
+    since: datetime | None = None
+    """`OutcomesTotal.since` that the totals below belong to."""
+    recorded: tuple[tuple[datetime | None, Outcomes], ...] = ()
+    """Values that `status.slo.recordedTime` may have, the newest last, each with what had been counted then."""
+    counted: Outcomes = field(default_factory=Outcomes)
+    """What had been counted in the last pass."""
+    cost_written: datetime | None = None
+    """When the price of tokens in status was last changed."""
+    at: datetime | None = None
+    """When the last pass was."""
+    gpus: int = 0
+    """GPUs that replicas held then."""
+    marks: tuple["CostMark", ...] = ()
+    """The sums about once a minute for an hour, oldest first; the last is of the last pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostMark:
+    """Sums at one moment, since this leader began."""
+
+    at: datetime
+    gpu_seconds: float = 0.0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +309,10 @@ class Observed:
     """Requests at the gateways; None: no gateway has reported since this operator began to lead."""
     outcomes_since: OutcomesSince | None = None
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
+    outcomes_total: OutcomesTotal | None = None
+    """All requests that gateways counted; None: none since this operator began to lead."""
+    accounting_memory: AccountingMemory = field(default_factory=AccountingMemory)
+    """`Plan.accounting.memory` of the last pass; empty after a takeover."""
 
     warm: WarmSupply | None = None
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
