@@ -7,7 +7,7 @@ stored in `service.status` or in pod metadata, because those survive the operato
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
@@ -208,30 +208,33 @@ class Outcomes:
 
 
 OutcomesSince = Callable[[datetime], Mapping[str, Outcomes]]
-"""Since a moment, at most six hours ago -> outcomes by hash of the revision, and of WHOLE_SERVICE; gateways that do not
-answer are missing from the sums."""
-WHOLE_SERVICE: Final = ""
-"""In the place of a revision's hash: the requests of a service as its clients saw them (`ServiceOutcomes`)."""
+"""Since a moment -> outcomes by hash of the revision; gateways that do not answer are missing from the sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomesTotal:
-    """All requests of a service that gateways counted since a moment of this leader's time; only ever grows."""
+class ServiceOutcomes:
+    """The requests of a service as its clients saw them, added up over all gateways (`gateway_api.ServiceOutcomes`)."""
 
-    since: datetime
-    counted: Outcomes
+    began: datetime
+    """Since when this leader counts; another moment means that the total began anew."""
+    total: Outcomes
+    """All of them since then; it only grows."""
+    since: Callable[[datetime], Outcomes]
+    """Those since a moment, at most six hours ago."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountingMemory:
     """What the accounting of SLO and cost remembers from one pass to the next; a new leader starts without it."""
 
-    since: datetime | None = None
-    """`OutcomesTotal.since` that the totals below belong to."""
+    began: datetime | None = None
+    """`ServiceOutcomes.began` that the totals below belong to."""
     recorded: tuple[tuple[datetime | None, Outcomes], ...] = ()
     """Values that `status.slo.recordedTime` may have, the newest last, each with what had been counted then."""
     counted: Outcomes = field(default_factory=Outcomes)
     """What had been counted in the last pass."""
+    objectives_from: datetime | None = None
+    """Requests before this moment do not count for objectives: the service had never served. None: all count."""
     cost_written: datetime | None = None
     """When the price of tokens in status was last changed."""
     at: datetime | None = None
@@ -309,8 +312,8 @@ class Observed:
     """Requests at the gateways; None: no gateway has reported since this operator began to lead."""
     outcomes_since: OutcomesSince | None = None
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
-    outcomes_total: OutcomesTotal | None = None
-    """All requests that gateways counted; None: none since this operator began to lead."""
+    service_outcomes: ServiceOutcomes | None = None
+    """Outcomes of the service's requests; None: no gateway has counted any since this operator began to lead."""
     accounting_memory: AccountingMemory = field(default_factory=AccountingMemory)
     """`Plan.accounting.memory` of the last pass; empty after a takeover."""
 

@@ -32,8 +32,8 @@ from slipway_operator.core.observed import (
     Defaults,
     Demand,
     OutcomesSince,
-    OutcomesTotal,
     Sample,
+    ServiceOutcomes,
     ServingDigests,
     TokenDigests,
 )
@@ -293,7 +293,7 @@ class Inputs:
     """Called with the service of a sample that shows more than load, such as another boot id."""
     demand_of: Callable[[ServiceKey], Demand | None] = lambda _service: None
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
-    outcomes_total_of: Callable[[ServiceKey], OutcomesTotal | None] = lambda _service: None
+    service_outcomes_of: Callable[[ServiceKey], ServiceOutcomes | None] = lambda _service: None
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

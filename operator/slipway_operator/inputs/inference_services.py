@@ -112,7 +112,7 @@ class InferenceServices:
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
             outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
-            outcomes_total=self._inputs.outcomes_total_of(ServiceKey(key.namespace, key.name)),
+            service_outcomes=self._inputs.service_outcomes_of(ServiceKey(key.namespace, key.name)),
         )
         # Of pods that are gone, or another's for good, nothing has to be remembered.
         memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()

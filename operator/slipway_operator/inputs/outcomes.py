@@ -17,13 +17,15 @@ from typing import Final
 
 from slipway_api.gateway_api import OUTCOME_BUCKETS, OutcomesReport, RevisionOutcomes, ServiceOutcomes
 from slipway_api.types import ServiceKey
-from slipway_operator.core.observed import WHOLE_SERVICE, Outcomes, OutcomesTotal
+from slipway_operator.core import observed as seen
+from slipway_operator.core.observed import Outcomes
 from slipway_operator.inputs.demand import service_key
 
 BUCKETS: Final = len(OUTCOME_BUCKETS) + 1
 KEPT: Final = timedelta(hours=6)
 FINEST: Final = timedelta(seconds=5)
 SPACING: Final = 0.08  # of a point's age
+WHOLE_SERVICE: Final = ""  # in the place of a revision's hash
 SWEEP: Final = timedelta(seconds=60)
 _HEAD: Final = 4  # requests, errors, output tokens, good requests; the two histograms follow
 
@@ -166,12 +168,22 @@ class OutcomeSums:
         if not self._has_reports:
             return None
         histories = self._histories.get(service, {})
-        return {revision: outcomes_of(history.since(moment)) for revision, history in histories.items()}
+        return {
+            revision: outcomes_of(history.since(moment))
+            for revision, history in histories.items()
+            if revision != WHOLE_SERVICE
+        }
 
-    def total(self, service: ServiceKey) -> OutcomesTotal | None:
-        """All that was counted of a service; None: no gateway has counted a request of it."""
+    def of_service(self, service: ServiceKey) -> seen.ServiceOutcomes | None:
+        """What was counted of a service as its clients saw it; None: no gateway has counted a request of it."""
         history = self._histories.get(service, {}).get(WHOLE_SERVICE)
-        return OutcomesTotal(since=history.began, counted=outcomes_of(history.total)) if history is not None else None
+        if history is None:
+            return None
+        return seen.ServiceOutcomes(
+            began=history.began,
+            total=outcomes_of(history.total),
+            since=lambda moment: outcomes_of(history.since(moment)),
+        )
 
     @property
     def has_reports(self) -> bool:

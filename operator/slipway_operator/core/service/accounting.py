@@ -6,12 +6,12 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.slo import CostStatus, SLOStatus
-from slipway_operator.core.actions import earliest
 from slipway_operator.core.health import Member
-from slipway_operator.core.observed import AccountingMemory, Observed, Outcomes, OutcomesTotal
-from slipway_operator.core.service.cost import MARK_EVERY, Cost, add_mark, cost_status, held_gpus, measure_cost
+from slipway_operator.core.observed import AccountingMemory, Observed, Outcomes, ServiceOutcomes
+from slipway_operator.core.service.cost import Cost, add_mark, cost_status, held_gpus, measure_cost
 from slipway_operator.core.service.slo_status import ServiceLevels, SLOCondition, minus, record
 
+LOOK_EVERY: Final = timedelta(seconds=60)  # requests that end wake nobody
 NONE_COUNTED: Final = Outcomes()
 
 
@@ -41,10 +41,13 @@ def account(observed: Observed, members: Sequence[Member], now: datetime) -> Acc
     has_price = budget is not None and budget.gpu_hour_cost is not None and service.spec.resources.gpu.count > 0
     if slo is None and not has_price:
         return NOT_ACCOUNTED
-    total = observed.outcomes_total
-    counted = total.counted if total is not None else NONE_COUNTED
-    memory = _begin(memory, observed, total)
-    recording = record(slo, observed, counted, memory.recorded, now) if slo is not None else None
+    outcomes = observed.service_outcomes
+    counted = outcomes.total if outcomes is not None else NONE_COUNTED
+    memory = _begin(memory, observed, outcomes)
+    if not any(one.served for one in service.status.revisions):
+        # Before its first start is complete a service promises nothing.
+        memory = replace(memory, recorded=((memory.recorded[-1][0], counted),), objectives_from=now)
+    recording = record(slo, observed, counted, memory, now) if slo is not None else None
     gpus = held_gpus(service, members)
     marks = add_mark(
         memory.marks,
@@ -69,7 +72,6 @@ def account(observed: Observed, members: Sequence[Member], now: datetime) -> Acc
         marks=marks,
         cost_written=now if was != after else memory.cost_written,
     )
-    has_work = cost is not None and (gpus > 0 or marks[-1].gpu_seconds > marks[0].gpu_seconds)
     return Accounting(
         slo=recording.status if recording is not None else None,
         cost=status,
@@ -78,23 +80,20 @@ def account(observed: Observed, members: Sequence[Member], now: datetime) -> Acc
         measured_cost=cost,
         counted=counted,
         memory=memory,
-        again_at=earliest(
-            recording.again_at if recording is not None else None,
-            now + MARK_EVERY + timedelta(seconds=1) if has_work else None,
-        ),
+        again_at=now + LOOK_EVERY,
     )
 
 
-def _begin(memory: AccountingMemory, observed: Observed, total: OutcomesTotal | None) -> AccountingMemory:
+def _begin(memory: AccountingMemory, observed: Observed, outcomes: ServiceOutcomes | None) -> AccountingMemory:
     """The memory for these counters: they begin at nothing with a new leader, and after hours without requests."""
     known = observed.service.status.slo.recorded_time if observed.service.status.slo is not None else None
-    since = total.since if total is not None else None
-    if memory.recorded and memory.since == since:
+    began = outcomes.began if outcomes is not None else None
+    if memory.recorded and memory.began == began:
         return memory
     nothing = NONE_COUNTED
-    if total is not None and not memory.recorded:
+    if outcomes is not None and not memory.recorded:
         created = observed.service.metadata.creation_timestamp
         # A service that was deleted and made again under the same name does not inherit what the first one did.
-        if created is not None and total.since < created:
-            nothing = total.counted
-    return replace(memory, since=since, recorded=((known, nothing),), counted=nothing)
+        if created is not None and outcomes.began < created:
+            nothing = outcomes.total
+    return replace(memory, began=began, recorded=((known, nothing),), counted=nothing)

@@ -24,7 +24,7 @@ from slipway_api import names
 from slipway_api.conditions import Condition, ConditionStatus, ConditionType, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.slo import SLO, SLOStatus
-from slipway_operator.core.observed import WHOLE_SERVICE, Observed, Outcomes
+from slipway_operator.core.observed import AccountingMemory, Observed, Outcomes
 from slipway_operator.core.service.analysis import P95, quantile
 from slipway_operator.core.service.slo import (
     BURN_WINDOWS,
@@ -75,7 +75,6 @@ class Recording:
     condition: SLOCondition
     levels: ServiceLevels
     recorded: Recorded
-    again_at: datetime | None
 
 
 def exhausted_budget(service: InferenceService) -> str:
@@ -86,14 +85,14 @@ def exhausted_budget(service: InferenceService) -> str:
     return f"the exhausted error budget ({condition.message.partition(':')[0]})"
 
 
-def record(slo: SLO, observed: Observed, total: Outcomes, recorded: Recorded, now: datetime) -> Recording:
+def record(slo: SLO, observed: Observed, total: Outcomes, memory: AccountingMemory, now: datetime) -> Recording:
     """Count what is new since status was written, judge it, and decide whether status is written again."""
-    service = observed.service
+    service, recorded = observed.service, memory.recorded
     before = service.status.slo or SLOStatus()
     base = next((counts for time, counts in reversed(recorded) if time == before.recorded_time), recorded[-1][1])
     new = count(slo, minus(total, base))
     counted = sum_periods(slo, before.periods, now) + new
-    found = _measure(slo, observed, counted, now)
+    found = _measure(slo, observed, counted, memory.objectives_from, now)
     condition = _judge(slo, service, found, now)
 
     remaining = _percent_left(found)
@@ -110,9 +109,7 @@ def record(slo: SLO, observed: Observed, total: Outcomes, recorded: Recorded, no
         )
         # Until the write is seen, and where it failed, the next pass counts from the entry before.
         recorded = ((before.recorded_time, base), *recorded[-2:], (time, total))
-    is_quiet = not found.hour.requests and new == Counts()
-    again_at = None if is_quiet and not _is_false(condition) else now + RECORD_AFTER
-    return Recording(status=after, condition=condition, levels=found, recorded=recorded, again_at=again_at)
+    return Recording(status=after, condition=condition, levels=found, recorded=recorded)
 
 
 def minus(total: Outcomes, before: Outcomes) -> Outcomes:
@@ -131,9 +128,13 @@ def minus(total: Outcomes, before: Outcomes) -> Outcomes:
     )
 
 
-def _measure(slo: SLO, observed: Observed, counted: Counts, now: datetime) -> ServiceLevels:
-    since = observed.outcomes_since
-    known = {one: since(now - one).get(WHOLE_SERVICE, Outcomes()) if since else Outcomes() for one in BURN_WINDOWS}
+def _measure(
+    slo: SLO, observed: Observed, counted: Counts, not_before: datetime | None, now: datetime
+) -> ServiceLevels:
+    outcomes, known = observed.service_outcomes, {}
+    for window in BURN_WINDOWS:
+        begin = max(now - window, not_before or now - window)
+        known[window] = outcomes.since(begin) if outcomes is not None else Outcomes()
     return ServiceLevels(
         window=levels(slo, counted),
         by_time={one: levels(slo, count(slo, outcomes)) for one, outcomes in known.items()},
@@ -196,10 +197,6 @@ def _seconds(value: float | None) -> Decimal | None:
 
 
 # --- condition WithinSLO ----------------------------------------------------------------------------------------------
-
-
-def _is_false(condition: SLOCondition) -> bool:
-    return condition[0] is ConditionStatus.FALSE
 
 
 def _judge(slo: SLO, service: InferenceService, found: ServiceLevels, now: datetime) -> SLOCondition:
