@@ -42,7 +42,10 @@ class SimulatedTraffic:
             self._owed[NO_REVISION] = self._owed.get(NO_REVISION, 0.0) + self.rate * seconds
             refused = int(self._owed[NO_REVISION])
             self._owed[NO_REVISION] -= refused
-            self._answered.append((now, NO_REVISION, Outcomes(requests=refused, errors=refused, ttft=NONE, itl=NONE)))
+            if refused:
+                self._answered.append(
+                    (now, NO_REVISION, Outcomes(requests=refused, errors=refused, ttft=NONE, itl=NONE))
+                )
         for revision in service.status.revisions:
             if not revision.weight or not revision.ready:
                 continue
