@@ -24,6 +24,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     CANARY_HEALTHY = "CanaryHealthy"
     ADAPTERS_READY = "AdaptersReady"
+    WITHIN_SLO = "WithinSLO"
 
 
 class ConditionStatus(StrEnum):
@@ -83,6 +84,12 @@ class Reason(StrEnum):
     # AdaptersReady
     ADAPTERS_LOADED = "AdaptersLoaded"
     ADAPTERS_MISSING = "AdaptersMissing"
+    # WithinSLO
+    WITHIN_LIMITS = "WithinLimits"
+    LIMIT_EXCEEDED = "LimitExceeded"
+    ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
+    ERROR_BUDGET_EXHAUSTED = "ErrorBudgetExhausted"
+    NO_REQUESTS = "NoRequests"
 
 
 class EventReason(StrEnum):
@@ -122,6 +129,9 @@ class EventReason(StrEnum):
     CANARY_INCONCLUSIVE = "CanaryInconclusive"
     CANARY_ROLLED_BACK = "CanaryRolledBack"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    SLO_EXCEEDED = "SLOExceeded"
+    ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
+    ERROR_BUDGET_EXHAUSTED = "ErrorBudgetExhausted"
     ADVICE = "Advice"
 
     @property

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from slipway_api.conditions import Condition
+from slipway_api.slo import CostStatus, SLOStatus
 from slipway_api.types import DecimalString, Struct, Time, bounded_list
 
 
@@ -218,5 +219,9 @@ class InferenceServiceStatus(Struct):
     """The capacity of one replica."""
     performance: PerformanceStatus | None = None
     """Measured times of the replicas."""
+    slo: SLOStatus | None = None
+    """The measured service levels, and what is left of the error budget; absent: spec.slo is."""
+    cost: CostStatus | None = None
+    """What the service costs; absent: spec.budget has no gpuHourCost, or its replicas have no GPUs."""
     adapters: AdaptersStatus | None = None
     """The LoRAAdapters of the service; absent: it has none."""

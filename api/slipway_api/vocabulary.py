@@ -86,6 +86,13 @@ _MEANINGS: Final = {
         (_TRUE, Reason.ADAPTERS_LOADED, "Every LoRAAdapter of the service answers requests."),
         (_FALSE, Reason.ADAPTERS_MISSING, "Some LoRAAdapters of the service do not answer."),
     ),
+    ConditionType.WITHIN_SLO: (
+        (_TRUE, Reason.WITHIN_LIMITS, "Error budget is left, and the last hour is within the limits of spec.slo."),
+        (_FALSE, Reason.LIMIT_EXCEEDED, "The last hour is above a limit of spec.slo; which, with its numbers."),
+        (_FALSE, Reason.ERROR_BUDGET_BURNING, "An error budget is spent so fast that it will not last; the burn rate."),
+        (_FALSE, Reason.ERROR_BUDGET_EXHAUSTED, "An error budget of the window is spent: new revisions wait."),
+        (_UNKNOWN, Reason.NO_REQUESTS, "No gateway has counted a request in the window."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
@@ -124,6 +131,9 @@ EVENTS: Final = {
     EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",
+    EventReason.SLO_EXCEEDED: "The last hour is above a limit of spec.slo; which, with its numbers.",
+    EventReason.ERROR_BUDGET_BURNING: "An error budget is spent much faster than it lasts; the burn rates.",
+    EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or are promoted by hand.",
     EventReason.ADVICE: "A setting is likely to be regretted; or in mode Advisory: the number that Slipway would set.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
 }

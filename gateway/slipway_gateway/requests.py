@@ -350,6 +350,7 @@ class Requests:
         if route is None:
             raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key
+        record.latency_limits = route.service.latency_limits
         record.adapter = route.adapter.name if route.adapter is not None else ""
         return route
 

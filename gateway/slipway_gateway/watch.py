@@ -15,7 +15,7 @@ from slipway_api import names
 from slipway_api.inference_service import RoutingStrategy
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
-from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service, WaitLimits
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, Service, WaitLimits
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Condition, Object, OwnerReference, Pod, Slim
@@ -92,6 +92,25 @@ class RoutingSpec(Slim, frozen=True, gc=False):
             return RoutingStrategy.PREFIX_CACHE
 
 
+class SLOSpec(Slim, frozen=True, gc=False):
+    """`spec.slo`; decimals are text."""
+
+    ttft_p95_seconds: str = ""
+    itl_p95_seconds: str = ""
+
+    @property
+    def latency_limits(self) -> LatencyLimits:
+        """The limits as numbers; text that is none limits nothing."""
+        return LatencyLimits(_seconds_of(self.ttft_p95_seconds), _seconds_of(self.itl_p95_seconds))
+
+
+def _seconds_of(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
 class ServiceSpec(Slim, frozen=True, gc=False):
     """The fields of the spec that say how requests are routed, and which may wait for a replica."""
 
@@ -100,6 +119,7 @@ class ServiceSpec(Slim, frozen=True, gc=False):
     runtime: RuntimeSpec = RuntimeSpec()
     autoscaling: Autoscaling | None = None
     routing: RoutingSpec = RoutingSpec()
+    slo: SLOSpec = SLOSpec()
 
 
 class InferenceService(Object, frozen=True, gc=False):
@@ -206,6 +226,7 @@ def service_of(resource: InferenceService) -> Service:
         strategy=resource.spec.routing.known_strategy,
         request_seconds=resource.spec.routing.request_timeout_seconds,
         handover=resource.spec.drain.handover,
+        latency_limits=resource.spec.slo.latency_limits,
     )
 
 

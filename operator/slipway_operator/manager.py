@@ -194,6 +194,7 @@ class Manager:
             adapter_calls=self._adapter_calls,
             demand_of=self._gateways.demand,
             outcomes_of=self._gateways.outcomes_since,
+            service_outcomes_of=self._gateways.service_outcomes,
         )
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final
 
 from slipway_api.inference_service import RoutingStrategy
 
@@ -31,6 +32,17 @@ class WaitLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyLimits:
+    """The latency limits of `spec.slo`; None: no such limit."""
+
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+
+
+NO_LIMITS: Final = LatencyLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """The fields of an InferenceService that the gateway uses."""
 
@@ -48,6 +60,7 @@ class Service:
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
     request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
     handover: bool = True  # streams of a lost replica continue on another one
+    latency_limits: LatencyLimits = NO_LIMITS  # goodput counts the requests within them
 
 
 @dataclass(frozen=True, slots=True)

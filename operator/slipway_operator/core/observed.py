@@ -203,10 +203,55 @@ class Outcomes:
     """Time to first token: counts per bucket of `gateway_api.OUTCOME_BUCKETS`, and one above; not cumulated."""
     itl: tuple[int, ...] = ()
     output_tokens: int = 0
+    good: int = 0
+    """Of a service: requests without an error and within the latency limits of `spec.slo`."""
 
 
 OutcomesSince = Callable[[datetime], Mapping[str, Outcomes]]
 """Since a moment -> outcomes by hash of the revision; gateways that do not answer are missing from the sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOutcomes:
+    """The requests of a service as its clients saw them, added up over all gateways (`gateway_api.ServiceOutcomes`)."""
+
+    began: datetime
+    """Since when this leader counts; another moment means that the total began anew."""
+    total: Outcomes
+    """All of them since then; it only grows."""
+    since: Callable[[datetime], Outcomes]
+    """Those since a moment, at most six hours ago."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountingMemory:
+    """What the accounting of SLO and cost remembers from one pass to the next; a new leader starts without it."""
+
+    began: datetime | None = None
+    """`ServiceOutcomes.began` that the totals below belong to."""
+    recorded: tuple[tuple[datetime | None, Outcomes], ...] = ()
+    """Values that `status.slo.recordedTime` may have, the newest last, each with what had been counted then."""
+    counted: Outcomes = field(default_factory=Outcomes)
+    """What had been counted in the last pass."""
+    objectives_from: datetime | None = None
+    """Requests before this moment do not count for objectives: the service had never served. None: all count."""
+    cost_written: datetime | None = None
+    """When the price of tokens in status was last changed."""
+    at: datetime | None = None
+    """When the last pass was."""
+    gpus: int = 0
+    """GPUs that replicas held then."""
+    marks: tuple["CostMark", ...] = ()
+    """The sums about once a minute for an hour, oldest first; the last is of the last pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostMark:
+    """Sums at one moment, since this leader began."""
+
+    at: datetime
+    gpu_seconds: float = 0.0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +312,10 @@ class Observed:
     """Requests at the gateways; None: no gateway has reported since this operator began to lead."""
     outcomes_since: OutcomesSince | None = None
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
+    service_outcomes: ServiceOutcomes | None = None
+    """Outcomes of the service's requests; None: no gateway has counted any since this operator began to lead."""
+    accounting_memory: AccountingMemory = field(default_factory=AccountingMemory)
+    """`Plan.accounting.memory` of the last pass; empty after a takeover."""
 
     warm: WarmSupply | None = None
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""

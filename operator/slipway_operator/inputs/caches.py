@@ -28,7 +28,15 @@ from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
-from slipway_operator.core.observed import Defaults, Demand, OutcomesSince, Sample, ServingDigests, TokenDigests
+from slipway_operator.core.observed import (
+    Defaults,
+    Demand,
+    OutcomesSince,
+    Sample,
+    ServiceOutcomes,
+    ServingDigests,
+    TokenDigests,
+)
 from slipway_operator.inputs.adapter_index import AdapterIndex
 from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
@@ -285,6 +293,7 @@ class Inputs:
     """Called with the service of a sample that shows more than load, such as another boot id."""
     demand_of: Callable[[ServiceKey], Demand | None] = lambda _service: None
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
+    service_outcomes_of: Callable[[ServiceKey], ServiceOutcomes | None] = lambda _service: None
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

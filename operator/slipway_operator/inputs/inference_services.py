@@ -31,6 +31,7 @@ class Carried:
     recommendations: tuple[seen.PastRecommendation, ...] = ()
     scaling: seen.ScalingMemory = field(default_factory=seen.ScalingMemory)
     ready: frozenset[str] | None = None
+    accounting: seen.AccountingMemory = field(default_factory=seen.AccountingMemory)
 
 
 class InferenceServices:
@@ -55,6 +56,7 @@ class InferenceServices:
     def _saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
         if new is None:
             self._cold_starts.pop(key, None)
+            self._inputs.metrics.accounts.remove(ServiceKey(key.namespace, key.name))
         for rival in self._claims.saw(key, old, new):
             self._inputs.wake(rival, Urgency.NORMAL)
 
@@ -110,6 +112,7 @@ class InferenceServices:
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
             outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
+            service_outcomes=self._inputs.service_outcomes_of(ServiceKey(key.namespace, key.name)),
         )
         # Of pods that are gone, or another's for good, nothing has to be remembered.
         memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()
@@ -125,6 +128,7 @@ class InferenceServices:
             recommendations=carried.recommendations,
             scaling_memory=carried.scaling,
             ready_before=carried.ready,
+            accounting_memory=carried.accounting,
             taken_names=memory.taken_names,
             lost_claims=memory.lost_claims,
             applied=dict(memory.applied),
@@ -136,6 +140,7 @@ class InferenceServices:
         """Run the core's `plan`."""
         decided = plan(observed, now)
         service = observed.service
+        self._inputs.metrics.accounts.set(service.key, decided.accounting)
         return Decision(
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,
@@ -144,7 +149,10 @@ class InferenceServices:
             pod_uids={one.name: one.uid for one in observed.replicas},
             requeue_after=decided.requeue_after,
             carried=Carried(
-                recommendations=decided.recommendations, scaling=decided.scaling_memory, ready=decided.ready
+                recommendations=decided.recommendations,
+                scaling=decided.scaling_memory,
+                ready=decided.ready,
+                accounting=decided.accounting.memory,
             ),
         )
 

@@ -109,7 +109,7 @@ def _recommend(
         policy,
         scheduled=scheduled,
         within_budget=within_budget,
-        gpus=service.spec.budget.max_gpus if service.spec.budget else 0,
+        gpus=(service.spec.budget.max_gpus or 0) if service.spec.budget else 0,
     )
     if was_decided and past.current == 0 and bounds.may_be_zero:
         made = zero.at_zero(observed.demand, bounds, past, memory, now)

@@ -33,6 +33,7 @@ from slipway_operator.core.observed import Observed, PastRecommendation, Scaling
 from slipway_operator.core.scaling.target import find_target
 from slipway_operator.core.service import disruption, rollout
 from slipway_operator.core.service.access import port_access
+from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting, account
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
 from slipway_operator.core.service.events import find_events, find_warnings, ready_names
@@ -70,6 +71,7 @@ class Plan:
     recommendations: tuple[PastRecommendation, ...] = ()  # input of the next pass
     scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)  # input of the next pass
     ready: frozenset[str] | None = None  # input of the next pass; None: not compared in this pass
+    accounting: Accounting = NOT_ACCOUNTED  # its memory is input of the next pass
 
 
 def plan(observed: Observed, now: datetime) -> Plan:
@@ -110,6 +112,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         progress=rolling.progress,
         failed_revision=rolling.failed_revision,
         assignment=assigned_update,
+        accounting=account(observed, members, now),
         pool_wait=describe_wait(observed, target.revision, assigned_update.creations, now),
         stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
@@ -156,6 +159,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         recommendations=scale.recommendation.recommendations if scale.recommendation else (),
         scaling_memory=replace(scale.memory, asked_back=taken_back.asked_back if may_act else {}),
         ready=ready_names(members),
+        accounting=decided.accounting,
     )
 
 
@@ -380,6 +384,7 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
         decided.progress.again_at,
+        decided.accounting.again_at,
         progress_deadline(observed, decided),
         observed.service.restart_moment,
         *disruption.drain_moments(decided.members, _drain_rules(observed.service)),

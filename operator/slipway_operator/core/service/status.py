@@ -45,6 +45,7 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.scaling.target import ScaleTarget
+from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.adapters import adapters_condition, adapters_status
 from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
@@ -73,6 +74,7 @@ class Decided:
     failed_revision: str
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+    accounting: Accounting = NOT_ACCOUNTED
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -147,6 +149,8 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
         adapters=adapters_status(observed.adapters),
         performance=measure_performance(decided.members) or before.performance,
+        slo=decided.accounting.slo,
+        cost=decided.accounting.cost,
     )
 
 
@@ -296,6 +300,10 @@ def _conditions(
         write(ConditionType.ADAPTERS_READY, *adapters)
     else:
         conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
+    if decided.accounting.condition:
+        write(ConditionType.WITHIN_SLO, *decided.accounting.condition)
+    else:
+        conditions = remove_condition(conditions, ConditionType.WITHIN_SLO)
     return conditions
 
 

@@ -12,6 +12,7 @@ import pytest
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
 from slipway_api.inference_service import InferenceService
+from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
@@ -225,6 +226,24 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def life_of_an_error_budget() -> Said:
+    slo = {"objectivePercent": "99", "ttftP95Seconds": "1.0"}
+    rich = a_canary_world(rate=20.0, replicas=2, slo=slo)
+    period = SLOPeriod(start_time=rich.now, requests=1_000_000, streams=1_000_000)
+    status = rich.service.status.model_copy(update={"slo": SLOStatus(recorded_time=rich.now, periods=(period,))})
+    rich.service = rich.service.model_copy(update={"status": status})
+    (revision,) = [one.hash for one in rich.service.status.revisions]
+    rich.run(120)
+    rich.traffic.behaviours[revision] = Behaviour(ttft=3.0)
+    rich.run(80)
+    rich.traffic.behaviours[revision] = Behaviour(errors=0.5)
+    rich.run(200)
+    poor = a_canary_world(rate=20.0, replicas=2, slo=slo)
+    poor.traffic.behaviours[revision] = Behaviour(errors=0.5)
+    poor.run(120)
+    return rich.told | poor.told, set(rich.event_reasons()) | set(poor.event_reasons())
+
+
 def with_adapters() -> Said:
     service = one()
     pod = a_pod(service=service)
@@ -265,6 +284,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
     life_of_a_canary,
+    life_of_an_error_budget,
     with_adapters,
 ]
 
