@@ -24,6 +24,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     CANARY_HEALTHY = "CanaryHealthy"
     ADAPTERS_READY = "AdaptersReady"
+    MODEL_CACHED = "ModelCached"
 
 
 class ConditionStatus(StrEnum):
@@ -43,6 +44,7 @@ class Reason(StrEnum):
     # Stalled: a person has to act; reason and message are copied into Ready
     INVALID_SPEC = "InvalidSpec"
     DOES_NOT_FIT = "DoesNotFit"
+    CACHE_NOT_PERMITTED = "CacheNotPermitted"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
@@ -83,6 +85,10 @@ class Reason(StrEnum):
     # AdaptersReady
     ADAPTERS_LOADED = "AdaptersLoaded"
     ADAPTERS_MISSING = "AdaptersMissing"
+    # ModelCached
+    CACHED = "Cached"
+    CACHING = "Caching"
+    CACHING_FAILED = "CachingFailed"
 
 
 class EventReason(StrEnum):
@@ -103,6 +109,7 @@ class EventReason(StrEnum):
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     WARM_POD_CLAIMED = "WarmPodClaimed"
+    MODEL_CACHED = "ModelCached"
     WARM_POOL_MISS = "WarmPoolMiss"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
@@ -147,6 +154,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SUSPENDED,
         EventReason.RESUMED,
         EventReason.WARM_POD_CLAIMED,
+        EventReason.MODEL_CACHED,
     }
 )
 

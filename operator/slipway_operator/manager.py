@@ -31,7 +31,7 @@ from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
-from slipway_operator.core.observed import Defaults, Network
+from slipway_operator.core.observed import Defaults, Network, NodeCache
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
@@ -168,6 +168,7 @@ class Manager:
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,
                 network=_network(settings),
+                node_cache=_node_cache(settings),
             ),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -417,6 +418,13 @@ def _network(settings: OperatorSettings) -> Network | None:
         client_namespaces=settings.client_namespaces,
         metrics_namespaces=settings.metrics_namespaces,
     )
+
+
+def _node_cache(settings: OperatorSettings) -> NodeCache | None:
+    """The folder of the nodes in which models are kept; None: there is none."""
+    if not settings.model_cache_path:
+        return None
+    return NodeCache(path=settings.model_cache_path, limit=settings.model_cache_limit)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

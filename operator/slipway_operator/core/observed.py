@@ -16,6 +16,7 @@ from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.adapter.observed import AttachedAdapter
+from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
@@ -236,12 +237,22 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCache:
+    """The folder in which every node keeps models, as set by the installation."""
+
+    path: str
+    limit: str = ""
+    """How much of each namespace's models a node keeps, such as 500Gi; empty: what the disk holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults of the installation for fields that the spec leaves empty."""
 
     runtime_image: str
     gateway_url: str  # without /v1
     network: Network | None = None  # None: no NetworkPolicy is made
+    node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +283,8 @@ class Observed:
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    pulls: PullsSeen | None = None
+    """Nodes, and pods that pull image and model to them; None: the spec asks for none, and there are none."""
     adapters: tuple[AttachedAdapter, ...] = ()
     """The LoRAAdapters whose base is the service, by name."""
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover

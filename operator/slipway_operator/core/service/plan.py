@@ -38,6 +38,7 @@ from slipway_operator.core.service.drain import DrainRules, drain_replica
 from slipway_operator.core.service.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.fit import check_fit
 from slipway_operator.core.service.invalid import invalid_status
+from slipway_operator.core.service.model_cache import decide_cache, find_refusal
 from slipway_operator.core.service.pod import build_pod, pod_name
 from slipway_operator.core.service.problems import find_capacity_shortage
 from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
@@ -102,8 +103,13 @@ def plan(observed: Observed, now: datetime) -> Plan:
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
     assigned_update = _assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now)
+    may_act = _is_recorded(service, target, desired)
+    cache = decide_cache(
+        observed, members, target.revision, now, may_create=may_act and target.revision.spec is not None
+    )
     decided = Decided(
         members=members,
+        cache=cache,
         target=target,
         scale=scale,
         rollout=rolling.step,
@@ -113,7 +119,6 @@ def plan(observed: Observed, now: datetime) -> Plan:
         pool_wait=describe_wait(observed, target.revision, assigned_update.creations, now),
         stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
-    may_act = _is_recorded(service, target, desired)
 
     steps = _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
@@ -136,6 +141,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
             adapters=observed.adapters,
         )
     )
+    steps += cache.steps
     steps += disruption.annotate(members, service, observed.nodes, now)
     if may_act:
         populated = {one.replica.revision for one in members}
@@ -175,7 +181,7 @@ def _assign_update(
         mine,
         service=service.metadata.name,
         revision=revision,
-        create_up_to=0 if isinstance(check_fit(revision.apply_to(service).spec), DoesNotFit) else rolling.create_up_to,
+        create_up_to=rolling.create_up_to if _may_start(observed, revision) else 0,
         keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
         moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
@@ -184,6 +190,14 @@ def _assign_update(
         now=now,
         unhealthy=unhealthy,
     )
+
+
+def _may_start(observed: Observed, revision: Revision) -> bool:
+    """Whether a replica of this revision could serve, as far as that is known before its pod."""
+    spec = revision.apply_to(observed.service).spec
+    if find_refusal(spec, observed.defaults):
+        return False
+    return not isinstance(check_fit(spec), DoesNotFit)
 
 
 def _assign_stable(
@@ -334,6 +348,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             attempt=creation.attempt,
             access=port_access(observed, service, name),
             avoid_node=creation.avoid_node,
+            node_cache=observed.defaults.node_cache,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)

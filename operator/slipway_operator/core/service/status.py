@@ -16,7 +16,7 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -48,6 +48,7 @@ from slipway_operator.core.scaling.target import ScaleTarget
 from slipway_operator.core.service.adapters import adapters_condition, adapters_status
 from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.model_cache import CacheDecision
 from slipway_operator.core.service.performance import measure_performance
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
@@ -73,6 +74,7 @@ class Decided:
     failed_revision: str
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+    cache: CacheDecision = field(default_factory=CacheDecision)
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -147,6 +149,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
         adapters=adapters_status(observed.adapters),
         performance=measure_performance(decided.members) or before.performance,
+        model_cache=decided.cache.status,
     )
 
 
@@ -296,6 +299,10 @@ def _conditions(
         write(ConditionType.ADAPTERS_READY, *adapters)
     else:
         conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
+    if decided.cache.condition:
+        write(ConditionType.MODEL_CACHED, *decided.cache.condition)
+    else:
+        conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
     return conditions
 
 
