@@ -32,6 +32,7 @@ from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
 from slipway_operator.core.observed import Defaults, Network, NodeCache
+from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
@@ -160,6 +161,7 @@ class Manager:
         self._gateway_pods = watch_pods(
             self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
         )
+        self._hub = HubReader(settings.hub_endpoints, now=clock.now, on_done=self._queue.add)
         self._inputs = inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
@@ -178,6 +180,7 @@ class Manager:
             now=clock.now,
             on_pool_sample=self._pool_listeners.append,
             adapter_calls=self._adapter_calls,
+            hub_answer=self._hub.answer,
             demand_of=self._gateways.demand,
             outcomes_of=self._gateways.outcomes_since,
         )
@@ -203,7 +206,7 @@ class Manager:
             self.caches.stores,
             self.caches.pod_informer.get,
             metrics,
-            performers=self._adapter_calls.performers,
+            performers={**self._adapter_calls.performers, **self._hub.performers},
             now=clock.now,
             monotonic=clock.monotonic,
         )
@@ -271,6 +274,7 @@ class Manager:
         await _end(*self._tasks)
         await self._drains.stop()
         await self._smoke_tests.stop()
+        await self._hub.stop()
         await self._adapter_calls.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
 

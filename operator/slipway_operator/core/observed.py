@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.model_spec import Shape
 from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
@@ -256,6 +257,15 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubAnswer:
+    """What a hub that may be asked has told of the sizes of the model."""
+
+    asked_at: datetime | None = None  # None: it was not asked, or so long ago that it may be asked again
+    shape: Shape | None = None
+    is_done: bool = False  # without a shape: it does not answer, or does not tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """One service, its pods, nodes, revisions and namesakes at one moment."""
 
@@ -283,6 +293,8 @@ class Observed:
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    hub: HubAnswer | None = None
+    """The sizes of the model by its hub; None: no hub may be asked."""
     pulls: PullsSeen | None = None
     """Nodes, and pods that pull image and model to them; None: the spec asks for none, and there are none."""
     adapters: tuple[AttachedAdapter, ...] = ()

@@ -28,7 +28,15 @@ from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
-from slipway_operator.core.observed import Defaults, Demand, OutcomesSince, Sample, ServingDigests, TokenDigests
+from slipway_operator.core.observed import (
+    Defaults,
+    Demand,
+    HubAnswer,
+    OutcomesSince,
+    Sample,
+    ServingDigests,
+    TokenDigests,
+)
 from slipway_operator.inputs.adapter_index import AdapterIndex
 from slipway_operator.inputs.disruption import NodeCounts
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
@@ -279,6 +287,7 @@ class Inputs:
     now: Callable[[], datetime]
     on_pool_sample: Callable[[Callable[[PoolKey], None]], None] = lambda _callback: None
     """Call a function with the pool of each sample that matters of a pod that waits."""
+    hub_answer: Callable[[str, str], HubAnswer | None] = lambda _uri, _endpoint: None
     adapters: AdapterIndex = field(default_factory=AdapterIndex)
     adapter_calls: AdapterCalls | None = None
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)

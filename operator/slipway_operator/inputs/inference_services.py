@@ -109,6 +109,7 @@ class InferenceServices:
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
             warm=self._supply.of(reading.service),
+            hub=self._hub_answer(reading.service),
             pulls=self._pulls.of(reading.service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
@@ -150,6 +151,10 @@ class InferenceServices:
                 recommendations=decided.recommendations, scaling=decided.scaling_memory, ready=decided.ready
             ),
         )
+
+    def _hub_answer(self, service: InferenceService) -> seen.HubAnswer | None:
+        model = service.spec.model
+        return self._inputs.hub_answer(model.uri, model.network.hub_endpoint)
 
     def _note_cold_start(self, key: Key, service: InferenceService) -> None:
         """Count a cold start once: when status shows another one than in the pass before."""

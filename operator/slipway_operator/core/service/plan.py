@@ -37,6 +37,7 @@ from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
 from slipway_operator.core.service.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
 from slipway_operator.core.service.invalid import invalid_status
 from slipway_operator.core.service.model_cache import decide_cache, find_refusal
 from slipway_operator.core.service.pod import build_pod, pod_name
@@ -75,6 +76,8 @@ class Plan:
 
 def plan(observed: Observed, now: datetime) -> Plan:
     """Decide everything about one service. `now` is timezone-aware UTC."""
+    facts = known_facts(observed)
+    observed = with_known_shape(observed)
     service = observed.service
     members = _our_replicas(observed, now)
     if service.is_being_deleted:
@@ -110,6 +113,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     decided = Decided(
         members=members,
         cache=cache,
+        facts=facts,
         target=target,
         scale=scale,
         rollout=rolling.step,
@@ -120,7 +124,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
 
-    steps = _add_finalizer(service)
+    steps = ask_hub(observed) + _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and target.revision.spec is not None:
         steps += taken_back.steps
@@ -181,7 +185,7 @@ def _assign_update(
         mine,
         service=service.metadata.name,
         revision=revision,
-        create_up_to=rolling.create_up_to if _may_start(observed, revision) else 0,
+        create_up_to=rolling.create_up_to if _may_start(observed, members, revision, now) else 0,
         keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
         moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
@@ -192,10 +196,10 @@ def _assign_update(
     )
 
 
-def _may_start(observed: Observed, revision: Revision) -> bool:
+def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
     """Whether a replica of this revision could serve, as far as that is known before its pod."""
     spec = revision.apply_to(observed.service).spec
-    if find_refusal(spec, observed.defaults):
+    if find_refusal(spec, observed.defaults) or hold_until(observed, members, now) is not None:
         return False
     return not isinstance(check_fit(spec), DoesNotFit)
 
@@ -392,6 +396,7 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
     limits = _limits(observed)
     moments = [
         *(moment for one in decided.members for moment in next_change(one.replica, observed.nodes, limits)),
+        hold_until(observed, decided.members, now),
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
         decided.progress.again_at,

@@ -37,6 +37,7 @@ from slipway_api.inference_status import (
     AutoscalingStatus,
     CapacityStatus,
     InferenceServiceStatus,
+    ModelFacts,
     RevisionStatus,
 )
 from slipway_api.memory import Fits
@@ -74,6 +75,7 @@ class Decided:
     failed_revision: str
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+    facts: ModelFacts | None = None
     cache: CacheDecision = field(default_factory=CacheDecision)
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
@@ -150,6 +152,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         adapters=adapters_status(observed.adapters),
         performance=measure_performance(decided.members) or before.performance,
         model_cache=decided.cache.status,
+        model=decided.facts,
     )
 
 
