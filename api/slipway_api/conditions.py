@@ -25,6 +25,7 @@ class ConditionType(StrEnum):
     CANARY_HEALTHY = "CanaryHealthy"
     ADAPTERS_READY = "AdaptersReady"
     WITHIN_SLO = "WithinSLO"
+    MODEL_CACHED = "ModelCached"
 
 
 class ConditionStatus(StrEnum):
@@ -44,6 +45,7 @@ class Reason(StrEnum):
     # Stalled: a person has to act; reason and message are copied into Ready
     INVALID_SPEC = "InvalidSpec"
     DOES_NOT_FIT = "DoesNotFit"
+    CACHE_NOT_PERMITTED = "CacheNotPermitted"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
@@ -90,6 +92,10 @@ class Reason(StrEnum):
     ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
     ERROR_BUDGET_EXHAUSTED = "ErrorBudgetExhausted"
     NO_REQUESTS = "NoRequests"
+    # ModelCached
+    CACHED = "Cached"
+    CACHING = "Caching"
+    CACHING_FAILED = "CachingFailed"
 
 
 class EventReason(StrEnum):
@@ -110,6 +116,7 @@ class EventReason(StrEnum):
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     WARM_POD_CLAIMED = "WarmPodClaimed"
+    MODEL_CACHED = "ModelCached"
     WARM_POOL_MISS = "WarmPoolMiss"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
@@ -157,6 +164,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SUSPENDED,
         EventReason.RESUMED,
         EventReason.WARM_POD_CLAIMED,
+        EventReason.MODEL_CACHED,
     }
 )
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from slipway_api.autoscaling import Autoscaling, ScalingMode
 from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.model_source import PRE_PULL_RULE, PrePull
 from slipway_api.model_spec import Model
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import ResourceMap, Template, resource_rules
@@ -249,6 +250,7 @@ class InferenceServiceSpec(Struct):
             "replicas times resources.gpu.count must not exceed budget.maxGPUs",
             ".replicas",
         ),
+        PRE_PULL_RULE,
         *ROLLOUT_RULES,
     )
 
@@ -288,6 +290,8 @@ class InferenceServiceSpec(Struct):
     """true: all replicas drain and none is started, whatever replicas and autoscaling say."""
     warm_pool: WarmPoolReference | None = None
     """Take replicas from this WarmPool. Absent: every replica is started cold."""
+    pre_pull: PrePull | None = None
+    """Bring image and model to every node that a replica may run on, before it does. Absent: replicas bring them."""
 
 
 class InferenceService(Struct):

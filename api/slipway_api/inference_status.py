@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from slipway_api.conditions import Condition
+from slipway_api.model_spec import Shape
 from slipway_api.slo import CostStatus, SLOStatus
 from slipway_api.types import DecimalString, Struct, Time, bounded_list
 
@@ -176,6 +177,28 @@ class AdaptersStatus(Struct):
     """Those of them that answer requests."""
 
 
+class ModelCacheStatus(Struct):
+    """Which nodes have the model."""
+
+    nodes_ready: int = Field(default=0, ge=0)
+    """Nodes that have it: a pod of prePull has brought it, or a replica serves it there."""
+    nodes_total: int = Field(default=0, ge=0)
+    """Nodes that should: with prePull those that replicas may run on, else those that have one. A shared claim is 1."""
+    bytes: int = Field(default=0, ge=0)
+    """Size of the model as prePull found it; 0: not known."""
+
+
+class ModelFacts(Struct):
+    """Sizes of the model as its hub has them, for planning memory before the first replica starts."""
+
+    uri: str = Field(max_length=512)
+    """The address that they are of."""
+    hub_endpoint: str = Field(default="", max_length=256)
+    """The hub that was asked; absent: the public one."""
+    shape: Shape
+    """The sizes."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -225,3 +248,7 @@ class InferenceServiceStatus(Struct):
     """What the service costs; absent: spec.budget has no gpuHourCost, or its replicas have no GPUs."""
     adapters: AdaptersStatus | None = None
     """The LoRAAdapters of the service; absent: it has none."""
+    model_cache: ModelCacheStatus | None = None
+    """Which nodes have the model; absent: it is neither cached nor pulled before replicas start."""
+    model: ModelFacts | None = None
+    """Sizes of the model as its hub has them; absent: spec.model.shape has them, or they could not be read."""

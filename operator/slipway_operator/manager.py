@@ -34,7 +34,8 @@ from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
-from slipway_operator.core.observed import Defaults, Network
+from slipway_operator.core.observed import Defaults, Network, NodeCache
+from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
@@ -175,6 +176,7 @@ class Manager:
         self._gateway_pods = watch_pods(
             self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
         )
+        self._hub = HubReader(settings.hub_endpoints, now=clock.now, on_done=self._queue.add)
         self._inputs = inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
@@ -183,6 +185,7 @@ class Manager:
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,
                 network=_network(settings),
+                node_cache=_node_cache(settings),
             ),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -192,6 +195,7 @@ class Manager:
             now=clock.now,
             on_pool_sample=self._pool_listeners.append,
             adapter_calls=self._adapter_calls,
+            hub_answer=self._hub.answer,
             demand_of=self._gateways.demand,
             outcomes_of=self._gateways.outcomes_since,
             service_outcomes_of=self._gateways.service_outcomes,
@@ -221,7 +225,7 @@ class Manager:
             self.caches.stores,
             self.caches.pod_informer.get,
             metrics,
-            performers=self._adapter_calls.performers,
+            performers={**self._adapter_calls.performers, **self._hub.performers},
             now=clock.now,
             monotonic=clock.monotonic,
         )
@@ -289,6 +293,7 @@ class Manager:
         await _end(*self._tasks)
         await self._drains.stop()
         await self._smoke_tests.stop()
+        await self._hub.stop()
         await self._adapter_calls.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
 
@@ -442,6 +447,13 @@ def _network(settings: OperatorSettings) -> Network | None:
         client_namespaces=settings.client_namespaces,
         metrics_namespaces=settings.metrics_namespaces,
     )
+
+
+def _node_cache(settings: OperatorSettings) -> NodeCache | None:
+    """The folder of the nodes in which models are kept; None: there is none."""
+    if not settings.model_cache_path:
+        return None
+    return NodeCache(path=settings.model_cache_path, limit=settings.model_cache_limit)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

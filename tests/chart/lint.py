@@ -23,6 +23,7 @@ VALUES: tuple[tuple[str, ...], ...] = (
     (),
     ("watchNamespaces={team-a,team-b}", "allowedServiceAccountNames={models}"),
     ("adapterCredentials.namespaces={team-a,team-b}",),
+    ("modelCache.nodePath=/var/lib/models", "modelCache.limit=500Gi", "hub.endpoints={https://hub.internal}"),
     ("adminMaster.existingSecret=masters", "gatewayKey.existingSecret=key", "crds.install=false"),
     ("networkPolicy.enabled=false", "rbac.aggregate=false", "operator.replicaAccess=proxy"),
     ("networkPolicy.metricsNamespaces={monitoring}", "networkPolicy.clientNamespaces={batch}"),

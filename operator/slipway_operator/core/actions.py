@@ -171,6 +171,15 @@ class AskSmokeTests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskHub:
+    """Ask a hub for the sizes of a model, in the background; the next pass sees the `HubAnswer`."""
+
+    uri: str
+    endpoint: str  # of the spec; "": the installation's first
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SmokeResult:
     """What came of asking one replica; without prompts and answers."""
 
@@ -196,6 +205,7 @@ Action = (
     | CreateRevision
     | DeleteRevision
     | AskSmokeTests
+    | AskHub
     | AdapterCall
 )
 

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.model_spec import Shape
 from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.adapter.observed import AttachedAdapter
+from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
@@ -281,12 +283,31 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCache:
+    """The folder in which every node keeps models, as set by the installation."""
+
+    path: str
+    limit: str = ""
+    """How much of each namespace's models a node keeps, such as 500Gi; empty: what the disk holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults of the installation for fields that the spec leaves empty."""
 
     runtime_image: str
     gateway_url: str  # without /v1
     network: Network | None = None  # None: no NetworkPolicy is made
+    node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubAnswer:
+    """What a hub that may be asked has told of the sizes of the model."""
+
+    asked_at: datetime | None = None  # None: it was not asked, or so long ago that it may be asked again
+    shape: Shape | None = None
+    is_done: bool = False  # without a shape: it does not answer, or does not tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +342,10 @@ class Observed:
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    hub: HubAnswer | None = None
+    """The sizes of the model by its hub; None: no hub may be asked."""
+    pulls: PullsSeen | None = None
+    """Nodes, and pods that pull image and model to them; None: the spec asks for none, and there are none."""
     adapters: tuple[AttachedAdapter, ...] = ()
     """The LoRAAdapters whose base is the service, by name."""
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover

@@ -31,6 +31,7 @@ from slipway_operator.controller.store import ObjectStore, OnChange
 from slipway_operator.core.observed import (
     Defaults,
     Demand,
+    HubAnswer,
     OutcomesSince,
     Sample,
     ServiceOutcomes,
@@ -287,6 +288,7 @@ class Inputs:
     now: Callable[[], datetime]
     on_pool_sample: Callable[[Callable[[PoolKey], None]], None] = lambda _callback: None
     """Call a function with the pool of each sample that matters of a pod that waits."""
+    hub_answer: Callable[[str, str], HubAnswer | None] = lambda _uri, _endpoint: None
     adapters: AdapterIndex = field(default_factory=AdapterIndex)
     adapter_calls: AdapterCalls | None = None
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)

@@ -18,6 +18,7 @@ from slipway_operator.core.observed import Namesake, Observed
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
+from slipway_operator.inputs.pulls import Pulls
 from slipway_operator.inputs.reading import read
 from slipway_operator.inputs.warm_supply import WarmSupplies
 
@@ -45,6 +46,7 @@ class InferenceServices:
         self._store = inputs.caches.stores[KIND]
         self._claims = ServedNames()
         self._supply = WarmSupplies(inputs)
+        self._pulls = Pulls(inputs)
         self._cold_starts: dict[Key, ColdStart | None] = {}
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_pod_change(self._saw_pod)
@@ -109,6 +111,8 @@ class InferenceServices:
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
             warm=self._supply.of(reading.service),
+            hub=self._hub_answer(reading.service),
+            pulls=self._pulls.of(reading.service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
             outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
@@ -155,6 +159,10 @@ class InferenceServices:
                 accounting=decided.accounting.memory,
             ),
         )
+
+    def _hub_answer(self, service: InferenceService) -> seen.HubAnswer | None:
+        model = service.spec.model
+        return self._inputs.hub_answer(model.uri, model.network.hub_endpoint)
 
     def _note_cold_start(self, key: Key, service: InferenceService) -> None:
         """Count a cold start once: when status shows another one than in the pass before."""

@@ -121,6 +121,7 @@ _WARNINGS = {
     (ConditionType.STALLED, Reason.IMAGE_PULL_FAILED): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.MODEL_NOT_FOUND): EventReason.MODEL_DOWNLOAD_FAILED,
     (ConditionType.STALLED, Reason.CREDENTIALS_INVALID): EventReason.MODEL_DOWNLOAD_FAILED,
+    (ConditionType.STALLED, Reason.CACHE_NOT_PERMITTED): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.DOES_NOT_FIT): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.CRASH_LOOPING): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.QUOTA_EXCEEDED): EventReason.SCALING_LIMITED,

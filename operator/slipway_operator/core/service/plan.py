@@ -38,7 +38,9 @@ from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
 from slipway_operator.core.service.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
 from slipway_operator.core.service.invalid import invalid_status
+from slipway_operator.core.service.model_cache import decide_cache, find_refusal
 from slipway_operator.core.service.pod import build_pod, pod_name
 from slipway_operator.core.service.problems import find_capacity_shortage
 from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
@@ -76,6 +78,8 @@ class Plan:
 
 def plan(observed: Observed, now: datetime) -> Plan:
     """Decide everything about one service. `now` is timezone-aware UTC."""
+    facts = known_facts(observed)
+    observed = with_known_shape(observed)
     service = observed.service
     members = _our_replicas(observed, now)
     if service.is_being_deleted:
@@ -104,8 +108,14 @@ def plan(observed: Observed, now: datetime) -> Plan:
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
     assigned_update = _assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now)
+    may_act = _is_recorded(service, target, desired)
+    cache = decide_cache(
+        observed, members, target.revision, now, may_create=may_act and target.revision.spec is not None
+    )
     decided = Decided(
         members=members,
+        cache=cache,
+        facts=facts,
         target=target,
         scale=scale,
         rollout=rolling.step,
@@ -116,9 +126,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
         pool_wait=describe_wait(observed, target.revision, assigned_update.creations, now),
         stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
-    may_act = _is_recorded(service, target, desired)
 
-    steps = _add_finalizer(service)
+    steps = ask_hub(observed) + _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and target.revision.spec is not None:
         steps += taken_back.steps
@@ -139,6 +148,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
             adapters=observed.adapters,
         )
     )
+    steps += cache.steps
     steps += disruption.annotate(members, service, observed.nodes, now)
     if may_act:
         populated = {one.replica.revision for one in members}
@@ -179,7 +189,7 @@ def _assign_update(
         mine,
         service=service.metadata.name,
         revision=revision,
-        create_up_to=0 if isinstance(check_fit(revision.apply_to(service).spec), DoesNotFit) else rolling.create_up_to,
+        create_up_to=rolling.create_up_to if _may_start(observed, members, revision, now) else 0,
         keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
         moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
@@ -188,6 +198,14 @@ def _assign_update(
         now=now,
         unhealthy=unhealthy,
     )
+
+
+def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
+    """Whether a replica of this revision could serve, as far as that is known before its pod."""
+    spec = revision.apply_to(observed.service).spec
+    if find_refusal(spec, observed.defaults) or hold_until(observed, members, now) is not None:
+        return False
+    return not isinstance(check_fit(spec), DoesNotFit)
 
 
 def _assign_stable(
@@ -338,6 +356,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             attempt=creation.attempt,
             access=port_access(observed, service, name),
             avoid_node=creation.avoid_node,
+            node_cache=observed.defaults.node_cache,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)
@@ -381,6 +400,7 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
     limits = _limits(observed)
     moments = [
         *(moment for one in decided.members for moment in next_change(one.replica, observed.nodes, limits)),
+        hold_until(observed, decided.members, now),
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
         decided.progress.again_at,

@@ -5,6 +5,7 @@ The reason of Stalled is what only a person can change:
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
+| model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
 | the API server refuses pods: over quota                 | QuotaExceeded      |
 | the API server refuses pods: not valid                  | InvalidSpec        |
 | the kubelet cannot pull the image                       | ImagePullFailed    |
@@ -34,6 +35,7 @@ from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
 from slipway_operator.core.service import model_access
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.model_cache import describe_forbidden, find_refusal
 from slipway_operator.core.service.revision import Revision
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
@@ -126,11 +128,16 @@ def find_stall_cause(
     observed: Observed, members: Sequence[Member], revision: Revision, attempts: Sequence[AttemptStatus]
 ) -> tuple[Reason, str] | None:
     """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
+    wanted = revision.apply_to(observed.service).spec
+    if refusal := find_refusal(wanted, observed.defaults):
+        return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
         return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
     for failure in observed.failures:
         if is_quota_refusal(failure):
             return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
+        if forbidden := describe_forbidden(failure):
+            return Reason.CACHE_NOT_PERMITTED, forbidden
         if failure.reason == "Invalid" and failure.action.startswith("CreatePod"):
             return Reason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
     told = _told_of_revision(observed, revision)

@@ -68,7 +68,9 @@ class Revision:
             )
             for part, fields in _INPUTS.items()
         }
-        frozen["model"] = self.spec.model.model_copy(update={"shape": service.spec.model.shape})
+        # The sizes describe the model that the spec names now; those of another one are not known.
+        shape = service.spec.model.shape if self.spec.model.uri == service.spec.model.uri else None
+        frozen["model"] = self.spec.model.model_copy(update={"shape": shape})
         return service.model_copy(update={"spec": service.spec.model_copy(update=frozen)})
 
 

@@ -16,7 +16,7 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -37,6 +37,7 @@ from slipway_api.inference_status import (
     AutoscalingStatus,
     CapacityStatus,
     InferenceServiceStatus,
+    ModelFacts,
     RevisionStatus,
 )
 from slipway_api.memory import Fits
@@ -49,6 +50,7 @@ from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.adapters import adapters_condition, adapters_status
 from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.model_cache import CacheDecision
 from slipway_operator.core.service.performance import measure_performance
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
@@ -75,6 +77,8 @@ class Decided:
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
     accounting: Accounting = NOT_ACCOUNTED
+    facts: ModelFacts | None = None
+    cache: CacheDecision = field(default_factory=CacheDecision)
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -151,6 +155,8 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         performance=measure_performance(decided.members) or before.performance,
         slo=decided.accounting.slo,
         cost=decided.accounting.cost,
+        model_cache=decided.cache.status,
+        model=decided.facts,
     )
 
 
@@ -304,6 +310,10 @@ def _conditions(
         write(ConditionType.WITHIN_SLO, *decided.accounting.condition)
     else:
         conditions = remove_condition(conditions, ConditionType.WITHIN_SLO)
+    if decided.cache.condition:
+        write(ConditionType.MODEL_CACHED, *decided.cache.condition)
+    else:
+        conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
     return conditions
 
 

@@ -16,7 +16,9 @@ from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
+from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.service.pulls import pull_digest
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
 from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, revision_of, seen
@@ -253,6 +255,16 @@ def with_adapters() -> Said:
     return said_in(plans)
 
 
+def with_a_cache() -> Said:
+    node_cache = {"cache": {"policy": "Node"}}
+    pulled = one(uri="hf://org/model", model={"cache": {"policy": "Shared", "claimName": "models"}}, prePull={})
+    digest = pull_digest(pulled, revision_of(pulled), None)
+    pod = PullPod(name="p", uid="u", owner_uid=pulled.metadata.uid, digest=digest, node="", created_at=T0)
+    states = [(), (replace(pod, exit_code=1),), (replace(pod, phase="Succeeded"),)]
+    plans = [plan(replace(seen(pulled), pulls=PullsSeen(pods=pods)), T0) for pods in states]
+    return said_in([*plans, *passes(one(uri="hf://org/model", model=node_cache), ())])
+
+
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
     world = SimulatedCluster(service, **cluster)
     world.reconcile()
@@ -286,6 +298,7 @@ SCENARIOS: list[Callable[[], Said]] = [
     life_of_a_canary,
     life_of_an_error_budget,
     with_adapters,
+    with_a_cache,
 ]
 
 
