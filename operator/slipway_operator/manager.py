@@ -187,6 +187,7 @@ class Manager:
             on_done=lambda _key, uid: self._scraper.ask_soon(uid),
         )
         self._smoke_tests = SmokeTests(
+            client,
             serving_dial,
             gateway_keys,
             BackgroundCalls(FairSlots(total=SMOKE_TESTS, per_owner=1), on_done=lambda key, _uid: self._queue.add(key)),

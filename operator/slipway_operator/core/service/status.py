@@ -37,6 +37,7 @@ from slipway_api.inference_status import (
     AutoscalingStatus,
     CapacityStatus,
     InferenceServiceStatus,
+    PendingUpgrade,
     RevisionStatus,
 )
 from slipway_api.memory import Fits
@@ -73,6 +74,7 @@ class Decided:
     failed_revision: str
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+    pending_upgrade: PendingUpgrade | None = None
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -147,6 +149,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
         adapters=adapters_status(observed.adapters),
         performance=measure_performance(decided.members) or before.performance,
+        pending_upgrade=decided.pending_upgrade,
     )
 
 
