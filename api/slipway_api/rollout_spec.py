@@ -55,8 +55,8 @@ class GoldenGate(Struct):
     )
 
     uri: str = Field(pattern=CONFIG_MAP_URI, max_length=512)
-    """configmap://NAME/KEY of the same namespace: JSON Lines with `prompt`, and optionally `answer`, a text that a right
-    answer contains, and `maxTokens` (16 where absent). At most 200 lines. Nothing of it is logged."""
+    """configmap://NAME/KEY of the same namespace: at most 200 JSON Lines with `prompt`, and optionally `answer`, a text
+    that a right answer contains, and `maxTokens` (16 where absent). Nothing of it is logged."""
     max_drop_percent: DecimalString = decimal("2.0")
     """How many points fewer of the stored answers the new revision may give than the stable one; without a ready
     replica of the stable one, than all of them."""
@@ -70,8 +70,8 @@ class Gates(Struct):
     smoke: Annotated[tuple[SmokeTest, ...], bounded_list(at_most=16)] = ()
     """Prompts that one ready replica of the new revision answers; one wrong answer rolls the revision back."""
     golden: GoldenGate | None = None
-    """Prompts that are asked after the smoke tests, of the new and of the stable revision; worse answers than the limits
-    allow roll the revision back."""
+    """Prompts that are asked after the smoke tests, of the new and of the stable revision; answers that are worse than
+    the limits allow roll the revision back."""
 
 
 class Analyze(Struct):

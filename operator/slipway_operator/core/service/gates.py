@@ -2,9 +2,9 @@
 
 A ready replica of the new revision is asked each prompt with temperature 0: first those of the smoke tests, then the
 golden prompts, beside a ready replica of the stable revision. The executor calls it and keeps the result in memory
-until the next pass. A wrong answer fails the revision at once, because the same prompt gets the same answer. No answer is
-asked for again, and fails it after MOST_ERRORS times. That they are passed stands in status.canary.gate. Results hold
-no text of prompts or answers.
+until the next pass. A wrong answer fails the revision at once, because the same prompt gets the same answer. No answer
+is asked for again, and fails it after MOST_ERRORS times. That they are passed stands in status.canary.gate. Results
+hold no text of prompts or answers.
 """
 
 from collections.abc import Mapping, Sequence
