@@ -340,6 +340,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             attempt=creation.attempt,
             access=port_access(observed, service, name),
             avoid_node=creation.avoid_node,
+            user=observed.defaults.pod_user,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)
