@@ -63,7 +63,7 @@ class CanaryStatus(Struct):
     started_time: Time | None = None
     """When the present step began."""
     gate: str = Field(default="", max_length=64)
-    """Passed: the smoke tests are passed; absent: not yet, or there are none."""
+    """Passed: the tests of rollout.gates are passed; absent: not yet, or there are none."""
     failures: int = Field(default=0, ge=0)
     """Failures of the analysis in this step."""
     failed_time: Time | None = None
@@ -199,6 +199,19 @@ class ModelFacts(Struct):
     """The sizes."""
 
 
+class PendingUpgrade(Struct):
+    """An upgrade of the runtime image that the installation offers, and that has not begun."""
+
+    image: str = Field(max_length=512)
+    """The runtime image of the installation."""
+    from_image: str = Field(default="", max_length=512)
+    """The runtime image of the present revision."""
+    not_before: Time | None = None
+    """When the next upgradeWindow opens; absent: the policy waits for no moment."""
+    reason: str = Field(default="", max_length=256)
+    """What it waits for."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -252,3 +265,5 @@ class InferenceServiceStatus(Struct):
     """Which nodes have the model; absent: it is neither cached nor pulled before replicas start."""
     model: ModelFacts | None = None
     """Sizes of the model as its hub has them; absent: spec.model.shape has them, or they could not be read."""
+    pending_upgrade: PendingUpgrade | None = None
+    """A newer runtime image that the installation offers, and what it waits for; absent: none."""

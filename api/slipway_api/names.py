@@ -52,6 +52,7 @@ ANNOTATION_PRE_PULL_NODE: Final = f"{GROUP}/pre-pull-node"
 ANNOTATION_PROMOTE: Final = f"{GROUP}/promote"
 ANNOTATION_ABORT: Final = f"{GROUP}/abort"
 ANNOTATION_ROLLBACK_TO: Final = f"{GROUP}/rollback-to"
+ANNOTATION_WAKE: Final = f"{GROUP}/wake"  # RFC 3339: a service at zero starts a replica then
 
 # On a pod: comma-separated names of the adapters that were loaded and answered a probe; the gateway routes by it.
 ANNOTATION_ADAPTERS: Final = f"{GROUP}/adapters"

@@ -1,4 +1,4 @@
-"""The command `kubectl slipway`: status, promote, pause, abort, rollback, drain, why-scale, simulate, plan, bundle.
+"""The command `kubectl slipway`: status, rollouts, drain, wake, why-scale, simulate, plan, bundle, cleanup.
 
 Verbs that change something write what their user could write with kubectl: a field of the spec or an annotation. They
 need no access to the operator, and work while it is away.
@@ -7,7 +7,7 @@ need no access to the operator, and work while it is away.
 import json
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -128,6 +128,20 @@ def drain(
         _fail(f"{pod} is no replica of {name}")
     cluster.evict(pod)
     out.print(f"{pod} is being evicted: it finishes its requests, and another replica takes its place")
+
+
+@app.command()
+def wake(name: Name, namespace: Namespace = "", context: Context = "") -> None:
+    """Start a service that is scaled to zero before a request comes; it stays up for its idleSeconds at least."""
+    cluster = Cluster(namespace, context)
+    spec = cluster.service(name).spec
+    rules = spec.autoscaling.scale_to_zero if spec.autoscaling else None
+    if rules is None:
+        _fail(f"{name} never scales to zero: it has no spec.autoscaling.scaleToZero")
+    if spec.suspend:
+        _fail(f"{name} is suspended: set spec.suspend to false")
+    moment = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+    _annotate(cluster, name, names.ANNOTATION_WAKE, moment)
 
 
 @app.command(name="simulate")

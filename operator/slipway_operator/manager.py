@@ -34,7 +34,7 @@ from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
-from slipway_operator.core.observed import Defaults, Network, NodeCache
+from slipway_operator.core.observed import Defaults, Network, NodeCache, PodUser
 from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.demand import Changed
@@ -186,6 +186,7 @@ class Manager:
                 gateway_url=settings.gateway_url,
                 network=_network(settings),
                 node_cache=_node_cache(settings),
+                pod_user=_pod_user(settings),
             ),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -207,6 +208,7 @@ class Manager:
             on_done=lambda _key, uid: self._scraper.ask_soon(uid),
         )
         self._smoke_tests = SmokeTests(
+            client,
             serving_dial,
             gateway_keys,
             BackgroundCalls(FairSlots(total=SMOKE_TESTS, per_owner=1), on_done=lambda key, _uid: self._queue.add(key)),
@@ -265,7 +267,9 @@ class Manager:
         """For /readyz: a standby with full caches is ready too."""
         if not self._listed.is_set():
             return False, "the first lists are not complete"
-        return True, "leading" if self.elector.is_leader() else "standing by"
+        sentence = "leading" if self.elector.is_leader() else "standing by"
+        missing = self.caches.missing.describe()
+        return True, f"{sentence}, {missing}" if missing else sentence
 
     def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
         """Store a custom resource of an event of kopf's watch."""
@@ -283,6 +287,7 @@ class Manager:
         self._listed.set()
         self._tasks.append(self._spawn(self._resync.run(), "resync"))
         self._tasks.append(self._spawn(self._work_as_leader(), "leader"))
+        self._tasks.append(self._spawn(self._leave_for_new_kind(), "missing kinds"))
 
     async def stop(self) -> None:
         """Finish the running passes, release the Lease, and end all tasks."""
@@ -310,6 +315,10 @@ class Manager:
         if isinstance(error, LeadershipLost):
             self._metrics.lease_transitions.labels("lost").inc()
         self._on_lost(f"{task.get_name()} ended: {error!r}")
+
+    async def _leave_for_new_kind(self) -> None:
+        kind = await self.caches.until_installed()
+        self._on_lost(f"the CRD of {kind} is installed now; the process starts again to watch it")
 
     async def _work_as_leader(self) -> None:
         await self.elector.leading.wait()
@@ -436,6 +445,14 @@ class Manager:
 def _key_of(owner: ServiceKey | PoolKey) -> Key:
     """The object that a replica, or a pod that waits, belongs to."""
     return Key(WARM_POOLS.kind if isinstance(owner, PoolKey) else INFERENCE_SERVICES.kind, *owner)
+
+
+def _pod_user(settings: OperatorSettings) -> PodUser | None:
+    """User and group of the replicas' pods; None: the platform assigns them."""
+    if settings.pod_user == "platform":
+        return None
+    user, _, group = settings.pod_user.partition(":")
+    return PodUser(int(user), int(group))
 
 
 def _network(settings: OperatorSettings) -> Network | None:

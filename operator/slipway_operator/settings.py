@@ -47,6 +47,10 @@ class OperatorSettings(BaseSettings):
     """Empty: all namespaces."""
     prometheus_url: str = Field("", validation_alias="SLIPWAY_PROMETHEUS_URL")
     """A Prometheus that scrapes the replicas; empty: the operator asks them itself, as it does where this one fails."""
+    pod_user: str = Field(
+        "65532:65532", pattern=r"^([1-9][0-9]{0,9}:[0-9]{1,10}|platform)$", validation_alias="SLIPWAY_POD_USER"
+    )
+    """User and group of the replicas' pods; `platform`: neither is set, since the platform assigns them (OpenShift)."""
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")

@@ -34,9 +34,11 @@ app.kubernetes.io/component: {{ .part }}
 
 {{- define "slipway.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
+{{- if not .root.Values.podSecurity.assignedByPlatform }}
+runAsUser: {{ .root.Values.podSecurity.user | int64 }}
+runAsGroup: {{ .root.Values.podSecurity.group | int64 }}
+fsGroup: {{ .root.Values.podSecurity.group | int64 }}
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 

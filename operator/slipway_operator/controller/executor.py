@@ -182,7 +182,8 @@ class Executor:
             case AskSmokeTests():
                 pod = self._pod_of(key.namespace, action.name)
                 if pod is not None and pod.uid == action.uid:
-                    self._smoke_tests.start(key, stored.uid, pod, action, memory.smoke_results)
+                    beside = self._pod_of(key.namespace, action.golden.beside) if action.golden else None
+                    self._smoke_tests.start(key, stored.uid, pod, action, memory.smoke_results, beside=beside)
             case CreateRevision():
                 await self._create_revision(key, stored, action)
             case DeleteRevision():

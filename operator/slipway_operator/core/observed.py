@@ -7,7 +7,7 @@ stored in `service.status` or in pod metadata, because those survive the operato
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
@@ -282,6 +282,16 @@ class Network:
     """May scrape the admin port."""
 
 
+class PodUser(NamedTuple):
+    """The numeric user and group of the pods; the group also owns their volumes."""
+
+    user: int
+    group: int
+
+
+NONROOT: Final = PodUser(65532, 65532)  # as in distroless images
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCache:
     """The folder in which every node keeps models, as set by the installation."""
@@ -298,6 +308,7 @@ class Defaults:
     runtime_image: str
     gateway_url: str  # without /v1
     network: Network | None = None  # None: no NetworkPolicy is made
+    pod_user: PodUser | None = NONROOT  # None: the platform assigns it
     node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
 
 

@@ -52,6 +52,10 @@ def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatu
     events = []
     if before.update_revision and before.update_revision != after.update_revision:
         message = f"revision {after.update_revision} replaces {before.current_revision}"
+        images = {one.hash: one.image for one in after.revisions}
+        old, new = images.get(before.current_revision), images.get(after.update_revision)
+        if old and new and old != new:
+            message += f": runtime image {new} instead of {old}"
         events.append(Event(reason=EventReason.ROLLOUT_STARTED, action="Rollout", message=message))
     if before.current_revision and before.current_revision != after.current_revision:
         message = f"revision {after.current_revision} serves alone"

@@ -49,13 +49,13 @@ from slipway_operator.core.service.revision import (
     create_revision,
     delete_revisions,
     load_revisions,
-    resolve,
 )
 from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
 from slipway_operator.core.service.strategy import decide_rollout
 from slipway_operator.core.service.target import Target, choose_target
 from slipway_operator.core.service.undrain import take_back
+from slipway_operator.core.service.upgrade import choose_revision
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
@@ -88,7 +88,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
         return _leave_alone(observed, members, now)
 
     stored = load_revisions(service, observed.revisions)
-    revision = resolve(service, observed.defaults.runtime_image, stored)
+    asked = choose_revision(service, observed.defaults.runtime_image, stored, now)
+    revision = asked.revision
     target = choose_target(service, revision, stored)
     scale = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
     desired = scale.desired
@@ -118,6 +119,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
         facts=facts,
         target=target,
         scale=scale,
+        pending_upgrade=asked.pending,
         rollout=rolling.step,
         progress=rolling.progress,
         failed_revision=rolling.failed_revision,
@@ -165,7 +167,9 @@ def plan(observed: Observed, now: datetime) -> Plan:
             *rolling.progress.events,
             *find_events(observed, status, decided),
         ),
-        requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
+        requeue_after=0.0
+        if must_act_again
+        else _seconds_until(earliest(_wake_at(observed, decided, steps, now), asked.again_at), now),
         recommendations=scale.recommendation.recommendations if scale.recommendation else (),
         scaling_memory=replace(scale.memory, asked_back=taken_back.asked_back if may_act else {}),
         ready=ready_names(members),
@@ -271,6 +275,8 @@ def _has_advanced(service: InferenceService, after: InferenceServiceStatus) -> b
     """Whether the rollout took a step in this pass: replicas follow it in the next one, when status has it."""
     before = service.status
     was, now = before.canary or CanaryStatus(), after.canary or CanaryStatus()
+    if before.current_revision != after.current_revision:
+        return True  # an upgrade may have waited for that
     return (was.step, was.weight) != (now.step, now.weight) or before.failed_revision != after.failed_revision
 
 
@@ -357,6 +363,7 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             access=port_access(observed, service, name),
             avoid_node=creation.avoid_node,
             node_cache=observed.defaults.node_cache,
+            user=observed.defaults.pod_user,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)

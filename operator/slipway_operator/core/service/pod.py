@@ -14,14 +14,13 @@ from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
-from slipway_operator.core.observed import NodeCache
+from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
 from slipway_operator.core.service import adapters, model_access
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.disruption import startup_annotations
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.revision import Revision, owner_reference
 
-USER: Final = 65532  # the "nonroot" of distroless images
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
@@ -42,6 +41,7 @@ def build_pod(
     access: PortAccess,
     avoid_node: str = "",
     node_cache: NodeCache | None = None,
+    user: PodUser | None = NONROOT,
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`."""
     spec, overlay = service.spec, service.spec.template
@@ -65,7 +65,7 @@ def build_pod(
             "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "securityContext": _pod_security(overlay.spec),
+            "securityContext": _pod_security(overlay.spec, user),
             "topologySpreadConstraints": [_spread_over_nodes(service), *overlay.spec.topology_spread_constraints],
         }
         | _placement(service, avoid_node),
@@ -243,14 +243,11 @@ def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
     }
 
 
-def _pod_security(overlay: PodOverlay) -> dict[str, Any]:
-    context = {
-        "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,  # or the server's user could not write to the emptyDirs
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+def _pod_security(overlay: PodOverlay, user: PodUser | None) -> dict[str, Any]:
+    context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if user is not None:
+        # Without the fsGroup the server's user could not write to the emptyDirs.
+        context |= {"runAsUser": user.user, "runAsGroup": user.group, "fsGroup": user.group}
     stricter = overlay.security_context.to_json() if overlay.security_context else {}
     return context | {field: value for field, value in stricter.items() if value not in ([], {})}
 

@@ -38,6 +38,7 @@ from slipway_api.inference_status import (
     CapacityStatus,
     InferenceServiceStatus,
     ModelFacts,
+    PendingUpgrade,
     RevisionStatus,
 )
 from slipway_api.memory import Fits
@@ -79,6 +80,7 @@ class Decided:
     accounting: Accounting = NOT_ACCOUNTED
     facts: ModelFacts | None = None
     cache: CacheDecision = field(default_factory=CacheDecision)
+    pending_upgrade: PendingUpgrade | None = None
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -157,6 +159,7 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         cost=decided.accounting.cost,
         model_cache=decided.cache.status,
         model=decided.facts,
+        pending_upgrade=decided.pending_upgrade,
     )
 
 

@@ -26,7 +26,7 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service import canary, rollout
 from slipway_operator.core.service.canary import Progress, Replicas
-from slipway_operator.core.service.gates import GATE_PASSED, GateState, check_gates
+from slipway_operator.core.service.gates import GATE_PASSED, GateState, check_gates, describe_gates, is_gated
 from slipway_operator.core.service.rollout import Revisions, RolloutStep
 from slipway_operator.core.service.slo_status import exhausted_budget
 from slipway_operator.core.service.target import Target
@@ -94,8 +94,10 @@ def _roll_with_tests(
     gate = check_gates(
         spec.gates,
         new,
+        stable_members=[one for one in members if one.replica.revision == between.stable],
         revision=between.update,
         model=target.revision.apply_to(service).served_name,
+        stable_model=target.stable.apply_to(service).served_name if target.stable else "",
         was_passed=before.gate == GATE_PASSED or target.is_promoted,
         results=observed.smoke_results,
         now=now,
@@ -103,8 +105,8 @@ def _roll_with_tests(
     events: tuple[Event, ...] = ()
     if gate.has_just_passed:
         before = before.model_copy(update={"gate": GATE_PASSED, "started_time": now.replace(microsecond=0)})
-        count = len(spec.gates.smoke) if spec.gates else 0
-        message = f"revision {between.update} has passed its {count} smoke tests"
+        message = f"revision {between.update} has passed {describe_gates(spec.gates)}"
+        message += f": {gate.verdict}" if gate.verdict else ""
         events = (Event(reason=EventReason.CANARY_STEP_COMPLETED, action="Rollout", message=message),)
 
     replicas = Replicas(
@@ -236,24 +238,23 @@ def _not_begun(
 
 
 def _waits_for_gates(before: CanaryStatus, gate: GateState, spec: Rollout, replicas: Replicas) -> Progress:
-    count = len(spec.gates.smoke) if spec.gates else 0
-    message = f"{count} smoke tests have to pass before it gets traffic"
+    message = f"{describe_gates(spec.gates)} have to pass before it gets traffic"
     return Progress(
         status=before.model_copy(update={"weight": 0}),
         condition=(ConditionStatus.UNKNOWN, Reason.ANALYZING, message),
         failed_because=gate.failed_because,
-        holds="smoke tests" if replicas.canary else "",
+        holds="gates" if replicas.canary else "",
         again_at=gate.again_at,
     )
 
 
 def _passed_gates(before: CanaryStatus, spec: Rollout, between: Revisions, pause: str) -> Progress:
     """RollingUpdate and Recreate after their gates, or without any."""
-    is_gated = spec.gates is not None and bool(spec.gates.smoke)
-    message = f"revision {between.update} has passed its smoke tests"
+    has_gates = is_gated(spec.gates)
+    message = f"revision {between.update} has passed {describe_gates(spec.gates)}"
     return Progress(
-        status=before if is_gated else None,
-        condition=(ConditionStatus.TRUE, Reason.PASSED, message) if is_gated else None,
+        status=before if has_gates else None,
+        condition=(ConditionStatus.TRUE, Reason.PASSED, message) if has_gates else None,
         holds=f"paused by {pause}" if pause else "",
     )
 
