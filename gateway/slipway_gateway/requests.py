@@ -55,10 +55,12 @@ from slipway_gateway.upstream import (
     LostError,
     MovedError,
     Reply,
+    RevisionError,
     SilentError,
     UnreachableError,
     Upstream,
     UpstreamError,
+    answers_for_other,
     request_headers,
 )
 from slipway_gateway.waiting_room import WaitingRoom
@@ -75,6 +77,7 @@ _FAILURES: dict[type[UpstreamError], AttemptFailure] = {
     LostError: AttemptFailure.LOST,
     SilentError: AttemptFailure.SILENT,
     MovedError: AttemptFailure.MOVED,
+    RevisionError: AttemptFailure.WRONG_REVISION,
 }
 
 
@@ -209,7 +212,7 @@ class Requests:
                 raise service_requests_full(record.model)
             try:
                 with self.tenancy.admit(caller, inference, record):
-                    async with self._waiting_room.admit(route, len(body.content)):
+                    async with self._waiting_room.admit(route, len(body.content), inference.routing.pin):
                         record.admitted = time.monotonic()
                         return await self._answer(request, inference, body, record)
             finally:
@@ -280,6 +283,8 @@ class Requests:
                     lease.answered()
                     lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
                     record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
+                    if answers_for_other(endpoint, reply):
+                        raise RevisionError("the replica answered for another revision")
                     self._fleet.record_load(endpoint, reply.load_report)
                     if reply.is_stream:
                         self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
