@@ -48,6 +48,7 @@ from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
 from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import Tenancy, internal_headers
+from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import (
     DEADLINE,
     DeadlineError,
@@ -116,6 +117,7 @@ class Requests:
         policy: RetryPolicy | None = None,
         loading_seconds: float = 0.0,
         tenancy: Tenancy | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._fleet = fleet
         self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
@@ -135,6 +137,7 @@ class Requests:
         self._connections = connections
         self._policy = policy or RetryPolicy()
         self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
+        self.tracing = tracing or Tracing("")
         self._forwarder = Forwarder(metrics)
         self._handover = Handover(
             fleet, upstream, self._forwarder, metrics, memory=journals, wait_seconds=handover_seconds
@@ -164,6 +167,7 @@ class Requests:
         task = asyncio.current_task()
         assert task is not None
         record = RequestRecord(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
+        record.trace = self.tracing.start(request.headers, request.path)
         self._open.add(task)
         self.idle.clear()
         self._metrics.open_requests.inc()
@@ -188,6 +192,7 @@ class Requests:
             self._metrics.open_requests.dec()
             self._access_log.write(record)
             self.tenancy.account(record)
+            record.trace.finish(record)
 
     async def _read_and_answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         if not self._fleet.view().synced:
@@ -271,6 +276,7 @@ class Requests:
         served_name = record.adapter or endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
+        headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, record.error)
         headers[HEADER_DEADLINE] = f"{max(deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
         journal = self._handover.journal(content, answers, record.service, headers)
         wait = self._first_byte_wait(inference, deadline)

@@ -1,4 +1,4 @@
-"""Streams of an adapter continue only where it is loaded; and an engine that dies behind the gateway costs no stream."""
+"""Streams of an adapter continue only where it is loaded; and an engine that dies costs no stream."""
 
 import asyncio
 import os

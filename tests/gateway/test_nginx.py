@@ -96,17 +96,15 @@ async def test_a_client_that_leaves_nginx_frees_the_replica():
 
 @pytest.mark.capability("PF-15")
 async def test_refusals_and_error_events_pass_nginx_as_the_gateway_wrote_them():
-    async with Runtime(be_full) as runtime:
-        async with behind_nginx(runtime) as (_, session):
-            async with session.post("/v1/chat/completions", json=BODY) as response:
-                assert (response.status, response.headers["Retry-After"]) == (429, "7")
-                assert (await response.json())["error"]["type"] == "RateLimitError"
-    async with Runtime(die_after_two_words) as runtime:
-        async with behind_nginx(runtime) as (_, session):
-            async with session.post("/v1/chat/completions", json=BODY) as response:
-                events = await events_of(response)
-            assert text_of(events) == "Once upon"
-            assert "broke off" in events[-1]["error"]["message"]
+    async with Runtime(be_full) as runtime, behind_nginx(runtime) as (_, session):
+        response = await session.post("/v1/chat/completions", json=BODY)
+        assert (response.status, response.headers["Retry-After"]) == (429, "7")
+        assert (await response.json())["error"]["type"] == "RateLimitError"
+    async with Runtime(die_after_two_words) as runtime, behind_nginx(runtime) as (_, session):
+        async with session.post("/v1/chat/completions", json=BODY) as response:
+            events = await events_of(response)
+        assert text_of(events) == "Once upon"
+        assert "broke off" in events[-1]["error"]["message"]
 
 
 @pytest.mark.capability("PF-15", "API-1")

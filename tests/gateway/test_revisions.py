@@ -70,10 +70,13 @@ async def ask(caller: Caller, **fields: Any) -> tuple[int, str, str]:
 @pytest.mark.capability("RG-1", "EV-2")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_of_another_revision_than_the_label_says_goes_to_nobody(stream: bool):
-    async with Runtime(named("v1")) as mislabelled, Runtime(named("v2")) as right:
-        async with a_service(("v2", mislabelled), ("v2", right), weights={"v2": 100}) as (gateway, caller):
-            answers = [await ask(caller, stream=stream) for _ in range(20)]
-            metrics = gateway.metrics.exposition().decode()
+    async with (
+        Runtime(named("v1")) as mislabelled,
+        Runtime(named("v2")) as right,
+        a_service(("v2", mislabelled), ("v2", right), weights={"v2": 100}) as (gateway, caller),
+    ):
+        answers = [await ask(caller, stream=stream) for _ in range(20)]
+        metrics = gateway.metrics.exposition().decode()
     assert set(answers) == {(200, "v2", "v2")}
     assert mislabelled.requests >= 1, "it was asked, and its answer was not forwarded"
     assert mislabelled.requests < 20, "and it is asked less and less"
@@ -82,18 +85,16 @@ async def test_an_answer_of_another_revision_than_the_label_says_goes_to_nobody(
 
 @pytest.mark.capability("RG-1")
 async def test_a_mislabelled_replica_alone_is_503_and_a_pin_changes_nothing():
-    async with Runtime(named("v1")) as mislabelled:
-        async with a_service(("v2", mislabelled), weights={"v2": 100}) as (_, caller):
-            status, _, message = await ask(caller, stream=True)
-            pinned, _, _ = await ask(caller, stream=True, headers={"x-slipway-pin-revision": "v2"})
+    async with Runtime(named("v1")) as mislabelled, a_service(("v2", mislabelled)) as (_, caller):
+        status, _, message = await ask(caller, stream=True)
+        pinned, _, _ = await ask(caller, stream=True, headers={"x-slipway-pin-revision": "v2"})
     assert (status, pinned) == (503, 503)
     assert "v1" not in message
 
 
 async def test_an_engine_that_names_no_revision_is_believed():
-    async with Runtime() as foreign:
-        async with a_service(("v2", foreign), weights={"v2": 100}) as (_, caller), caller.chat(stream=True) as response:
-            assert (response.status, response.headers["x-slipway-revision"]) == (200, "v2")
+    async with Runtime() as foreign, a_service(("v2", foreign)) as (_, caller), caller.chat(stream=True) as response:
+        assert (response.status, response.headers["x-slipway-revision"]) == (200, "v2")
 
 
 STATUS = {"currentRevision": "r1", "updateRevision": "r2"}
