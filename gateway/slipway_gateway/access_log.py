@@ -5,7 +5,7 @@ import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
@@ -40,6 +40,29 @@ class TokenUsage:
 
 
 NOTHING_USED: Final = TokenUsage()
+
+
+class RequestTrace(Protocol):
+    """The spans of one request (see `tracing`)."""
+
+    def start_attempt(self, endpoint: str, revision: str, failure: str = "") -> dict[str, str]:
+        """Start the span of an attempt, after one that ended with `failure`; the headers for the replica."""
+
+    def finish(self, record: "RequestRecord") -> None:
+        """Export the spans of a request that has ended, if they are wanted."""
+
+
+class _NoTrace:
+    """The trace of a request while tracing is off."""
+
+    def start_attempt(self, endpoint: str, revision: str, failure: str = "") -> dict[str, str]:
+        return {}
+
+    def finish(self, record: "RequestRecord") -> None:
+        pass
+
+
+NO_TRACE: Final[RequestTrace] = _NoTrace()
 
 
 @dataclass(slots=True)
@@ -84,6 +107,7 @@ class RequestRecord:
     copied: bool = False  # it was considered for a copy
     latency_limits: LatencyLimits = NO_LIMITS  # of its service's spec.slo
     capture: Capture | None = None  # of an answer that is compared with its copy's
+    trace: RequestTrace = NO_TRACE
 
     @property
     def labels(self) -> tuple[str, str, str]:

@@ -245,7 +245,7 @@ class _FleetCollector(Collector):
         )
         for model, route in self._fleet.table.served_models():
             for revision in sorted(route.revisions):
-                endpoints = [endpoint for endpoint in route.endpoints if endpoint.revision == revision]
+                endpoints = [endpoint for endpoint in route.ready if endpoint.revision == revision]
                 labels = (model, route.service.key, revision)
                 ready.add_metric(labels, len(endpoints))
                 ejected.add_metric(labels, sum(self._fleet.is_ejected(endpoint) for endpoint in endpoints))

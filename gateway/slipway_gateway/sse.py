@@ -88,7 +88,10 @@ class MarkedEvents:
         self._last = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that a mark covers; behind the last answer's end, whole events."""
+        """The events that a mark covers; what is behind the last answer's end, only with the end of the stream.
+
+        The usage stands there: a replica that continues the stream sends it again, and a client must not read it twice.
+        """
         if self._held:
             chunk = self._held + chunk
         covered, end = [], 0
@@ -101,11 +104,9 @@ class MarkedEvents:
             if ended:
                 self._open_answers -= 1
             self._on_tokens(int(index), token_ids, ended is not None)
-        if not self._open_answers:
-            whole = chunk.rfind(b"\n\n", end) + 2
-            if whole >= end + 2:
-                covered.append(chunk[end:whole])
-                end = whole
+        if not self._open_answers and says_its_end(chunk[end:]):
+            covered.append(chunk[end:])
+            end = len(chunk)
         self._held = chunk[end:]
         out = b"".join(covered)
         self._last = out or self._last

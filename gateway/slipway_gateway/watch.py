@@ -7,7 +7,7 @@ watch never empties the routing table.
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -35,12 +35,21 @@ class RevisionStatus(Slim, frozen=True, gc=False):
     mirror_percent: int = 0
 
 
+class CanaryStatus(Slim, frozen=True, gc=False):
+    """`status.canary`, as far as it says whether the gates are passed."""
+
+    gate: str = ""
+
+
 class ServiceStatus(Slim, frozen=True, gc=False):
     """The operator's status of a service."""
 
     served_name: str = ""
     desired_replicas: int = 0
     failed_revision: str = ""
+    current_revision: str = ""
+    update_revision: str = ""
+    canary: CanaryStatus = CanaryStatus()
     revisions: tuple[RevisionStatus, ...] = ()
 
 
@@ -69,6 +78,13 @@ class RuntimeSpec(Slim, frozen=True, gc=False):
     """`spec.runtime`."""
 
     max_num_seqs: int = 64
+
+
+class RolloutSpec(Slim, frozen=True, gc=False):
+    """`spec.rollout`, as far as it says which revisions the operator has to admit to traffic."""
+
+    strategy: str = "RollingUpdate"
+    gates: dict[str, Any] | None = None
 
 
 class DrainSpec(Slim, frozen=True, gc=False):
@@ -120,6 +136,7 @@ class ServiceSpec(Slim, frozen=True, gc=False):
     autoscaling: Autoscaling | None = None
     routing: RoutingSpec = RoutingSpec()
     slo: SLOSpec = SLOSpec()
+    rollout: RolloutSpec = RolloutSpec()
 
 
 class InferenceService(Object, frozen=True, gc=False):
@@ -217,7 +234,7 @@ def service_of(resource: InferenceService) -> Service:
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in revisions},
-        failed_revision=resource.status.failed_revision,
+        withheld=withheld_revisions(resource.spec.rollout, resource.status),
         mirrors={revision.hash: revision.mirror_percent for revision in revisions if revision.mirror_percent},
         desired_replicas=resource.status.desired_replicas,
         activation=activation_of(resource.spec.autoscaling),
@@ -228,6 +245,23 @@ def service_of(resource: InferenceService) -> Service:
         handover=resource.spec.drain.handover,
         latency_limits=resource.spec.slo.latency_limits,
     )
+
+
+def withheld_revisions(rollout: RolloutSpec, status: ServiceStatus) -> frozenset[str]:
+    """Revisions that get no request by chance, also while no other one has a ready replica.
+
+    One that was rolled back; and a new one that has no weight, because the operator has not admitted it to traffic yet:
+    it waits for its gates, or for the first step of its strategy. Without gates and with RollingUpdate a weight of 0
+    only means that the status lags behind the pods.
+    """
+    withheld = {status.failed_revision}
+    weights = {one.hash: one.weight for one in status.revisions}
+    update = status.update_revision
+    if update != status.current_revision and status.current_revision and not weights.get(update, 0):
+        has_steps = rollout.strategy in ("Canary", "BlueGreen")
+        if has_steps or (rollout.gates is not None and status.canary.gate != "Passed"):
+            withheld.add(update)
+    return frozenset(withheld - {""})
 
 
 def activation_of(autoscaling: Autoscaling | None) -> WaitLimits | None:
