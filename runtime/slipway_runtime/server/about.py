@@ -155,7 +155,6 @@ _OTHER_SERVICES = {
     "/v1/audio/speech": "speech is",
     "/v1/images/generations": "image generation is",
     "/v1/moderations": "moderation is",
-    "/v1/responses": "the responses API is",
 }
 
 
