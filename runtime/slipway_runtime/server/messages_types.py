@@ -93,7 +93,10 @@ class Message(Wire):
     """One message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[Block], Tag("blocks")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "blocks"),
+    ]
 
 
 class ToolDefinition(Cacheable):
@@ -266,12 +269,14 @@ def in_words_of_messages(error: ApiError) -> ApiError:
     for chats, ours in _CALLED.items():
         if error.param is not None and error.param.partition(".")[0] == chats:
             error.param = ours
-            error.message = error.message.replace(chats, ours, 1)
+            error.message = (
+                ours + error.message.removeprefix(chats) if error.message.startswith(chats) else error.message
+            )
     return error
 
 
 def _translated(message: Message) -> list[dict[str, Any]]:
-    """The messages of a chat that say the same: results of tools are messages of their own, before what the user says."""
+    """The messages of a chat that say the same: results of tools are messages of their own, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, text, calls = [], "", []

@@ -96,6 +96,13 @@ InputItem = Annotated[
 ]
 
 
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")]
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
+]
+
+
 class FunctionTool(Wire):
     """A function that the model may call. The tools that OpenAI's servers run themselves do not exist here."""
 
@@ -153,9 +160,7 @@ class ResponsesRequest(Wire):
     """POST /v1/responses."""
 
     model: str = Field(default="", max_length=1024)
-    input: (
-        Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
-    )
+    input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -294,7 +299,9 @@ def in_words_of_responses(error: ApiError) -> ApiError:
     for chats, ours in _CALLED.items():
         if error.param is not None and error.param.partition(".")[0] == chats:
             error.param = ours
-            error.message = error.message.replace(chats, ours, 1)
+            error.message = (
+                ours + error.message.removeprefix(chats) if error.message.startswith(chats) else error.message
+            )
     return error
 
 
