@@ -13,7 +13,7 @@ from slipway_runtime.server.sse import DONE, event
 class Dialect(Protocol):
     """Writes one response; a new one is made for each request."""
 
-    repeats: bool  # whether later events repeat what earlier ones said, so that a resumed stream needs all of it
+    repeats: bool  # whether the last events depend on earlier ones, so that a resumed stream needs all of them
 
     def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer in one piece."""

@@ -53,7 +53,7 @@ async def count_tokens(http: Request) -> dict[str, int]:
 class MessageEvents:
     """Writes one answer of the engine as a message of this API; see `dialect.Dialect`."""
 
-    repeats = False
+    repeats = True  # the last events depend on how the answer ended and on what it was made of
 
     def __init__(self, id: str) -> None:
         self._id = id
