@@ -211,7 +211,7 @@ def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
     def too_large(_: Callable[[], Tensor]) -> CapturedGraph:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the recordings of decode steps"):
+    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the CUDA graphs of decode steps"):
         capture_or_say_why_not(a_runner(tmp_path, gpu), too_large, CPU)
 
 
