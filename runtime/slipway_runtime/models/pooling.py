@@ -1,8 +1,8 @@
 """How the hidden states of a text become its embedding: what was asked for, or what the checkpoint's authors say.
 
-`sentence-transformers` writes it to `1_Pooling/config.json`; a checkpoint without that file is pooled by its last token,
-as decoder-based embedding models are trained. Which sizes an embedding may be cut to stands in `config.json`, under
-vLLM's names: `is_matryoshka`, `matryoshka_dimensions`.
+`sentence-transformers` writes it to `1_Pooling/config.json`. A checkpoint without that file is pooled by its last
+token, as decoder-based embedding models are trained. Which sizes an embedding may be cut to stands in `config.json`,
+under vLLM's names: `is_matryoshka`, `matryoshka_dimensions`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from typing import Any, Final
 from slipway_runtime.models.config_values import ModelRefusedError, read_json
 
 LAST, MEAN = "last", "mean"
-POOLING_FILE: Final = Path("1_Pooling") / "config.json"
+POOLING_FILE: Final = "1_Pooling/config.json"
+DOWNLOADED_AS: Final = "1_Pooling.config.json"  # a model that was downloaded is kept without folders
 # The keys of older files, and the one word of newer ones.
 _MODES: Final = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "lasttoken": LAST, "mean": MEAN}
 
@@ -42,8 +43,9 @@ def read_embedding_config(model_path: Path, asked: str, size: int) -> EmbeddingC
 
 
 def _pooling_of(model_path: Path) -> str:
-    path = model_path / POOLING_FILE
-    if not path.is_file():
+    found = (path for path in (model_path / POOLING_FILE, model_path / DOWNLOADED_AS) if path.is_file())
+    path = next(found, None)
+    if path is None:
         return LAST
     said: dict[str, Any] = read_json(path)
     modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]

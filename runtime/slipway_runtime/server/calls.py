@@ -20,7 +20,7 @@ from slipway_runtime.server import sampling
 from slipway_runtime.server.answering import Answering, Shape
 from slipway_runtime.server.caller import Caller
 from slipway_runtime.server.dialect import Dialect, OpenAIChunks
-from slipway_runtime.server.errors import of_engine
+from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
@@ -49,6 +49,8 @@ class Call:
 async def answer(call: Call) -> Response:
     """Generate, and answer in one piece or as a stream."""
     replica: Replica = call.http.app.state.replica
+    if call.served.model.engine.facts.pooling:
+        raise ApiError(404, "this service computes embeddings at /v1/embeddings; it does not generate text")
     params = [_params(call, prompt) for prompt in call.prompts]
     answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
     try:
