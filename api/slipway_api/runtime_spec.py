@@ -119,6 +119,21 @@ class LoRA(Struct):
     """The largest rank that an adapter may have."""
 
 
+class Task(StrEnum):
+    """What the replicas of a service compute."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
+class Pooling(StrEnum):
+    """How an embedding is made of the hidden states of a text."""
+
+    AUTO = "auto"
+    LAST_TOKEN = "lastToken"  # noqa: S105  no secret
+    MEAN = "mean"
+
+
 class Runtime(Struct):
     """How a replica runs the model."""
 
@@ -132,6 +147,16 @@ class Runtime(Struct):
             "self.tensorParallelSize == 1 || !has(self.lora)",
             "lora needs tensorParallelSize 1: adapters cannot be divided between GPUs yet",
             ".tensorParallelSize",
+        ),
+        Rule(
+            "self.pooling == 'auto' || self.task == 'embed'",
+            "pooling is only for task embed: a service that generates pools nothing",
+            ".pooling",
+        ),
+        Rule(
+            "self.task != 'embed' || self.speculation.method == 'none'",
+            "task embed computes prompts only: speculation must be none",
+            ".speculation",
         ),
         Rule("self.blockSize in [8, 16, 32, 64, 128]", "blockSize must be 8, 16, 32, 64 or 128", ".blockSize"),
         Rule(
@@ -148,6 +173,10 @@ class Runtime(Struct):
     """Further arguments of slipway-runtime serve."""
     env: Annotated[tuple[EnvVar, ...], bounded_list(at_most=64, key="name")] = ()
     """Environment variables of the runtime, as in a pod."""
+    task: Task = Task.GENERATE
+    """generate: text; embed: embeddings at /v1/embeddings and nothing else."""
+    pooling: Pooling = Pooling.AUTO
+    """For task embed: lastToken, mean, or auto: as the checkpoint's 1_Pooling/config.json says, else lastToken."""
     dtype: Dtype = Dtype.AUTO
     """Number format of weights and arithmetic; auto: the checkpoint's on a GPU, fp32 on a CPU."""
     quantization: Quantization = Quantization.NONE

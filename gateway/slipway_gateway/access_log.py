@@ -23,10 +23,15 @@ USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
-_FINISH = re.compile(rb'"finish_reason":\s*"([a-z_]{1,32})"')
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
-_OUTPUT_TOKENS = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
+# The second names are those of the responses API, the third those of Anthropic's messages.
+_FINISH = re.compile(
+    rb'(?:"finish_reason":\s*"|"status":\s*"(?=completed|incomplete|failed)'
+    rb'|"stop_reason":\s*"(?=end_turn|max_tokens|stop_sequence|tool_use))([a-z_]{1,32})"'
+)
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})')
+_OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+_READ_TOKENS = re.compile(rb'"cache_read_input_tokens":\s*(\d{1,9})')  # those that `input_tokens` does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,8 @@ class RequestRecord:
         end = b"".join(self.tail)[-USAGE_BYTES:]
         prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
         if prompt is not None:
-            return TokenUsage(prompt, _last_number(_CACHED_TOKENS, end) or 0, output or 0)
+            read = _last_number(_READ_TOKENS, end) or 0
+            return TokenUsage(prompt + read, read or _last_number(_CACHED_TOKENS, end) or 0, output or 0)
         # The last events of a stream are its finish and [DONE].
         return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, max(0, self.events - 2), is_estimated=True)
 

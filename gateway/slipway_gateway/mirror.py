@@ -229,7 +229,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def text_of(answer: bytes) -> dict[int, str] | None:
-    """The text of each choice of an answer, streamed or whole; None: it cannot be read."""
+    """The text of each choice of an answer, streamed or whole; None: it cannot be read, or is of another API."""
     bodies = [answer]
     if answer.lstrip().startswith(b"data:"):
         lines = (line for line in answer.splitlines() if line.startswith(b"data:"))
@@ -242,7 +242,7 @@ def text_of(answer: bytes) -> dict[int, str] | None:
                 texts[choice.index] = texts.get(choice.index, "") + (choice.text or (part and part.content) or "")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return texts
+    return texts or None
 
 
 def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from multidict import CIMultiDict
 from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_MODEL, HEADER_NOT_STARTED, HEADER_TOKEN_IDS
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
+from slipway_gateway.apis import refusal_response
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -441,7 +442,7 @@ class Requests:
         record.status = refusal.status
         record.finish = record.finish or "refused"
         record.error = record.error or refusal.kind
-        return self._forwarder.sign(refusal.response(), record)
+        return self._forwarder.sign(refusal_response(refusal, record.path), record)
 
 
 def _says_engine_dead(body: bytes) -> bool:

@@ -66,6 +66,7 @@ def load_weights(
             matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             share,
+            scores_tokens=not options.pooling,
         )
 
 

@@ -75,6 +75,10 @@ class Decoder:
         shared = isinstance(head, Dense) and head.weight is self._embedding.weight
         return layers + self._head.nbytes + (0 if shared else self._embedding.weight.nbytes)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The hidden states as the model puts them out: what embeddings are made of. (R, H) -> (R, H)."""
+        return self._norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, for the rows that sample one. (R, H) -> (R, V), float32."""
         return self._head(self._norm(hidden)).float()
@@ -90,10 +94,13 @@ def load_decoder(
     make_matmul: MakeMatmul = Dense,
     make_head: MakeMatmul = Dense,
     share: Share = WHOLE,
+    *,
+    scores_tokens: bool = True,
 ) -> Decoder:
     """Build the decoder, or a rank's share of it, from a checkpoint's tensors.
 
-    `make_…` decides in which form its matrices compute.
+    `make_…` decides in which form its matrices compute; `scores_tokens`: false where nothing is ever sampled, so that
+    the matrix of the head is not read.
     """
     hidden, vocabulary = config.hidden_size, config.vocab_size
     own = part_of(config, share.size)
@@ -144,11 +151,14 @@ def load_decoder(
 
     table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden)
     layers = checkpoint.in_parallel(layer, config.num_layers)
-    if config.tied_embeddings:
+    if not scores_tokens:
+        checkpoint.ignore("lm_head.weight")
+        head = Linear(Dense(table))
+    elif config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
         head = Linear(make_head(table))  # the matrix that reads tokens also scores them
     else:
         head = Linear(make_head(checkpoint.take("lm_head.weight", vocabulary, hidden)))
-    embedding = Embedding(table, shared=config.tied_embeddings and isinstance(head.matmul, Dense))
+    embedding = Embedding(table, shared=head.matmul.weight is table if isinstance(head.matmul, Dense) else False)
     rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, max_positions, dtype, device)
     return Decoder(embedding, layers, norm("model.norm"), head, rotary)

@@ -47,6 +47,9 @@ class Checkpoint:
                 if name in self._places:
                     raise ModelRefusedError(f"the checkpoint holds the tensor {name} twice")
                 self._places[name] = (file, entry)
+        # Saved without the head, a model's names lack their first part: embedding models are published so.
+        if "embed_tokens.weight" in self._places:
+            self._places = {f"model.{name}": place for name, place in self._places.items()}
         self._left = set(self._places)
         self._lock = threading.Lock()
         self._on_progress = on_progress

@@ -15,6 +15,7 @@ from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import StepInputs, prepare_inputs
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
+from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.sampler import Masks, Sampler
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 
@@ -46,6 +47,7 @@ class Runner:
         self.adapters = adapters  # None: adapters are off
         self.host: HostArena | None = None  # None: cold blocks are dropped
         self.graphs: DecodeGraphs | None = None  # None: every step is computed as it is planned
+        self.pooler: Pooler | None = None  # None: this engine generates
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._rows = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size))
@@ -76,6 +78,8 @@ class Runner:
             return self._sample(plan, inputs, scores, masks)
         lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
         hidden = self.hidden(inputs, lora)
+        if self.pooler is not None:
+            return self.pooler(plan, inputs, hidden, self.decoder.normed)
         last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
         result = self._sample(plan, inputs, self.logits(last) if len(inputs.sampled_rows) else None, masks)
         # A step that samples after each of its tokens is past all prompts.

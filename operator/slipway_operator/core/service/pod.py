@@ -154,6 +154,8 @@ def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
         quantization=runtime.quantization,
         kv_cache_dtype=runtime.kv_cache.dtype,
         kv_cache_host_bytes=runtime.kv_cache.host_bytes,
+        task=runtime.task,
+        pooling=runtime.pooling,
         deterministic=runtime.deterministic,
         tensor_parallel_size=runtime.tensor_parallel_size,
         speculation=runtime.speculation.method,
