@@ -222,7 +222,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None  # None: of another API
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
@@ -237,12 +237,15 @@ def text_of(answer: bytes) -> dict[int, str] | None:
     texts: dict[int, str] = {}
     try:
         for body in bodies:
-            for choice in _decode(body).choices:
+            choices = _decode(body).choices
+            if choices is None:
+                return None
+            for choice in choices:
                 part = choice.delta or choice.message
                 texts[choice.index] = texts.get(choice.index, "") + (choice.text or (part and part.content) or "")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return texts or None
+    return texts
 
 
 def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:
