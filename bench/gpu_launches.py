@@ -208,7 +208,7 @@ def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
     step([8190] * 3, [1] * 3)
     for size in (1, 8, 256):
         yield f"graph {size}"
-        step([99] * size, [1] * size, plan=gpu.plan_to_repeat(size, MAX_MODEL_LEN, PAGE, LIKE))
+        step([99] * size, [1] * size, plan=gpu.plan_for_capture(size, MAX_MODEL_LEN, PAGE, LIKE))
     yield f"prefill {TOKENS}"
     step([0], [TOKENS])
     yield "mixed"
@@ -246,7 +246,7 @@ def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterat
             yield f"{name} {tokens}"
             x, y = torch.empty(tokens, size, dtype=dtype), torch.empty(tokens, sum(outs), dtype=dtype)
             gpu.add_lora(x, y, weights, gpu.plan_lora(np.zeros(tokens, dtype=np.int64), slots, LIKE))
-            gpu.add_lora(x, y, weights, gpu.plan_lora_to_repeat(tokens, slots, LIKE))
+            gpu.add_lora(x, y, weights, gpu.plan_lora_for_capture(tokens, slots, LIKE))
 
 
 def compile_launch(launch: Launch) -> Any:

@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         help="/health fails when requests wait and no step was made for so long; above the longest step",
     )
     serve.add_argument("--speculation", choices=("", *SpeculationMethod), default="", help="where drafts come from")
-    serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens guessed at most in one step")
+    serve.add_argument("--speculation-max-tokens", type=int, default=0, help="tokens drafted at most in one step")
     _add_adapter_flags(serve)
     serve.add_argument(
         "--kv-events-endpoint", default="", metavar="ADDRESS", help="publish KV events here: tcp://*:5557"

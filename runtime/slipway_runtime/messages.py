@@ -31,17 +31,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int = 0  # draws are keyed by (seed, position): the same under any batching
+    seed: int = 0  # samples are keyed by (seed, position): the same under any batching
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score)
-    logprobs: int | None = None  # per drawn token: its own, and those of so many likeliest; None: none
+    logprobs: int | None = None  # per sampled token: its own, and those of so many likeliest; None: none
     prompt_logprobs: int | None = None  # the same for the prompt; such a request reads no cached prefix
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence tokens
     ignore_eos: bool = False
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must look like; checked at the door, enforced at every draw."""
+    """What an answer must look like; checked at the door, enforced at every sample."""
 
     kind: str  # json_object | json_schema | regex | choice | lark | structural_tag
     text: str  # the schema, expression or grammar itself; of `choice` a JSON list of strings
@@ -60,8 +60,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_salt: str = ""  # prefixes are shared only under the same salt
     adapter: str = ""  # the content digest of a loaded adapter; empty: the base model
     grammar: Grammar | None = None
-    n: int = 1  # answers wanted: they share the blocks of the prompt, and draw with seed, seed + 1, …
-    output_token_ids: tuple[int, ...] = ()  # drawn elsewhere before a handover: output that is known already
+    n: int = 1  # answers wanted: they share the blocks of the prompt, and sample with seed, seed + 1, …
+    output_token_ids: tuple[int, ...] = ()  # sampled elsewhere before a handover: output that is known already
     public: bool = False  # the service's own prompt: whatever their salt, all may use its prefix. Set at boot only
 
 
@@ -97,7 +97,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """What one step computed."""
 
     rows: int  # sequences
-    tokens: int  # of all of them; guesses that were verified are counted
+    tokens: int  # of all of them; draft tokens that were verified are counted
     seconds: float  # from its plan to its results
     at: float  # when it was planned, or when the loop began to wait for it; same clock as Request.arrived
 
@@ -338,7 +338,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     params: SamplingParams
     adapter_slot: int = -1  # -1: the base model alone
-    grammar: bool = False  # its draws wait for a mask
+    grammar: bool = False  # its samples wait for a mask
     request_id: str = ""  # whose it is: the masks of a plan are made by the engine, which knows requests
     index: int = 0  # which of the request's answers
 
@@ -372,14 +372,14 @@ HostMove = Demote | Promote | GiveBack
 
 
 class TokenMasks(msgspec.Struct, frozen=True):
-    """Which tokens may be drawn, for draws that a grammar binds. Bit t % 32 of word t // 32 allows token t."""
+    """Which tokens may be sampled, for samples that a grammar binds. Bit t % 32 of word t // 32 allows token t."""
 
-    draws: tuple[int, ...]  # places among all draws of the plan, in order; a row with K drafts draws K + 1 times
-    words: bytes  # (len(draws), ceil(vocabulary / 32)) little-endian 32-bit words
+    samples: tuple[int, ...]  # places among all samples of the plan, in order; a row with K drafts samples K + 1 times
+    words: bytes  # (len(samples), ceil(vocabulary / 32)) little-endian 32-bit words
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step computes. Rows of one new token come first; all tuples run parallel to `rows`."""
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step computes. InputBatch of one new token come first; all tuples run parallel to `rows`."""
 
     step: int
     new_rows: tuple[NewRow, ...] = ()
@@ -390,15 +390,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_computed: tuple[int, ...] = ()  # tokens of the row whose KV is there already
     num_new: tuple[int, ...] = ()  # tokens to compute now, drafts included
     new_blocks: tuple[tuple[int, ...], ...] = ()  # appended to the row's block table
-    samples: tuple[bool, ...] = ()  # whether the row reaches its last known token, and so draws the next one
-    # Guesses of what the row would draw, computed in the same step and kept as far as they prove right.
+    samples: tuple[bool, ...] = ()  # whether the row reaches its last known token, and so samples the next one
+    # Guesses of what the row would sample, computed in the same step and kept as far as they prove right.
     # Empty: no row has any. Else parallel to `rows`.
     drafts: tuple[tuple[int, ...], ...] = ()
     masks: TokenMasks | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step drew, parallel to the plan's rows: (), a token, or accepted drafts and the token after them."""
+    """What one step sampled, parallel to the plan's rows: (), a token, or accepted drafts and the token after them."""
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]

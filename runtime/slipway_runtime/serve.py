@@ -45,7 +45,7 @@ from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
-from slipway_runtime.server.structured import GrammarDoor
+from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage.fetch import (
@@ -288,7 +288,7 @@ def _model(
         engine=client,
         prompts=PromptEncoder(fetched.tokenizer, max_model_len=facts.max_model_len, threads=threads),
         metrics=metrics,
-        grammars=GrammarDoor.over(fetched.tokenizer.tokenizer, facts.eos_token_ids),
+        grammars=GrammarValidator.over(fetched.tokenizer.tokenizer, facts.eos_token_ids),
         adapters=adapters,
         defaults=settings.sampling_defaults.over(model_defaults(fetched.directory)),
         max_output_tokens=settings.max_output_tokens,

@@ -9,13 +9,13 @@ import torch
 import slipway_runtime
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.matmul import Dense
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.models.weights import Checkpoint
-from slipway_runtime.worker.inputs import pack
+from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 
@@ -67,7 +67,7 @@ class Machine:
     def logits(self, *work: Stretch) -> dict[int, torch.Tensor]:
         """By row: the scores after each token of its stretch. (n, V)."""
         work = tuple(sorted(work, key=lambda stretch: stretch.end - stretch.start != 1))
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
                 NewRow(row=w.row, token_ids=tuple(w.tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
@@ -82,7 +82,7 @@ class Machine:
             samples=(False,) * len(work),
         )  # fmt: skip
         with torch.inference_mode():
-            self._runner._rows.take_in(plan)
-            inputs = pack(plan, self._runner._rows, self._block, CPU)
+            self._runner._rows.update_states(plan)
+            inputs = prepare_inputs(plan, self._runner._rows, self._block, CPU)
             scores = self.decoder.logits(self._runner.hidden(inputs))
         return dict(zip(plan.rows, scores.split(list(plan.num_new)), strict=True))

@@ -1,6 +1,6 @@
 """A worker with pencil and paper: executes plans exactly, over a "KV cache" that remembers which token was written.
 
-The token that it draws is a hash of what it reads back through the block table, and of the adapter that is in the slot
+The token that it samples is a hash of what it reads back through the block table, and of the adapter in the slot
 at that moment. So a block that is shared wrongly, reused too early, computed under another adapter or never written
 changes the output, or fails an assertion on the spot.
 """
@@ -18,7 +18,7 @@ from slipway_runtime.messages import (
     Promote,
     Request,
     SamplingParams,
-    StepPlan,
+    SchedulerOutput,
     StepResult,
     TokenLogprobs,
 )
@@ -34,7 +34,7 @@ EOS = 0
 def next_token(token_ids: Iterable[int], adapter: str = "", seed: int = 0, variety: int = VOCABULARY - 1) -> int:
     """The "model": what follows these tokens. Never EOS, unless a test asks a length of it.
 
-    `seed`: answers of one request differ. `variety`: few words make copies, and guesses that prove right.
+    `seed`: answers of one request differ. `variety`: few words make copies, and draft tokens that prove right.
     """
     digest = blake2b(repr((list(token_ids), adapter, seed)).encode(), digest_size=4).digest()
     return 1 + int.from_bytes(digest, "big") % variety
@@ -52,7 +52,7 @@ def continuation(
 
 
 class PaperWorker:
-    """`memory`: how many tokens back the model looks when it draws; a short one repeats itself. It reads all anyway."""
+    """`memory`: how many tokens back the model looks when it samples; a short one repeats itself. It reads all."""
 
     def __init__(self, block_size: int, memory: int | None = None) -> None:
         self.block_size = block_size
@@ -65,7 +65,7 @@ class PaperWorker:
         self.adapters: dict[int, str] = {}  # adapter slot -> digest
         self.steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: SchedulerOutput) -> StepResult:
         assert plan.step == self.steps + 1, "plans are executed in their order"
         self.steps = plan.step
         for load in plan.adapter_loads:
@@ -83,12 +83,14 @@ class PaperWorker:
         for source, target in plan.copies:
             self._copy(source, target)
         self.written: set[int] = set()
-        drawn, scores = [], []
+        sampled, scores = [], []
         for index, row in enumerate(plan.rows):
             drafts = plan.drafts[index] if plan.drafts else ()
-            drawn.append(self._row(row, plan.num_computed[index], plan.num_new[index], plan.samples[index], drafts))
+            sampled.append(self._row(row, plan.num_computed[index], plan.num_new[index], plan.samples[index], drafts))
             scores.append(self._score(row, plan.num_computed[index], plan.num_new[index]))
-        return StepResult(step=plan.step, token_ids=tuple(drawn), prompt_logprobs=tuple(scores) if any(scores) else ())
+        return StepResult(
+            step=plan.step, token_ids=tuple(sampled), prompt_logprobs=tuple(scores) if any(scores) else ()
+        )
 
     def _row(self, row: int, computed: int, new: int, samples: bool, drafts: tuple[int, ...]) -> tuple[int, ...]:
         tokens = self.tokens[row]
@@ -97,22 +99,22 @@ class PaperWorker:
         assert new - len(drafts) >= 1
         assert samples == (computed + new - len(drafts) == len(tokens))
         assert samples or not drafts
-        guessed = [*tokens, *drafts]
+        drafted = [*tokens, *drafts]
         for position in range(computed, computed + new):
             place = self._place(row, position)
             assert place not in self.written, "two rows of one step write to the same place"
             self.written.add(place)
-            self.cache[place] = (guessed[position], adapter)
+            self.cache[place] = (drafted[position], adapter)
         if not samples:
             return ()
         accepted: list[int] = []
-        for guess in (*drafts, None):  # draw at every position, and go on while the guess was the draw
+        for draft in (*drafts, None):  # sample at every position, and go on while the draft was the sample
             read = [self.cache[self._place(row, position)] for position in range(len(tokens))]
             assert read == [(token, adapter) for token in tokens], "the cache holds other tokens than the sequence"
             token = next_token(tokens if self.horizon is None else tokens[-self.horizon :], adapter, seed)
             accepted.append(token)
             tokens.append(token)
-            if token != guess:
+            if token != draft:
                 break
         return tuple(accepted)
 
@@ -193,9 +195,9 @@ class Play:
         self.host: set[str] = set()  # adapters whose copy is in host memory
         self.now = 0.0
         self.outputs: dict[str, list[Output]] = {}
-        self.plan = StepPlan(step=0)
-        self.plans: deque[StepPlan] = deque()  # in flight
-        self.all_plans: list[StepPlan] = []
+        self.plan = SchedulerOutput(step=0)
+        self.plans: deque[SchedulerOutput] = deque()  # in flight
+        self.all_plans: list[SchedulerOutput] = []
         self.most_in_flight = 0
 
     def add(self, id: str, prompt: Iterable[int], max_tokens: int = 4, **fields: object) -> Request:

@@ -104,7 +104,7 @@ class Adapters(Generic[_A]):
     def after_step(self, now: float, *, in_flight: bool) -> None:
         """Take in what was read, read what is wanted, forget what is not. `in_flight`: another plan is executed."""
         while not self._was_read.empty():
-            self._take_in(self._was_read.get(), now)
+            self._update(self._was_read.get(), now)
         for digest in self._scheduler.take_wanted_adapters():
             self._start_reading(digest)
         for digest in self._forget_next:
@@ -128,7 +128,7 @@ class Adapters(Generic[_A]):
         self._told = self._scheduler.adapters_version
         return self._scheduler.adapters()
 
-    def _take_in(self, read: _Read[_A], now: float) -> None:
+    def _update(self, read: _Read[_A], now: float) -> None:
         if read.adapter is None:
             self._scheduler.adapter_failed(read.digest, read.error, now)
         else:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from slipway_runtime.engine.capture import capture_or_say_why_not
 from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.kv_events import KvEventPublisher
@@ -29,20 +30,19 @@ from slipway_runtime.engine.parts import (
     use_threads,
 )
 from slipway_runtime.engine.ranks import Ranks
-from slipway_runtime.engine.recording import record_or_say_why_not
-from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, StepPlan, StepResult, WarmingUp
+from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.sharding import WHOLE
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import CudaRecord
+from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
+from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
 _DEFAULTS = EngineOptions()
@@ -52,7 +52,7 @@ _NOT_RECORDED = "decode steps are computed one by one: those of several ranks ar
 class Compute(Protocol):
     """Executes a plan, alone or with other ranks."""
 
-    def __call__(self, plan: StepPlan, masks: Masks | None = None) -> StepResult: ...  # noqa: D102
+    def __call__(self, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult: ...  # noqa: D102
 
 
 def build_engine(
@@ -79,14 +79,14 @@ def build_engine(
     ranks = Ranks(plan, directory=directory, on_death=on_death) if options.tensor_parallel_size > 1 else None
     share = WHOLE if ranks is None else ranks.share
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
-    with shortage_refused("the weights", plan.device):
+    with oom_refused("the weights", plan.device):
         decoder = load_weights(plan, kernels, on_news, share)
         weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.loaded())
-    with shortage_refused("the adapters", plan.device):
+    with oom_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels)
     # None where there is no tokenizer: an answer that a grammar binds can then only end.
     grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids)
-    with shortage_refused("the KV cache", plan.device):
+    with oom_refused("the KV cache", plan.device):
         size = size_pool(plan, decoder, kernels)
         size = size if ranks is None else ranks.agree(size)
         length = plan.fit_pool(plan.max_model_len, size.num_blocks * options.block_size)
@@ -105,7 +105,7 @@ def build_engine(
         )
     del decoder  # the runner's alone: a sleeping engine drops it
     tier: HostTier | None = None
-    with shortage_refused("cold KV blocks in host memory", plan.device):
+    with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             tier, runner.host = made
     compute: Compute = runner.execute if ranks is None else partial(ranks.execute, runner)
@@ -114,11 +114,11 @@ def build_engine(
 
     on_news(WarmingUp())
     worker = Worker(execute) if plan.overlap else None
-    with shortage_refused("the largest batch", plan.device):
+    with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
     if plan.device.type == "cuda":
-        recorded = record_or_say_why_not(runner, CudaRecord(), plan.device) if ranks is None else _NOT_RECORDED
+        recorded = capture_or_say_why_not(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
@@ -184,7 +184,7 @@ def _new_scheduler(
     )
 
 
-def _execute(compute: Compute, grammars: Grammars | None, plan: StepPlan) -> StepResult:
+def _execute(compute: Compute, grammars: Grammars | None, plan: SchedulerOutput) -> StepResult:
     """One plan, with the masks of its grammars, which are made while the model computes."""
     return compute(plan, None if grammars is None else grammars.masks(plan))
 
@@ -209,7 +209,7 @@ def _warm_up(
             scheduler.adapter_loaded(adapter.digest, 0.0, num_bytes=0, rank=plan.max_rank)
             digests.append(adapter.digest)
 
-    def execute(step: StepPlan, masks: Masks) -> StepResult:
+    def execute(step: SchedulerOutput, masks: Masks) -> StepResult:
         masked = partial(compute, masks=masks)
         return masked(step) if worker is None else worker.call(masked, step).result()
 

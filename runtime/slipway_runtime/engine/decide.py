@@ -16,7 +16,7 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.worker.kv_cache import default_budget_bytes
 
-_DRAFT_TOKENS = 4  # that a row may guess in a step, when speculation is on and nobody says how many
+_DRAFT_TOKENS = 4  # that a row may draft in a step, when speculation is on and nobody says how many
 _RANK = 16  # of adapters, when they are on and nobody says
 
 

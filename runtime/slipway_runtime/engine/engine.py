@@ -28,8 +28,8 @@ from slipway_runtime.messages import (
     Reply,
     Request,
     ResetPrefixCache,
+    SchedulerOutput,
     Sleep,
-    StepPlan,
     StepReport,
     StepResult,
     UnloadAdapter,
@@ -38,13 +38,13 @@ from slipway_runtime.messages import (
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.scheduling.kv_events import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.worker.shortage import StepOutOfMemoryError
+from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
 
 log = structlog.get_logger()
 
 MOST_SHORTAGES: Final = 3
 BLOCKS_CHECKED_WHEN_IDLE: Final = 1024  # some 0.3 ms, after each lone request
-Execute = Callable[[StepPlan], StepResult]
+Execute = Callable[[SchedulerOutput], StepResult]
 
 
 class Grammars(Protocol):
@@ -163,7 +163,7 @@ class Engine:
         except StepOutOfMemoryError as error:
             return self._report(self._give_up(error, now), now, planning=planned - began)
         executed = self._stopwatch()
-        outputs = self._take_in(plan, result, now, executed - began)
+        outputs = self._update(plan, result, now, executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
 
     def idle(self) -> None:
@@ -219,8 +219,8 @@ class Engine:
 
     # --- the second half of a step
 
-    def _take_in(
-        self, plan: StepPlan, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
+    def _update(
+        self, plan: SchedulerOutput, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
     ) -> list[Output]:
         """What a plan brought, so many seconds after `now`. `in_flight`: whether another one is being executed."""
         self._shortages = 0

@@ -1,4 +1,4 @@
-"""Where each answer stands in its grammar, and which tokens it may draw next. No torch: the engine process asks.
+"""Where each answer stands in its grammar, and which tokens it may sample next. No torch: the engine process asks.
 
     grammars.start(request)                             # when it comes in: compiles beside the steps
     grammars.take_compiled()                            # whose grammars are there since: until then nobody plans them
@@ -27,7 +27,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
-from slipway_runtime.messages import Output, Request, StepPlan, TokenMasks
+from slipway_runtime.messages import Output, Request, SchedulerOutput, TokenMasks
 
 SOON_SECONDS: Final = 0.002  # most grammars compile within; for a slow one no step waits
 Key = tuple[str, int]  # a request's id, and which of its answers
@@ -104,23 +104,23 @@ class Grammars:
         self._aside -= len(compiled)
         return compiled
 
-    def masks(self, plan: StepPlan) -> Callable[[], TokenMasks | None]:
-        """Begin to make the masks of a plan's draws; what comes back waits for them. No `accept` before it was called.
+    def masks(self, plan: SchedulerOutput) -> Callable[[], TokenMasks | None]:
+        """Begin to make the masks of a plan's samples; what comes back waits for them. No `accept` before that.
 
         Every plan must be given: they say who has which row. Draws after a draft that the grammar refuses get no
         mask: they can never be kept.
         """
         for new in plan.new_rows:
             self._rows[new.row] = new.request_id, new.index
-        drawing: list[tuple[int, _Answer, tuple[int, ...]]] = []
-        first = 0  # the row's first place among all draws
+        sampled: list[tuple[int, _Answer, tuple[int, ...]]] = []
+        first = 0  # the row's first place among all samples
         if self._answers:
             for place in np.flatnonzero(plan.samples).tolist():
-                guessed = plan.drafts[place] if plan.drafts else ()
+                drafted = plan.drafts[place] if plan.drafts else ()
                 if (answer := self._answers.get(self._rows.get(plan.rows[place], _NOBODY))) is not None:
-                    drawing.append((first, answer, guessed))
-                first += 1 + len(guessed)
-        return self._masking.submit(self._make, drawing).result if drawing else _no_masks
+                    sampled.append((first, answer, drafted))
+                first += 1 + len(drafted)
+        return self._masking.submit(self._make, sampled).result if sampled else _no_masks
 
     def accept(self, output: Output) -> str:
         """Follow what was emitted; every Output may be given. Empty, or why the answer must end with an error."""
@@ -133,23 +133,23 @@ class Grammars:
             del self._answers[key]
         return answer.error
 
-    def _make(self, drawing: list[tuple[int, "_Answer", tuple[int, ...]]]) -> TokenMasks:
+    def _make(self, sampled: list[tuple[int, "_Answer", tuple[int, ...]]]) -> TokenMasks:
         began = time.perf_counter()
-        draws: list[int] = []
+        samples: list[int] = []
         masks: list[Words] = []
-        for first, answer, guessed in drawing:
-            made = self._masks_of(answer, guessed)
-            draws.extend(range(first, first + len(made)))
+        for first, answer, drafted in sampled:
+            made = self._masks_of(answer, drafted)
+            samples.extend(range(first, first + len(made)))
             masks.extend(made)
-        made_all = TokenMasks(tuple(draws), np.stack(masks).astype("<u4").tobytes())
+        made_all = TokenMasks(tuple(samples), np.stack(masks).astype("<u4").tobytes())
         self.mask_seconds += time.perf_counter() - began
         return made_all
 
-    def _masks_of(self, answer: "_Answer", guessed: tuple[int, ...]) -> list[Words]:
+    def _masks_of(self, answer: "_Answer", drafted: tuple[int, ...]) -> list[Words]:
         """One mask for the next token, and one after each drafted token as far as the grammar takes them."""
         made = [self._mask(answer)]
         taken = 0
-        for token in guessed:
+        for token in drafted:
             if (matcher := answer.ready()) is None:
                 break
             if not matcher.is_stopped():
@@ -208,4 +208,4 @@ class _Answer:
             if matcher.is_stopped() and token in self.eos_token_ids:
                 continue  # the end was said already: min_tokens or ignore_eos want more tokens than the grammar has
             if not matcher.consume_token(token):
-                self.error = "a token was drawn that the grammar does not allow"
+                self.error = "a token was sampled that the grammar does not allow"

@@ -2,7 +2,7 @@
 
     python -m slipway_runtime.engine.rank        # its standard input is a socket: RankStart, then orders; news go back
 
-It draws nothing, so it needs neither masks nor the sampler.
+It samples nothing, so it needs neither masks nor the sampler.
 """
 
 import gc
@@ -24,13 +24,13 @@ from slipway_api import logs
 from slipway_runtime.engine.decide import decide
 from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
 from slipway_runtime.engine.ranks import RankLoaded, RankOrder, RankPool, RankSized, RankStart, RankStep
-from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.messages import EngineFailed, StepPlan
+from slipway_runtime.messages import EngineFailed, SchedulerOutput
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.models.sharding import Share
 from slipway_runtime.worker.collective import Collective, PeerLostError
 from slipway_runtime.worker.kv_cache import allocate_cache
+from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
 _O = TypeVar("_O", RankPool, RankStep)
@@ -103,11 +103,11 @@ def follow(leader: Leader) -> None:
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     collective = Collective(rank, options.tensor_parallel_size, plan.device)
     share = Share(rank, options.tensor_parallel_size, collective.sum)
-    with shortage_refused("the weights", plan.device):
+    with oom_refused("the weights", plan.device):
         decoder = load_weights(plan, kernels, share=share)
     leader.tell(RankLoaded(decoder.nbytes))
     collective.join(Path(leader.start.store))
-    with shortage_refused("the KV cache", plan.device):
+    with oom_refused("the KV cache", plan.device):
         size = size_pool(plan, decoder, kernels)
         leader.tell(RankSized(size.num_blocks))
         size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
@@ -121,15 +121,15 @@ def follow(leader: Leader) -> None:
             eos_token_ids=plan.eos_token_ids,
             device=plan.device,
         )
-    with shortage_refused("cold KV blocks in host memory", plan.device):
+    with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             _, runner.host = made
     gc.collect()
     gc.freeze()
-    before = StepPlan(step=0)
+    before = SchedulerOutput(step=0)
     while True:
         step = leader.expect(RankStep)
-        runner.learn(before, step.drawn)
+        runner.learn(before, step.sampled)
         runner.follow(step.plan)
         before = step.plan
 

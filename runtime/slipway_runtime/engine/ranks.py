@@ -1,7 +1,7 @@
 """The other ranks of an engine whose model is too large for one device: started, told every plan, and seen to die.
 
-    rank 0   this engine: schedules, computes its share, draws
-    rank n   a process (rank.py) that computes its share of the same plans, and hears with each what the last one drew
+    rank 0   this engine: schedules, computes its share, samples
+    rank n   a process (rank.py) that computes its share of the same plans, and hears with each the tokens sampled last
 
 A socket pair to each carries msgpack in both directions. The kernel closes it, whatever ended one of them: rank n ends
 when rank 0 does, and rank 0 hears of rank n's end at once. Numbers travel another way: worker/collective.py.
@@ -26,7 +26,7 @@ import msgspec
 from slipway_runtime.engine.decide import EnginePlan
 from slipway_runtime.engine.launch import how_it_ended
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.messages import EngineFailed, StepPlan, StepResult
+from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.models.sharding import Share
 from slipway_runtime.worker.collective import Collective, PeerLostError
@@ -65,10 +65,10 @@ class RankPool(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The next plan, and what the one before drew."""
+    """The next plan, and what the one before sampled."""
 
-    plan: StepPlan
-    drawn: tuple[tuple[int, ...], ...]  # parallel to the rows of the plan before
+    plan: SchedulerOutput
+    sampled: tuple[tuple[int, ...], ...]  # parallel to the rows of the plan before
 
 
 RankNews = RankLoaded | RankSized | EngineFailed
@@ -92,7 +92,7 @@ class Ranks:
         self.share = Share(0, size, self._collective.sum)
         self._store = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory)) / "store"
         self._encoder = msgspec.msgpack.Encoder()
-        self._drawn: tuple[tuple[int, ...], ...] = ()
+        self._sampled: tuple[tuple[int, ...], ...] = ()
         self._within = False  # a step that has begun and has not ended well
         self._deaths = deaths = queue.SimpleQueue[EngineFailed]()
 
@@ -121,15 +121,15 @@ class Ranks:
         self._tell(RankPool(agreed))
         return replace(size, num_blocks=agreed)
 
-    def execute(self, runner: Runner, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+    def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """As `runner.execute` does, with everybody at it. Raises RankDiedError."""
         if self._within:
             raise RankDiedError("a step has failed on rank 0, and the other ranks cannot come out of it")
-        self._tell(RankStep(plan=plan, drawn=self._drawn))
+        self._tell(RankStep(plan=plan, sampled=self._sampled))
         self._within = True
         with self._or_why_not():
             result = runner.execute(plan, masks)
-        self._within, self._drawn = False, result.token_ids
+        self._within, self._sampled = False, result.token_ids
         return result
 
     def _tell(self, order: RankOrder) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipway_runtime.engine.recording import record_or_say_why_not
-from slipway_runtime.engine.shortage import shortage_refused
+from slipway_runtime.engine.capture import capture_or_say_why_not
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.worker.graphs import CudaRecord
+from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.offload import HostCopy, tensors_of
+from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
 
@@ -61,20 +61,20 @@ class Sleeper:
         """Take it again. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
         runner = self._runner
         if self._host is not None:
-            with shortage_refused("the weights", self._device):
+            with oom_refused("the weights", self._device):
                 self._host.restore()
             self._host = None
         if self._dropped:
-            with shortage_refused("the weights", self._device):
+            with oom_refused("the weights", self._device):
                 decoder = self._load_weights()
             linears = (linear for layer in decoder.layers for linear in layer.linears)
             for linear, hook in zip(linears, self._hooks, strict=True):
                 linear.lora = hook
             runner.decoder, self._dropped = decoder, False
         if not runner.caches:
-            with shortage_refused("the KV cache", self._device):
+            with oom_refused("the KV cache", self._device):
                 runner.caches = self._allocate_cache()
         if self._recorded:
-            record_or_say_why_not(runner, CudaRecord(), self._device)
+            capture_or_say_why_not(runner, CudaCapture(), self._device)
             self._recorded = False
         self.level = 0

@@ -2,7 +2,7 @@
 
 What a first call allocates, compiles or pages in happens here, for every path that a request can reach: the widest
 prefill, a context beyond one attention tile and one chunk, full batches and single rows, greedy and every kind of
-sampled draw, scores for logprobs, masks, drafts that are verified, and no, one and all adapter slots. Nothing of it
+sampled sample, scores for logprobs, masks, drafts that are verified, and no, one and all adapter slots. Nothing of it
 stays but the warmth.
 """
 
@@ -12,14 +12,14 @@ from functools import partial
 
 import msgspec
 
-from slipway_runtime.messages import Grammar, Request, SamplingParams, StepPlan, StepResult, TokenMasks
+from slipway_runtime.messages import Grammar, Request, SamplingParams, SchedulerOutput, StepResult, TokenMasks
 from slipway_runtime.scheduling.scheduler import Scheduler
 
 LONG_CONTEXT = 1100  # beyond one part of a split attention, whose parts are then merged
 WIDEST_BATCHES = 2  # the first ones begin with a step of max_num_batched_tokens
 Masks = Callable[[], TokenMasks | None]
 
-_DRAWS = (
+_SAMPLING = (
     SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, ignore_eos=True),
     SamplingParams(max_tokens=3, temperature=0.7, top_k=5, min_p=0.1, seed=1, ignore_eos=True),
@@ -37,7 +37,7 @@ _DRAWS = (
 
 def warm_up(
     scheduler: Scheduler,
-    execute: Callable[[StepPlan, Masks], StepResult],
+    execute: Callable[[SchedulerOutput, Masks], StepResult],
     *,
     vocab_size: int,
     adapters: tuple[str, ...] = (),
@@ -71,30 +71,30 @@ def _batches(scheduler: Scheduler, adapters: tuple[str, ...]) -> Iterator[list[R
             id=f"warm-{name}", prompt_token_ids=(token,) * length, params=params, arrived=0.0, adapter=adapter
         )
 
-    for draws in (_DRAWS[:1], _DRAWS):  # all rows plain, then mixed
+    for samples in (_SAMPLING[:1], _SAMPLING):  # all rows plain, then mixed
         lengths = [widest, *[1] * (scheduler.max_num_seqs - 1)]
         yield [
-            request(f"{len(draws)}-{index}", length, draws[index % len(draws)], token=index % 2)
+            request(f"{len(samples)}-{index}", length, samples[index % len(samples)], token=index % 2)
             for index, length in enumerate(lengths)
         ]
-    yield [request("long", max(min(LONG_CONTEXT, most), 1), _DRAWS[0])]
+    yield [request("long", max(min(LONG_CONTEXT, most), 1), _SAMPLING[0])]
     scored = request("scored", min(8, most), SamplingParams(max_tokens=2, prompt_logprobs=1, logprobs=0))
-    bound = request("bound", min(8, most), _DRAWS[1])
+    bound = request("bound", min(8, most), _SAMPLING[1])
     yield [scored, msgspec.structs.replace(bound, grammar=Grammar(kind="regex", text=".*"))]
-    # A text that repeats itself has something to guess; the bias makes the guesses come true.
+    # A text that repeats itself has something to draft; the bias makes the draft tokens come true.
     repeats = SamplingParams(max_tokens=min(16, most), temperature=0.0, logit_bias=((1, 100.0),), ignore_eos=True)
     if scheduler.speculation is not None:
-        yield [request(f"guessed-{index}", min(16, most), repeats) for index in range(min(2, scheduler.max_num_seqs))]
+        yield [request(f"drafted-{index}", min(16, most), repeats) for index in range(min(2, scheduler.max_num_seqs))]
     for count in sorted({1, len(adapters)} if adapters else ()):
-        yield [request(f"adapter-{count}-base", 2, _DRAWS[0])]
+        yield [request(f"adapter-{count}-base", 2, _SAMPLING[0])]
         yield [
-            request(f"adapter-{count}-{index}", min(widest // count, 32) or 1, _DRAWS[0], adapters[index])
+            request(f"adapter-{count}-{index}", min(widest // count, 32) or 1, _SAMPLING[0], adapters[index])
             for index in range(count)
         ]
 
 
-def _all_allowed(plan: StepPlan, vocab_size: int) -> TokenMasks | None:
-    draws = sum(
+def _all_allowed(plan: SchedulerOutput, vocab_size: int) -> TokenMasks | None:
+    samples = sum(
         1 + (len(plan.drafts[index]) if plan.drafts else 0) for index, samples in enumerate(plan.samples) if samples
     )
-    return TokenMasks(tuple(range(draws)), b"\xff" * (4 * -(-vocab_size // 32) * draws))
+    return TokenMasks(tuple(range(samples)), b"\xff" * (4 * -(-vocab_size // 32) * samples))

@@ -112,8 +112,8 @@ def plan_in_one_order(num_computed: Ints, num_new: Ints, block_tables: Ints, blo
     return _plan(num_computed, num_new, block_tables, block_size, like, 0, max_chunk_splits=1)
 
 
-def plan_to_repeat(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
-    """For rows of one new token each, in buffers that `refill` writes over: what is launched never changes."""
+def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
+    """For rows of one new token each, in buffers that `update_static_inputs` writes over; launches never change."""
     return Plan(
         lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
         tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
@@ -130,7 +130,7 @@ def plan_to_repeat(num_rows: int, max_model_len: int, block_size: int, like: Ten
     )
 
 
-def refill(plan: Plan, num_computed: Ints, block_tables: Ints) -> None:
+def update_static_inputs(plan: Plan, num_computed: Ints, block_tables: Ints) -> None:
     """Put the rows of a step into a plan to repeat. The rows behind them are padding: length 0, the null block."""
     rows, width = block_tables.shape
     lengths = np.zeros(plan.num_decodes, dtype=np.int32)

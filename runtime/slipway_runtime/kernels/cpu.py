@@ -14,19 +14,19 @@ from torch import Tensor
 from slipway_runtime.kernels import kv_pages, native
 from slipway_runtime.kernels.reference_attention import HeadNorms
 from slipway_runtime.kernels.reference_lora import LoraWeights
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, draw, penalize
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
-    "draw",
     "paged_attention",
     "penalize",
     "plan_attention",
     "plan_lora",
     "rms_norm",
     "rope_and_store",
+    "sample",
     "swiglu",
 ]
 

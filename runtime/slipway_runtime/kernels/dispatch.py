@@ -1,6 +1,6 @@
 """Which implementation of the kernels serves a device.
 
-Shapes: T tokens of the step, Hq query heads on Hkv key-value heads of size D, V vocabulary entries, R rows that draw.
+Shapes: T tokens of the step, Hq query heads on Hkv key-value heads of size D, V vocabulary entries, R rows that sample.
 """
 
 from typing import Any, Protocol, cast
@@ -69,7 +69,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """logits: (R, V)  prompt, output: (R, V) counts  the rest: (R,)."""
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         temperature: Tensor,
@@ -82,25 +82,25 @@ class Kernels(Protocol):
         """logits: (R, V)  the rest: (R,) -> token ids (R,)."""
 
 
-class RepeatableKernels(Kernels, Protocol):
+class CapturableKernels(Kernels, Protocol):
     """Kernels whose launches of a decode step depend on nothing but its number of rows, so they can be recorded."""
 
-    def plan_to_repeat(self, num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
+    def plan_for_capture(self, num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
         """For rows of one new token each, in buffers that stay."""
 
-    def refill(self, plan: AttentionPlan, num_computed: Ints, block_tables: Ints) -> None:
+    def update_static_inputs(self, plan: AttentionPlan, num_computed: Ints, block_tables: Ints) -> None:
         """Put the rows of a step into such a plan; the rows behind them are padding."""
 
-    def plan_lora_to_repeat(self, num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
+    def plan_lora_for_capture(self, num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
         """The same for adapters, whichever of them a step uses."""
 
-    def refill_lora(self, plan: LoraPlan, token_slots: Ints) -> None:
+    def update_static_lora_inputs(self, plan: LoraPlan, token_slots: Ints) -> None:
         """Put the slots of a step's tokens into such a plan. token_slots: (num_tokens,), -1 without an adapter."""
 
 
-def repeatable(kernels: Kernels) -> RepeatableKernels | None:
+def capturable(kernels: Kernels) -> CapturableKernels | None:
     """These kernels, if their decode steps can be recorded."""
-    return cast(RepeatableKernels, kernels) if hasattr(kernels, "plan_to_repeat") else None
+    return cast(CapturableKernels, kernels) if hasattr(kernels, "plan_for_capture") else None
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Kernels:

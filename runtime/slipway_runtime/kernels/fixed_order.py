@@ -21,11 +21,11 @@ from slipway_runtime.kernels.reference import (
     add_lora,
     add_rms_norm,
     apply_bitmask,
-    draw,
     penalize,
     plan_lora,
     rms_norm,
     rope_and_store,
+    sample,
     swiglu,
 )
 
@@ -33,13 +33,13 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
-    "draw",
     "paged_attention",
     "penalize",
     "plan_attention",
     "plan_lora",
     "rms_norm",
     "rope_and_store",
+    "sample",
     "swiglu",
 ]
 

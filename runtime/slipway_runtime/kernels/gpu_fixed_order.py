@@ -9,12 +9,12 @@ from slipway_runtime.kernels.gpu import (
     add_lora,
     add_rms_norm,
     apply_bitmask,
-    draw,
     paged_attention,
     penalize,
     plan_lora,
     rms_norm,
     rope_and_store,
+    sample,
     swiglu,
 )
 
@@ -22,12 +22,12 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
-    "draw",
     "paged_attention",
     "penalize",
     "plan_attention",
     "plan_lora",
     "rms_norm",
     "rope_and_store",
+    "sample",
     "swiglu",
 ]

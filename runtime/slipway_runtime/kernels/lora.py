@@ -30,7 +30,7 @@ from torch import Tensor
 from slipway_runtime.kernels.reference_lora import LoraWeights
 from slipway_runtime.kernels.upload import upload
 
-__all__ = ["add_lora", "plan_lora", "plan_lora_to_repeat", "refill_lora"]
+__all__ = ["add_lora", "plan_lora", "plan_lora_for_capture", "update_static_lora_inputs"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -66,8 +66,8 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
     return Plan(slots=sum(1 << slot for slot in used.tolist()), order=order_on_device, work=work_on_device)
 
 
-def plan_lora_to_repeat(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
-    """For any adapters of so many tokens, in buffers that `refill_lora` fills. Chunks without tokens are skipped."""
+def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
+    """For any adapters of so many tokens, in buffers that `update_static_lora_inputs` fills."""
     most_chunks = num_tokens // CHUNK + min(num_slots, num_tokens)  # each slot may end in a chunk that is not full
     return Plan(
         slots=(1 << num_slots) - 1,
@@ -77,7 +77,7 @@ def plan_lora_to_repeat(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
     )
 
 
-def refill_lora(plan: Plan, token_slots: Ints) -> None:
+def update_static_lora_inputs(plan: Plan, token_slots: Ints) -> None:
     """Put the slots of a step's tokens into a plan to repeat."""
     step = plan_lora(token_slots, 0, torch.empty(0))
     order, work = np.zeros(plan.order.shape, dtype=np.int32), np.zeros(plan.work.shape, dtype=np.int32)

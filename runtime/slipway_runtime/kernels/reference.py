@@ -3,18 +3,18 @@
 from slipway_runtime.kernels.reference_attention import paged_attention, plan_attention, rope_and_store
 from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
 from slipway_runtime.kernels.reference_norms import add_rms_norm, rms_norm, swiglu
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, draw, penalize
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
-    "draw",
     "paged_attention",
     "penalize",
     "plan_attention",
     "plan_lora",
     "rms_norm",
     "rope_and_store",
+    "sample",
     "swiglu",
 ]

@@ -1,7 +1,7 @@
 """Drawing tokens, in plain torch: the definition, and what runs on a CPU.
 
-A draw is argmax(logits / temperature + Gumbel noise) over the tokens that min-p, top-k and top-p keep. The noise is
-a hash of (seed, position, token): no generator, no state. A request draws the same tokens alone, in any batch, after
+A sample is argmax(logits / temperature + Gumbel noise) over the tokens that min-p, top-k and top-p keep. The noise is
+a hash of (seed, position, token): no generator, no state. A request samples the same tokens alone, in any batch, after
 a preemption and on another replica, as long as its logits are the same.
 """
 
@@ -37,7 +37,7 @@ def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:
     logits[places] = logits[places].masked_fill_(forbidden, float("-inf"))
 
 
-def draw(
+def sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 
-__all__ = ["apply_bitmask", "draw", "find_thresholds"]
+__all__ = ["apply_bitmask", "find_thresholds", "sample"]
 
 BLOCK = 2048  # tokens of a program
 ROW_BLOCK = 4096  # tokens that the search over a whole row reads at once
@@ -38,7 +38,7 @@ LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
 GREEDY = tl.constexpr(GREEDY_BELOW)
 
 
-def draw(
+def sample(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,

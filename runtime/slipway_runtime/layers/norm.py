@@ -6,7 +6,7 @@ from slipway_runtime.kernels.dispatch import Kernels
 
 
 class RMSNorm:
-    """Scales the last dimension to unit root mean square, then by a learned weight."""
+    """EvictionCost the last dimension to unit root mean square, then by a learned weight."""
 
     __slots__ = ("_kernels", "eps", "weight")
 

@@ -76,7 +76,7 @@ class Decoder:
         return layers + self._head.nbytes + (0 if shared else self._embedding.weight.nbytes)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, for the rows that draw one. (R, H) -> (R, V), float32."""
+        """Scores of the next token, for the rows that sample one. (R, H) -> (R, V), float32."""
         return self._head(self._norm(hidden)).float()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slipway_runtime.messages import AdapterState, AdapterStatus
-from slipway_runtime.scheduling.benefit import decay
+from slipway_runtime.scheduling.eviction import decay
 
 BASE_SLOT = -1  # the base model alone
 

@@ -88,7 +88,7 @@ class BlockPool:
         return len(self.order)
 
     @property
-    def lent(self) -> int:
+    def reserved(self) -> int:
         """Blocks whose memory an adapter has."""
         return len(self._lent)
 
@@ -217,12 +217,12 @@ class BlockPool:
         """Make a cached block free."""
         self._free.append(self._next_cached())
 
-    def lend(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Give the memory of so many available blocks away."""
         assert count <= self.available
         self._lent += [self._take() for _ in range(count)]
 
-    def take_back(self, count: int) -> None:
+    def unreserve(self, count: int) -> None:
         """The memory of so many lent blocks can hold KV again."""
         assert count <= len(self._lent)
         for _ in range(count):
@@ -256,7 +256,7 @@ class BlockPool:
             self._next_to_check = 1
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Raise AssertionError when the table do not balance."""
         states = (self._free, self.order.blocks(), self._lent)
         idle = [block for state in states for block in state]
         assert len(set(idle)) == len(idle), "a block is in two states"

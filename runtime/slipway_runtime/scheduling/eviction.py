@@ -3,7 +3,7 @@ them what happens to its blocks.
 
 `SegmentedLru` needs no numbers: blocks that nobody came back for go first, each queue the least recently used first.
 
-`LeastWorth` is LRFU (Lee et al. 2001): each use counts one and fades with a half-life, and the least popular goes
+`LowestCost` is LRFU (Lee et al. 2001): each use counts one and fades with a half-life, and the least popular goes
 first. All popularities fade at the same rate, so their order changes only with a use: log2(popularity) + time of use /
 half-life is a key for a heap that never has to be touched again. What was evicted is remembered for a while (ghosts,
 as in ARC): a prefix that is computed again is known to be one that comes back, unlike the words of a single request.
@@ -15,10 +15,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from slipway_runtime.scheduling.benefit import ONCE, decay
-
 HOT_SHARE = 0.8  # of the pool, that prefixes in repeated use may keep from those used once
+ONCE = 0.5  # a use, until a second one shows that the prefix comes again
 GHOSTS = 4  # evicted prefixes remembered, for each block of the pool
+
+
+def decay(seconds: float, half_life_seconds: float) -> float:
+    """How much of a popularity is left after so long."""
+    return float(0.5 ** (max(seconds, 0.0) / half_life_seconds))
 
 
 class EvictionOrder(Protocol):
@@ -70,7 +74,7 @@ class ColdBlocks(Protocol):
         """How many."""
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Raise AssertionError when the table do not balance."""
 
 
 class SegmentedLru:
@@ -111,7 +115,7 @@ class SegmentedLru:
         return len(self._once) + len(self._hot)
 
 
-class LeastWorth:
+class LowestCost:
     """Blocks by their fading popularity. It also knows what the prefixes of an adapter are worth together."""
 
     def __init__(self, num_blocks: int, half_life_seconds: float) -> None:

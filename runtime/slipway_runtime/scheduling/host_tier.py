@@ -159,7 +159,7 @@ class HostTier:
         return self._slots.members(group)
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance; between plans nothing is held."""
+        """Raise AssertionError when the table do not balance; between plans nothing is held."""
         self._slots.check()
         assert self._slots.live == 0, "a slot is kept for nobody"
         assert self.active or not self.held

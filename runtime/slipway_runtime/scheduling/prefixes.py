@@ -14,12 +14,12 @@ class Prefix(NamedTuple):
     blocks: list[int]  # parallel to the keys; NULL_BLOCK: in host memory
 
     @property
-    def near(self) -> list[int]:
+    def device_blocks(self) -> list[int]:
         """The blocks that are on the device."""
         return [block for block in self.blocks if block != NULL_BLOCK]
 
     @property
-    def far(self) -> list[bytes]:
+    def host_keys(self) -> list[bytes]:
         """The keys of those in host memory."""
         return [key for key, block in zip(self.keys, self.blocks, strict=True) if block == NULL_BLOCK]
 
@@ -47,15 +47,15 @@ def bring_back(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: Block
         blocks.append(next(taken) if block == NULL_BLOCK else block)
         if block == NULL_BLOCK:
             _publish(sequence, index, blocks[-1], key, prefix.keys[index - 1] if index else None, pool)
-    far = prefix.far
-    tier.promote(far, fresh[: len(far)])
+    host_keys = prefix.host_keys
+    tier.promote(host_keys, fresh[: len(host_keys)])
     return blocks
 
 
 def publish_computed(sequence: Sequence, pool: BlockPool) -> None:
-    """Let others find the blocks that are full and computed. Drawn tokens count once they are accepted."""
+    """Let others find the blocks that are full and computed. Sampled tokens count once they are accepted."""
     size = pool.block_size
-    # After a guess that ended it, more was computed than was kept.
+    # After a draft token that ended it, more was computed than was kept.
     full = min(sequence.num_computed, sequence.num_tokens) // size
     if full <= sequence.num_published or not pool.shares_prefixes:
         return

@@ -7,7 +7,7 @@
 - A slot is idle when no row computes with it. Its adapter stays in host memory, so what was computed with it stays
   usable: getting back costs one copy.
 - Memory is bounded by `max_cpu_adapters`, and with `block_bytes` also by bytes: an adapter then pays with blocks of the
-  KV pool, at most `most_blocks` of them. Whatever is worth least per byte goes first, adapter or prefix (benefit.py).
+  KV pool, at most `most_blocks` of them. The lowest eviction cost goes first, adapter or prefix (eviction_cost.py).
 - KV depends on its adapter. When an adapter leaves memory, the prefixes computed with it leave before: KV that nobody
   can use never takes room. With `dependency_aware=False` both are plain LRUs that know nothing of one another, and
   `most_blocks` of the pool belong to adapters from the start: the baseline that this is measured against.
@@ -19,9 +19,8 @@ The shell reads files and holds the host copies; this says which (`take_wanted`,
 
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
 from slipway_runtime.scheduling.adapter import BASE_SLOT, Adapter, holds_memory, is_in, least_in_the_way, may_go, payers
-from slipway_runtime.scheduling.benefit import Costs
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.scales import Scales
+from slipway_runtime.scheduling.eviction_cost import Costs, EvictionCost
 
 CLAIM_AFTER = 16
 STAGED = 2  # adapters in memory that wait for their turn: one to be next, one on its way behind it
@@ -49,7 +48,7 @@ class Residency:
         self.version = 0  # grows whenever there is something new to tell of an adapter
         self._pool = pool
         self._block_bytes = block_bytes
-        self._scales = Scales(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
+        self._eviction_cost = EvictionCost(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
         self._adapters: dict[str, Adapter] = {}
         self._slots: list[str | None] = [None] * max_adapters
         self._paid_blocks = 0
@@ -58,7 +57,7 @@ class Residency:
         self._dropped: list[str] = []
         self._claimant: str | None = None  # for whom others are closed: one at a time
         if not dependency_aware:
-            pool.lend(self.most_blocks)
+            pool.reserve(self.most_blocks)
 
     # --- what the shell tells
 
@@ -127,10 +126,10 @@ class Residency:
     def join(self, digest: str, now: float) -> None:
         """A request for it is here."""
         adapter = self._adapters[digest]
-        self._scales.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
+        self._eviction_cost.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
         self.version += 1
-        adapter.popularity = adapter.popularity_at(now, self._scales.costs.half_life_seconds) + 1.0
+        adapter.popularity = adapter.popularity_at(now, self._eviction_cost.costs.half_life_seconds) + 1.0
         adapter.last_used = now
 
     def leave(self, digest: str) -> None:
@@ -181,8 +180,8 @@ class Residency:
             is_short = pool.available < count + reserve
             if pool.free >= count and not is_short:
                 return
-            adapter = self._scales.worst(payers(self._adapters.values()))
-            if adapter is not None and (is_short or self._scales.beats_next_prefix(adapter)):
+            adapter = self._eviction_cost.cheapest(payers(self._adapters.values()))
+            if adapter is not None and (is_short or self._eviction_cost.is_below_next_prefix(adapter)):
                 self._evict(adapter)
             elif pool.free < count and pool.cached:
                 pool.evict_next()
@@ -221,7 +220,7 @@ class Residency:
         return sum(t.members(group) for t in tiers for group in t.groups() if group and not self._is_in_memory(group))
 
     def check(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Raise AssertionError when the table do not balance."""
         adapters = self._adapters.values()
         assert {digest for digest in self._slots if digest} == {a.digest for a in adapters if a.slot != BASE_SLOT}
         assert all((a.state is AdapterState.SLOT) == (a.slot != BASE_SLOT) for a in adapters)
@@ -229,7 +228,7 @@ class Residency:
         assert all(a.rows == 0 or a.state is AdapterState.SLOT for a in adapters), "a row computes without its adapter"
         assert all(0 <= a.rows <= a.requests for a in adapters)
         assert sum(a.paid_blocks for a in adapters) == self._paid_blocks <= self.most_blocks
-        assert self._pool.lent == (self._paid_blocks if self.dependency_aware else self.most_blocks)
+        assert self._pool.reserved == (self._paid_blocks if self.dependency_aware else self.most_blocks)
         assert sum(is_in(a) for a in adapters) <= self.most_in_memory
         if self.dependency_aware:
             assert self.invalid_blocks() == 0, "KV outlived its adapter"
@@ -257,21 +256,21 @@ class Residency:
         cost = adapter.cost(self._block_bytes)
         in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
         while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
-            victim = self._scales.worst(a for a in self._adapters.values() if a is not adapter and may_go(a))
+            victim = self._eviction_cost.cheapest(a for a in self._adapters.values() if a is not adapter and may_go(a))
             if victim is None:
                 return False
             self._evict(victim)
             in_memory -= 1
         if self.dependency_aware:
             while self._pool.free < cost:
-                victim = self._scales.worst(payers(self._adapters.values(), besides=adapter))
-                if victim is not None and self._scales.beats_next_prefix(victim):
+                victim = self._eviction_cost.cheapest(payers(self._adapters.values(), besides=adapter))
+                if victim is not None and self._eviction_cost.is_below_next_prefix(victim):
                     self._evict(victim)
                 elif self._pool.cached:
                     self._pool.evict_next()
                 else:
                     return False
-            self._pool.lend(cost)
+            self._pool.reserve(cost)
         adapter.paid_blocks = cost
         self._paid_blocks += cost
         return True
@@ -288,7 +287,7 @@ class Residency:
 
     def _give_back_memory(self, adapter: Adapter) -> None:
         if self.dependency_aware:
-            self._pool.take_back(adapter.paid_blocks)
+            self._pool.unreserve(adapter.paid_blocks)
         self._paid_blocks -= adapter.paid_blocks
         adapter.paid_blocks = 0
 
@@ -331,12 +330,14 @@ class Residency:
         for adapter in self._adapters.values():
             adapter.closed_for = None
 
-    # --- what is worth keeping
+    # --- where adapters are
 
     def _idle_slot(self) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
-        adapter = self._scales.worst(a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0)
+        adapter = self._eviction_cost.cheapest(
+            a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0
+        )
         return None if adapter is None else adapter.slot
 
     def _is_in_memory(self, digest: str) -> bool:

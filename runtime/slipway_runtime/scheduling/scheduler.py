@@ -14,12 +14,12 @@ One rule: `num_computed` chases `num_tokens`. Prefill in chunks, prefix hits, pr
 - When a running sequence needs a block and none is left, the newest of the lowest priority gives up its blocks and
   waits again, before newer ones. After `MAX_PREEMPTIONS` times it comes back only with room for its full length, and
   then cannot be a victim: nobody is preempted without end.
-- What is left of the budget verifies guesses (speculation.py); nobody loses a block for a guess.
+- What is left of the budget verifies draft tokens (speculation.py); nobody loses a block for a draft token.
 - Nothing is planned for who is paused. It keeps its row and its blocks until somebody else needs them.
 
 Overlap: while one plan is executed, the next may be made (`can_overlap`). The worker executes plans in their order and
-knows a token as soon as it is drawn, so a row can be planned before its last token is known here. Whatever is
-decided from results (ends, prefixes, charges) is decided in `update`; a token drawn after the end is dropped there.
+knows a token as soon as it is sampled, so a row can be planned before its last token is known here. Whatever is
+decided from results (ends, prefixes, charges) is decided in `update`; a token sampled after the end is dropped there.
 Blocks of who ended are given back after the last plan that holds them. A victim gives its blocks back at once: who gets
 them writes later, in order. Used plainly, schedule and update by turns, it gives the same outputs.
 
@@ -35,22 +35,22 @@ from slipway_runtime.messages import (
     FinishReason,
     Output,
     Request,
-    StepPlan,
+    SchedulerOutput,
     StepResult,
     TokenLogprobs,
 )
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.books import Books
-from slipway_runtime.scheduling.ends import accept
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
-from slipway_runtime.scheduling.plans import Flight, PlanBuilder, Scheduled
 from slipway_runtime.scheduling.prefixes import publish_computed
+from slipway_runtime.scheduling.request_table import RequestTable
 from slipway_runtime.scheduling.residency import Residency
+from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
 from slipway_runtime.scheduling.sequence import Sequence, State
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
-from slipway_runtime.scheduling.turns import MAX_PREEMPTIONS, Turn, admit
+from slipway_runtime.scheduling.start import MAX_PREEMPTIONS, AdmissionResult, admit
+from slipway_runtime.scheduling.stop_check import accept
 
 MAX_IN_FLIGHT = 2
 
@@ -59,7 +59,7 @@ class Scheduler:
     """Owns the waiting and the running sequences and, through the pool, every block.
 
     `model`: whatever else changes the KV of equal tokens: name, quantization, number format. `speculation_max_tokens`:
-    how many guesses a row may verify in a step; 0: none. `residency`: the adapters; None: the base model alone.
+    how many draft tokens a row may verify in a step; 0: none. `residency`: the adapters; None: the base model alone.
     `tier`: host memory for what the pool evicts; None: it is dropped.
     """
 
@@ -101,7 +101,7 @@ class Scheduler:
                 tier.tell_events()
         self._eos = eos_token_ids
         self._watermark_blocks = max(1, int(pool.total * watermark))
-        self._books = Books(
+        self._table = RequestTable(
             pool,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
@@ -112,84 +112,84 @@ class Scheduler:
             residency=residency,
             tier=tier,
         )
-        self._in_flight: deque[Flight] = deque()  # the oldest first
+        self._in_flight: deque[InFlightBatch] = deque()  # the oldest first
         self._steps = 0
 
     # --- requests
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue. One for an adapter that is not here ends with an error."""
-        self._books.add(request, now)
+        self._table.add(request, now)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
         """End a request, or one of its answers, in whatever state it is; unknown ids are ignored.
 
         STOP counts it as finished. Its blocks are free at once, or after the last plan in flight that writes them.
         """
-        self._books.abort(request_id, reason, now, index)
+        self._table.abort(request_id, reason, now, index)
 
     def close(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
         """End an answer without a word: its caller tells its last one."""
-        self._books.abort(request_id, reason, now, index, told=True)
+        self._table.abort(request_id, reason, now, index, told=True)
 
     def pause(self, request_id: str, on: bool, now: float) -> None:
         """Plan nothing for a request, or go on with it; unknown ids are ignored."""
-        self._books.pause(request_id, on, now)
+        self._table.pause(request_id, on, now)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or tell anything. Where all are paused, none would."""
-        return bool(self._books or self._in_flight)
+        return bool(self._table or self._in_flight)
 
     @property
     def is_stalled(self) -> bool:
         """Whether all there is waits for adapters that are being read: a step would do nothing."""
-        books = self._books
-        if self._in_flight or books.last_words or self.residency is None:
+        table = self._table
+        if self._in_flight or table.final_outputs or self.residency is None:
             return False
-        if not len(books.waiting) or not all(sequence.paused for sequence in books.running):
+        if not len(table.waiting) or not all(sequence.paused for sequence in table.running):
             return False
-        return not books.waiting.by_adapter[""] and self.residency.is_reading
+        return not table.waiting.by_adapter[""] and self.residency.is_reading
 
     # --- one step
 
     @property
     def can_overlap(self) -> bool:
         """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight if there is
-        something to plan, unless the next draws depend on its results, by a grammar or by guesses.
+        something to plan, unless the next samples depend on its results, by a grammar or by draft tokens.
         """
         if not self._in_flight:
             return True
-        books = self._books
-        guessing = self.speculation is not None and self.speculation.active
-        if len(self._in_flight) == MAX_IN_FLIGHT or books.num_bound or guessing:
+        table = self._table
+        drafting = self.speculation is not None and self.speculation.active
+        if len(self._in_flight) == MAX_IN_FLIGHT or table.num_bound or drafting:
             return False
-        return len(books.waiting) > 0 or any(sequence.num_ahead for sequence in books.running)
+        return len(table.waiting) > 0 or any(sequence.num_ahead for sequence in table.running)
 
-    def schedule(self, now: float) -> StepPlan:
+    def schedule(self, now: float) -> SchedulerOutput:
         """Decide what the next step computes; see `can_overlap`. Each plan wants its `update`, an empty one too."""
         assert self.can_overlap, "the results of the last plan are needed first"
         self.pool.now = now
-        self._books.expire(now)
+        self._table.expire(now)
         if self.tier is not None:
             self.tier.judge()
         self._steps += 1
-        plan = PlanBuilder()
+        plan = SchedulerOutputBuilder()
         budget = self.max_num_batched_tokens
-        preemptions = self._books.ledger.preemptions
-        for sequence in self._books.running.copy():
+        preemptions = self._table.ledger.preemptions
+        for sequence in self._table.running.copy():
             if sequence.num_ahead == 1 and sequence.state is State.RUNNING:
                 budget -= self._schedule_decode(sequence, plan, now)
-        for sequence in self._books.running:
+        for sequence in self._table.running:
             if sequence.num_ahead > 1 and budget > 0:
                 budget -= _schedule_chunk(sequence, budget, plan)
-        if self._books.ledger.preemptions == preemptions:  # room that was just made is for those who run
+        if self._table.ledger.preemptions == preemptions:  # room that was just made is for those who run
             left = self._admit_waiting(budget, plan, now)
-            if left == budget > 0 and len(self._books.waiting):
-                self._books.park_one(now)
+            if left == budget > 0 and len(self._table.waiting):
+                self._table.park_one(now)
             budget = left
         if self.speculation is not None and self.speculation.active:
-            self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._books.running))
+            self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._table.running))
         loads = self.residency.take_loads() if self.residency is not None else ()
         moves = self.tier.take_moves() if self.tier is not None else ()
         step, flight = plan.build(self._steps, loads, moves)
@@ -197,68 +197,68 @@ class Scheduler:
         return step
 
     def update(self, result: StepResult, now: float) -> list[Output]:
-        """Take in what the oldest plan in flight computed and drew; tell what it brought for whom."""
+        """Take in what the oldest plan in flight computed and sampled; tell what it brought for whom."""
         flight = self._in_flight.popleft()
         assert result.step == flight.step, "results come back in order"
         self.pool.now = now
-        books = self._books
-        generated = books.ledger.generated_tokens
+        table = self._table
+        generated = table.ledger.generated_tokens
         outputs = []
         for index, (row, token_ids) in enumerate(zip(flight.rows, result.token_ids, strict=True)):
             sequence = row.sequence
             sequence.in_flight -= 1
             sequence.num_pending -= row.samples
-            if sequence.state is State.ENDED:  # ended meanwhile: what was drawn never happened
+            if sequence.state is State.ENDED:  # ended meanwhile: what was sampled never happened
                 if not sequence.in_flight:
-                    books.retire(sequence)
+                    table.retire(sequence)
                 continue
             self._count_computed(row, token_ids, result.prompt_logprobs[index] if result.prompt_logprobs else ())
             if row.samples:
                 logprobs = result.logprobs[index] if result.logprobs else ()
                 output = accept(sequence, token_ids, logprobs, self._eos, now)
-                books.ledger.generated_tokens += len(output.token_ids)
+                table.ledger.generated_tokens += len(output.token_ids)
                 sequence.share.charge(output=len(output.token_ids))
                 outputs.append(output)
             if sequence.state is State.RUNNING:
                 publish_computed(sequence, self.pool)
                 if sequence.siblings and sequence.num_computed >= sequence.num_prompt_tokens:
-                    books.release_followers(sequence, now)
+                    table.release_followers(sequence, now)
             if sequence.finish_reason is not None:
-                books.close(sequence, sequence.finish_reason, now)
+                table.close(sequence, sequence.finish_reason, now)
         if self.speculation is not None:
-            self.speculation.judge(books.ledger.generated_tokens - generated)
-        last_words, books.last_words = books.last_words, []
-        return outputs + last_words
+            self.speculation.judge(table.ledger.generated_tokens - generated)
+        final_outputs, table.final_outputs = table.final_outputs, []
+        return outputs + final_outputs
 
     def give_up(self, reason: FinishReason, error: str, now: float) -> list[Output]:
         """The steps in flight were not computed: their requests end, and the others go on."""
         self.pool.now = now
-        books = self._books
+        table = self._table
         lost, self._in_flight = [row for flight in self._in_flight for row in flight.rows], deque()
         for row in lost:
             row.sequence.in_flight -= 1
             row.sequence.num_pending -= row.samples
         for sequence in dict.fromkeys(row.sequence for row in lost):
             if sequence.state is State.ENDED:
-                books.retire(sequence)
+                table.retire(sequence)
             else:
-                books.end(sequence, reason, now, error)
-        last_words, books.last_words = books.last_words, []
-        return last_words
+                table.end(sequence, reason, now, error)
+        final_outputs, table.final_outputs = table.final_outputs, []
+        return final_outputs
 
     def stats(self, now: float) -> EngineStats:
         """The numbers as they are."""
-        return self._books.stats(self.speculation, self._steps, now)
+        return self._table.stats(self.speculation, self._steps, now)
 
     def check(self, *, most_blocks: int | None = None) -> None:
         """Raise AssertionError when blocks, rows or requests are unaccounted for; `most_blocks` of the pool."""
         if not self._in_flight:
-            assert not self._books.ending, "nothing is in flight, and somebody still ends"
-        self._books.check(most_blocks=most_blocks)
+            assert not self._table.ending, "nothing is in flight, and somebody still ends"
+        self._table.check(most_blocks=most_blocks)
 
     # --- running sequences
 
-    def _schedule_decode(self, sequence: Sequence, plan: PlanBuilder, now: float) -> int:
+    def _schedule_decode(self, sequence: Sequence, plan: SchedulerOutputBuilder, now: float) -> int:
         if sequence.num_planned == len(sequence.blocks) * self.pool.block_size:
             if not self._make_room(sequence, plan, now):
                 return 0
@@ -266,36 +266,36 @@ class Scheduler:
         plan.compute(sequence, 1, ahead=1)
         return 1
 
-    def _make_room(self, sequence: Sequence, plan: PlanBuilder, now: float) -> bool:
+    def _make_room(self, sequence: Sequence, plan: SchedulerOutputBuilder, now: float) -> bool:
         """See that a block is available, preempting; False when the sequence itself had to go."""
         if self.residency is not None:
             self.residency.make_room(1)
-        running = self._books.running
+        running = self._table.running
         while self.pool.available == 0:
             victim = next((s for s in reversed(running) if s.paused), None)
             victim = victim or next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
             # Victims are taken from the end of the order in which rows are planned, so this plan has none of them yet.
             assert all(victim is not row.sequence for row in plan.rows)
-            self._books.put_back(victim, now)
+            self._table.put_back(victim, now)
             if victim is sequence:
                 return False
         return True
 
     # --- waiting sequences
 
-    def _admit_waiting(self, budget: int, plan: PlanBuilder, now: float) -> int:
+    def _admit_waiting(self, budget: int, plan: SchedulerOutputBuilder, now: float) -> int:
         """Admit who is next while there is something to give; the budget that is left."""
-        books = self._books
+        table = self._table
         without_slot: set[str] = set()
-        turn = Turn.ADMITTED
-        while turn is Turn.ADMITTED and budget > 0 and books.free_rows and len(books.waiting):
-            for sequence in books.waiting.in_turn(now):
+        result = AdmissionResult.ADMITTED
+        while result is AdmissionResult.ADMITTED and budget > 0 and table.free_rows and len(table.waiting):
+            for sequence in table.waiting.in_turn(now):
                 if sequence.adapter in without_slot:
                     continue
-                turn = admit(sequence, books, plan, self._watermark_blocks, now)
-                if turn is Turn.ADMITTED:
+                result = admit(sequence, table, plan, self._watermark_blocks, now)
+                if result is AdmissionResult.ADMITTED:
                     budget -= _schedule_chunk(sequence, budget, plan)
-                if turn is not Turn.NO_SLOT:
+                if result is not AdmissionResult.NO_SLOT:
                     break
                 without_slot.add(sequence.adapter)
             else:
@@ -307,9 +307,9 @@ class Scheduler:
     def _count_computed(
         self, row: Scheduled, token_ids: tuple[int, ...], prompt_logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        """Move the mark over what was computed and kept: guesses that were wrong are computed again."""
+        """Move the mark over what was computed and kept: draft tokens that were wrong are computed again."""
         sequence = row.sequence
-        self._books.ledger.computed_tokens += row.num_new
+        self._table.ledger.computed_tokens += row.num_new
         right = max(len(token_ids) - 1, 0)
         if self.speculation is not None and row.samples and row.num_new == 1 + len(row.drafts):
             self.speculation.learn(sequence, len(row.drafts), right)
@@ -374,10 +374,10 @@ class Scheduler:
     def _end_hopeless(self, digest: str, now: float) -> None:
         refusal = self._adapters.failure(digest)
         if refusal:
-            self._books.end_waiting(digest, refusal, now)
+            self._table.end_waiting(digest, refusal, now)
 
 
-def _schedule_chunk(sequence: Sequence, budget: int, plan: PlanBuilder) -> int:
+def _schedule_chunk(sequence: Sequence, budget: int, plan: SchedulerOutputBuilder) -> int:
     ahead = sequence.num_ahead
     count = min(ahead, budget)
     plan.compute(sequence, count, ahead=ahead)

@@ -21,7 +21,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """There is no prefill and no decode: `num_planned` chases the tokens, and the last known token draws the next.
+    """There is no prefill and no decode: `num_planned` chases the tokens, and the last known token samples the next.
 
     Plans are made before the results of earlier ones are known, so there are two marks. Up to `num_computed` the
     results are in. Up to `num_planned` the KV will be there when the plans in flight are executed. Draws in flight are
@@ -46,7 +46,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_planned: int = 0
-    num_pending: int = 0  # draws in flight, drafts not counted
+    num_pending: int = 0  # samples in flight, drafts not counted
     in_flight: int = 0  # plans in flight that it is in
     num_published: int = 0  # full blocks that others can find
     preemptions: int = 0
@@ -59,7 +59,7 @@ class Sequence:
     siblings: "list[Sequence]" = field(default_factory=list)  # that wait for this one to compute the prompt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until they are told
     history: bytearray = field(default_factory=bytearray)  # the drafter's: its tokens, four bytes each
-    draft_length: int = 0  # the drafter's: how many guesses are worth making; 0: not asked yet
+    draft_length: int = 0  # the drafter's: how many draft tokens are worth making; 0: not asked yet
 
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prompt_token_ids)
@@ -72,12 +72,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: the prompt and what was drawn."""
+        """Tokens known so far: the prompt and what was sampled."""
         return len(self.token_ids)
 
     @property
     def num_ahead(self) -> int:
-        """Tokens to plan: there, known or drawn in flight, and not planned yet. The last draw is never computed."""
+        """Tokens to plan: there, known or sampled in flight, and not planned yet. The last sample is never computed."""
         if self.paused:
             return 0
         length = len(self.token_ids) + self.num_pending
@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens drawn so far, those drawn elsewhere before included."""
+        """Tokens sampled so far, those sampled elsewhere before included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -117,5 +117,5 @@ class Sequence:
     def forget_computed(self) -> None:
         """Nothing of it is in the cache any more."""
         self.num_computed = self.num_planned = self.num_published = 0
-        if not self.num_pending:  # else the draw in flight is the first token, and tells them
+        if not self.num_pending:  # else the sample in flight is the first token, and tells them
             self.prompt_logprobs.clear()

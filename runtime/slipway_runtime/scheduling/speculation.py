@@ -1,13 +1,13 @@
-"""Guesses of what a row would draw next, so that one step can confirm several tokens. Pure.
+"""Draft tokens: what a row would sample next, so that one step can confirm several tokens. Pure.
 
-A guess costs a position of the next step and is right or wasted; the output is the same either way. So this decides
-how many are worth making, and spends on them what a step has left:
+A draft token costs a position of the next step and is accepted or wasted; the output is the same either way. So this
+decides how many are worth making, and spends on them what a step has left:
 
-- A row starts with `START` guesses. After a step that confirmed all of them it may make twice as many, up to the limit;
-  else one more than were right.
-- When of the guesses of all rows fewer than `WORTH_KEEPING` are right, or in so many steps none could be made, guessing
-  stops: `active` is False, and steps overlap again. After `REST_TOKENS` tokens it is tried again; each failure in a
-  row doubles the rest, up to `LONGEST_REST_TOKENS`.
+- A row starts with `START` draft tokens. After a step that accepted all of them it may make twice as many, up to the
+  limit; else one more than were accepted.
+- When fewer than `MIN_ACCEPTED_SHARE` of the draft tokens of all rows are accepted, or none are made in many steps,
+  drafting stops: `active` is False, and steps overlap again. After `REST_TOKENS` tokens it is tried again; each failure
+  in a row doubles the rest, up to `LONGEST_REST_TOKENS`.
 """
 
 from array import array
@@ -15,20 +15,20 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.plans import PlanBuilder
+from slipway_runtime.scheduling.scheduler_output import SchedulerOutputBuilder
 from slipway_runtime.scheduling.sequence import Sequence
 
 START = 3
-WORTH_KEEPING = 0.4  # share of right guesses
-ENOUGH_GUESSES = 100  # before judging
-ENOUGH_STEPS = 256  # of rows, before judging that there is nothing to guess from
-WORTH_LOOKING = 0.05  # right guesses a row and step
+MIN_ACCEPTED_SHARE = 0.4  # share of accepted draft tokens
+ENOUGH_DRAFT_TOKENS = 100  # before judging
+ENOUGH_STEPS = 256  # of rows, before judging that there is nothing to draft from
+MIN_ACCEPTED_PER_ROW = 0.05  # accepted draft tokens a row and step
 REST_TOKENS = 2_000
 LONGEST_REST_TOKENS = 64_000
 
 
 class Drafter(Protocol):
-    """Makes guesses from what the scheduler knows. A draft model would run in the worker, and be asked the same way."""
+    """Makes draft tokens from what the scheduler knows. A draft model would run in the worker, asked the same way."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """At most so many tokens that may follow; empty: no idea."""
@@ -77,7 +77,7 @@ def _continue(tokens: SequenceOf[int], at: int, count: int) -> tuple[int, ...]:
 
 
 class Speculation:
-    """How many guesses are worth making, and what came of them."""
+    """How many draft tokens are worth making, and what came of them."""
 
     def __init__(self, most: int, drafter: Drafter | None = None) -> None:
         assert most >= 1
@@ -89,13 +89,13 @@ class Speculation:
         self._most = most
         self._drafter = drafter or PromptLookup()
         self._recent_rows = 0
-        self._recent_guesses = 0
-        self._recent_right = 0
+        self._recent_draft_tokens = 0
+        self._recent_accepted = 0
         self._rest = REST_TOKENS
         self._rested = 0
 
-    def spend(self, budget: int, plan: PlanBuilder, pool: BlockPool, reserve: int) -> None:
-        """Add guesses to rows of the plan that decode: within the budget, and with blocks beyond the reserve only."""
+    def spend(self, budget: int, plan: SchedulerOutputBuilder, pool: BlockPool, reserve: int) -> None:
+        """Add draft tokens to decode rows of the plan, within the budget and with blocks beyond the reserve only."""
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
             if row.num_new > 1 or not row.samples or sequence.num_pending > 1:
@@ -111,23 +111,23 @@ class Speculation:
                 budget -= len(drafts)
 
     def draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Guesses for a row, at most as many as the step has room for."""
+        """Draft tokens for a row, at most as many as the step has room for."""
         wanted = min(sequence.draft_length or min(START, self._most), most)
         return self._drafter.propose(sequence, wanted) if wanted > 0 else ()
 
-    def learn(self, sequence: Sequence, guesses: int, right: int) -> None:
-        """What came of a row that was asked for guesses."""
+    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """What came of a row that was asked for draft tokens."""
         self._recent_rows += 1
-        if guesses == 0:
+        if drafted == 0:
             return
-        sequence.draft_length = min(self._most, 2 * guesses if right == guesses else right + 1)
+        sequence.draft_length = min(self._most, 2 * drafted if accepted == drafted else accepted + 1)
         self.drafts += 1
-        self.draft_tokens += guesses
-        self.accepted_tokens += right
-        for position in range(right):
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        for position in range(accepted):
             self.accepted_by_position[position] += 1
-        self._recent_guesses += guesses
-        self._recent_right += right
+        self._recent_draft_tokens += drafted
+        self._recent_accepted += accepted
 
     def judge(self, tokens: int) -> None:
         """After each step that gave so many tokens: go on, stop, or try again."""
@@ -138,16 +138,19 @@ class Speculation:
                 self.active = True
                 self._start_over()
             return
-        wrong = self._recent_guesses >= ENOUGH_GUESSES and self._recent_right < WORTH_KEEPING * self._recent_guesses
-        idle = self._recent_rows >= ENOUGH_STEPS and self._recent_right < WORTH_LOOKING * self._recent_rows
+        wrong = (
+            self._recent_draft_tokens >= ENOUGH_DRAFT_TOKENS
+            and self._recent_accepted < MIN_ACCEPTED_SHARE * self._recent_draft_tokens
+        )
+        idle = self._recent_rows >= ENOUGH_STEPS and self._recent_accepted < MIN_ACCEPTED_PER_ROW * self._recent_rows
         if wrong or idle:
             self.active = False
             self._start_over()
         elif self._recent_rows >= 2 * ENOUGH_STEPS:  # it pays: forget half, and the failures before
             self._recent_rows //= 2
-            self._recent_guesses //= 2
-            self._recent_right //= 2
+            self._recent_draft_tokens //= 2
+            self._recent_accepted //= 2
             self._rest = REST_TOKENS
 
     def _start_over(self) -> None:
-        self._rested = self._recent_rows = self._recent_guesses = self._recent_right = 0
+        self._rested = self._recent_rows = self._recent_draft_tokens = self._recent_accepted = 0

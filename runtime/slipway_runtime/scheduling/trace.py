@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from slipway_runtime.messages import Request, SamplingParams, StepPlan, StepResult
-from slipway_runtime.scheduling.benefit import Costs
+from slipway_runtime.messages import Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.eviction_cost import Costs
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
 
@@ -159,7 +159,7 @@ class _Run:
             self._now = max(self._now, min(done for done, _ in self._reading))
         else:
             self._now += self._machine.step_ms
-        for output in scheduler.update(_drawn(plan), self._now / 1000):
+        for output in scheduler.update(_sampled(plan), self._now / 1000):
             if output.first_token_at is not None:
                 self._ttft.append(self._now - self._arrived[output.request_id])
         for name in scheduler.take_wanted_adapters():
@@ -186,7 +186,7 @@ class _Run:
         )
 
 
-def _drawn(plan: StepPlan) -> StepResult:
+def _sampled(plan: SchedulerOutput) -> StepResult:
     def tokens() -> Iterator[tuple[int, ...]]:
         for samples in plan.samples:
             yield (7,) if samples else ()

@@ -105,8 +105,8 @@ class ChatWriter:
         choice = self._choice({"message": message, "stop_reason": last.stop_reason})
         choice["finish_reason"] = self._finish(last)
         if self._body.logprobs:
-            drawn = tuple(token for delta in deltas for token in delta.logprobs)
-            choice["logprobs"] = self._logprobs.chat(drawn)
+            sampled = tuple(token for delta in deltas for token in delta.logprobs)
+            choice["logprobs"] = self._logprobs.chat(sampled)
         if self._body.prompt_logprobs is not None:
             scored = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), ())
             choice["prompt_logprobs"] = self._logprobs.prompt(scored)

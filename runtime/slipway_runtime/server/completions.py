@@ -87,21 +87,21 @@ class CompletionWriter:
     def _with_logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        drawn: list[TokenLogprobs | None] = []
+        sampled: list[TokenLogprobs | None] = []
         ids: list[int] = []
         if self._body.echo:
             scored = _of_prompt(deltas)
-            drawn += scored
+            sampled += scored
             ids += self._prompt.token_ids[: len(scored)]
         for delta in deltas:
             if delta.logprobs:
-                drawn += delta.logprobs
+                sampled += delta.logprobs
                 ids += delta.token_ids
             else:
                 if self._body.echo and not self._offset:
                     self._offset = self._logprobs.length(self._prompt.token_ids)
                 self._offset += self._logprobs.length(delta.token_ids)  # said elsewhere, before a handover
-        written = self._logprobs.completion(drawn, ids, offset=self._offset)
+        written = self._logprobs.completion(sampled, ids, offset=self._offset)
         self._offset += self._logprobs.length(ids)
         return written
 

@@ -80,14 +80,14 @@ class Choice:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._eos = eos_token_ids
-        self._only_scores = only_scores  # the token that was drawn along the way is nobody's
+        self._only_scores = only_scores  # the token that was sampled along the way is nobody's
 
     def take(self, output: Output) -> Delta:
         """What an output of the engine adds."""
         if self._only_scores:
             ended = output.finish_reason
-            drawn = FinishReason.LENGTH if ended in {FinishReason.STOP, FinishReason.LENGTH} else ended
-            delta = Delta("", (), drawn, error=output.error)
+            sampled = FinishReason.LENGTH if ended in {FinishReason.STOP, FinishReason.LENGTH} else ended
+            delta = Delta("", (), sampled, error=output.error)
         else:
             delta = self._read(output)
         self.finish_reason = delta.finish_reason

@@ -9,7 +9,7 @@ from slipway_runtime.messages import AdapterStatus, EngineFacts, EngineStats, Fi
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.prompt import PromptEncoder
-from slipway_runtime.server.structured import GrammarDoor
+from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.settings import SamplingDefaults
 
 
@@ -55,7 +55,7 @@ class LoadedModel:
     engine: Engine
     prompts: PromptEncoder
     metrics: Metrics
-    grammars: GrammarDoor
+    grammars: GrammarValidator
     adapters: AdapterRegistry
     defaults: SamplingDefaults
     max_output_tokens: int = 0

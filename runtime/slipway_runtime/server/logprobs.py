@@ -1,6 +1,6 @@
 """How likely tokens were, in the shapes of the wire: chat's, that of completions, and vLLM's for prompts. Pure.
 
-JSON has no infinity: a token that could not be drawn at all says -9999, as vLLM does.
+JSON has no infinity: a token that could not be sampled at all says -9999, as vLLM does.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ class LogprobWriter:
         """What a token is called."""
         return f"token_id:{token_id}" if self._as_ids else self._tokens.text_of(token_id)
 
-    def chat(self, drawn: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def chat(self, sampled: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """`choices[].logprobs` of a chat."""
         return {
             "content": [
                 self._entry(token.token_id, token.logprob)
                 | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in token.top]}
-                for token in drawn
+                for token in sampled
             ],
             "refusal": None,
         }
 
-    def completion(self, drawn: Sequence[TokenLogprobs | None], ids: Sequence[int], *, offset: int) -> dict[str, Any]:
+    def completion(self, sampled: Sequence[TokenLogprobs | None], ids: Sequence[int], *, offset: int) -> dict[str, Any]:
         """`choices[].logprobs` of a completion; `offset`: where in the text the first token begins.
 
-        `ids` run parallel to `drawn`; the first token of an echoed prompt has no logprob.
+        `ids` run parallel to `sampled`; the first token of an echoed prompt has no logprob.
         """
         names = [self.name(token_id) for token_id in ids]
         offsets = []
@@ -46,9 +46,9 @@ class LogprobWriter:
             offset += len(self._tokens.text_of(token_id))
         return {
             "text_offset": offsets,
-            "token_logprobs": [None if token is None else _finite(token.logprob) for token in drawn],
+            "token_logprobs": [None if token is None else _finite(token.logprob) for token in sampled],
             "tokens": names,
-            "top_logprobs": [None if token is None else self._top(token) for token in drawn],
+            "top_logprobs": [None if token is None else self._top(token) for token in sampled],
         }
 
     def prompt(self, scored: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
@@ -64,7 +64,7 @@ class LogprobWriter:
         return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """The likeliest ones, and the drawn one if it is not among them."""
+        """The likeliest ones, and the sampled one if it is not among them."""
         named = {self.name(token_id): _finite(logprob) for token_id, logprob in token.top}
         named.setdefault(self.name(token.token_id), _finite(token.logprob))
         return named

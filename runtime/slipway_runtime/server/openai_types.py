@@ -187,7 +187,7 @@ class GenerationRequest(Wire):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likeliest tokens to name beside each drawn one; None: no logprobs at all."""
+        """How many likeliest tokens to name beside each sampled one; None: no logprobs at all."""
         raise NotImplementedError
 
     @property

@@ -15,7 +15,7 @@ from slipway_runtime.settings import SamplingDefaults
 
 OPENAI_COMPLETION_TOKENS: Final = 16  # what /v1/completions gives when nobody says anything
 MOST_PROMPT_LOGPROBS: Final = 131_072  # of one prompt: some 10 MB of JSON
-_GREEDY: Final = 1e-5  # below this temperature a draw is the likeliest token
+_GREEDY: Final = 1e-5  # below this temperature a sample is the likeliest token
 _LONGEST_ID: Final = 12  # digits
 
 
@@ -98,7 +98,7 @@ def _max_tokens(
             param="max_tokens",
         )
     if request.only_scores:
-        return 1  # the engine draws one token to have computed the last one of the prompt; nobody sees it
+        return 1  # the engine samples one token to have computed the last one of the prompt; nobody sees it
     return int(min(_first(wanted, defaults.max_tokens, otherwise, room), room))
 
 

@@ -73,7 +73,7 @@ def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
 
 
-class GrammarDoor:
+class GrammarValidator:
     """Checks grammars for one model, in threads of its own."""
 
     def __init__(self, compiler: Callable[[], GrammarCompiler], *, seconds: float = CHECK_SECONDS) -> None:
@@ -85,7 +85,7 @@ class GrammarDoor:
         self._waiting = 0
 
     @classmethod
-    def over(cls, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> "GrammarDoor":
+    def over(cls, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> "GrammarValidator":
         """The door of a model with this vocabulary."""
         return cls(lambda: GrammarCompiler(tokenizer.to_str(), eos_token_ids=eos_token_ids))
 

@@ -112,7 +112,7 @@ class _Calls:
 
 
 @dataclass
-class TextWithCalls:
+class ToolCallParser:
     """Any of the forms: where calls begin, what stands between them, and where they end."""
 
     calls: _Calls
@@ -252,13 +252,13 @@ def parser_of(
         case "named":
             return NamedCall(name, _call_id())
         case "array":
-            return TextWithCalls(calls, as_list=True)
+            return ToolCallParser(calls, as_list=True)
         case "hermes":
-            return TextWithCalls(calls, markers=("<tool_call>",), closing="</tool_call>")
+            return ToolCallParser(calls, markers=("<tool_call>",), closing="</tool_call>")
         case "mistral":
-            return TextWithCalls(calls, markers=("[TOOL_CALLS]",), as_list=True, named=True)
+            return ToolCallParser(calls, markers=("[TOOL_CALLS]",), as_list=True, named=True)
         case "llama3":
-            return TextWithCalls(calls, markers=("<|python_tag|>",))
+            return ToolCallParser(calls, markers=("<|python_tag|>",))
         case _:
             raise ValueError(f"there is no form of tool calls named {form!r}")
 

@@ -12,7 +12,7 @@ import torch
 
 from slipway_runtime.kernels.dispatch import LoraPlan
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import StepPlan
+from slipway_runtime.messages import SchedulerOutput
 from slipway_runtime.models.adapters import HostAdapter
 
 Ints = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ class AdapterSlots:
         with torch.inference_mode():
             self._bank.clear(slot)
 
-    def take_in(self, plan: StepPlan) -> None:
+    def update_states(self, plan: SchedulerOutput) -> None:
         """Execute the loads of a plan, and learn which slots its new rows use."""
         for load in plan.adapter_loads:
             self.load(load.slot, self._host[load.digest])

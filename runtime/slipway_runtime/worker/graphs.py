@@ -1,10 +1,10 @@
-"""Decode steps recorded as CUDA graphs: which step may be repeated from a recording, and what is put into it.
+"""CUDA graphs of decode steps: which step may be replayed from a captured graph, and what its static inputs hold.
 
-A recording repeats launches with the addresses and grids that they had. So there is one for each of a few batch sizes
+A graph replays launches with the addresses and grids that they had. So there is one for each of a few batch sizes
 (1, 2, 4, 8, then steps of 8), without adapters and, where adapters are on, with as many as there may be; it reads
 buffers that stay, and a step is written into them. A batch between two sizes takes the larger: the rows behind it are
 padding, with slot -1, length 0 and the null block. Everything else is computed as it is planned: prompts, drafts,
-batches beyond the largest size, and everything where recording failed.
+batches beyond the largest size, and everything where the capture failed.
 """
 
 from collections.abc import Callable
@@ -15,38 +15,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import AttentionPlan, LoraPlan, RepeatableKernels
+from slipway_runtime.kernels.dispatch import AttentionPlan, CapturableKernels, LoraPlan
+from slipway_runtime.worker.input_batch import Ints
 from slipway_runtime.worker.inputs import StepInputs
-from slipway_runtime.worker.rows import Ints
 
 # token_ids, positions, slots (T,), the attention and the adapters of the step -> scores (T, V)
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LoraPlan | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """A step that can be repeated. What it computes is in `scores` afterwards."""
+class CapturedGraph:
+    """A step that can be replayed. What it computes is in `scores` afterwards."""
 
-    repeat: Callable[[], object]
+    replay: Callable[[], object]
     scores: Tensor
 
 
-class Record(Protocol):
-    """How a computation is recorded."""
+class Capture(Protocol):
+    """How a computation is captured."""
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Recording:
+    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
         """Raises RuntimeError where it cannot be."""
 
 
-class CudaRecord:
+class CudaCapture:
     """As CUDA graphs, which share one pool of memory: the largest first, so that the others fit into what it took."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Recording:
-        """Compute once beforehand: compiling and workspaces have no place in a recording.
+    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
+        """Compute once beforehand: compiling and workspaces have no place in a capture.
 
         Always on the same stream: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on.
         """
@@ -58,22 +58,22 @@ class CudaRecord:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             scores = compute()
-        return Recording(graph.replay, scores)
+        return CapturedGraph(graph.replay, scores)
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Those that are recorded, up to that of the largest batch."""
+    """The sizes that are captured, up to that of the largest batch."""
     return tuple(size for size in (1, 2, 4, *range(8, max_num_seqs + 1, 8)) if size <= max_num_seqs)
 
 
 class DecodeGraphs:
-    """The recordings of one runner, and the buffers that they read."""
+    """The captured graphs of one runner, and the buffers that they read."""
 
     def __init__(
         self,
         compute: Compute,
-        kernels: RepeatableKernels,
-        record: Record,
+        kernels: CapturableKernels,
+        capture: Capture,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -88,12 +88,12 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(largest, dtype=torch.int32, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
-        self._plans = {size: kernels.plan_to_repeat(size, max_model_len, block_size, like) for size in self.sizes}
-        self._lora = {size: kernels.plan_lora_to_repeat(size, num_slots, like) for size in self.sizes if num_slots}
-        self._recordings: dict[tuple[int, bool], Recording] = {}
+        self._plans = {size: kernels.plan_for_capture(size, max_model_len, block_size, like) for size in self.sizes}
+        self._lora = {size: kernels.plan_lora_for_capture(size, num_slots, like) for size in self.sizes if num_slots}
+        self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
         for size in reversed(self.sizes):
             for adapted in (True, False) if num_slots else (False,):
-                self._recordings[size, adapted] = record(self._computation(compute, size, adapted=adapted))
+                self._graphs[size, adapted] = capture(self._computation(compute, size, adapted=adapted))
 
     def _computation(self, compute: Compute, size: int, *, adapted: bool) -> Callable[[], Tensor]:
         lora = self._lora[size] if adapted else None
@@ -104,12 +104,12 @@ class DecodeGraphs:
         return step
 
     def scores(self, inputs: StepInputs, token_slots: Ints | None) -> Tensor | None:
-        """Those of a step of one new token a row, each of which draws (R, V); None: compute the step as planned.
+        """Those of a step of one new token a row, each of which samples (R, V); None: compute the step as planned.
 
         token_slots: (R,) of adapters; None: no row has one. The scores are written over by the next step.
         """
         rows = len(inputs.num_new)
-        if inputs.drawing_tokens is not None or rows > self.sizes[-1]:
+        if inputs.sampled_tokens is not None or rows > self.sizes[-1]:
             return None
         size = next(size for size in self.sizes if size >= rows)
         for buffer, values, padding in (
@@ -119,11 +119,11 @@ class DecodeGraphs:
         ):
             buffer[:rows].copy_(values)
             buffer[rows:size].fill_(padding)
-        self._kernels.refill(self._plans[size], inputs.num_computed, inputs.block_tables)
+        self._kernels.update_static_inputs(self._plans[size], inputs.num_computed, inputs.block_tables)
         if token_slots is not None:
-            self._kernels.refill_lora(
+            self._kernels.update_static_lora_inputs(
                 self._lora[size], np.concatenate((token_slots, np.full(size - rows, -1, dtype=np.int64)))
             )
-        recording = self._recordings[size, token_slots is not None]
-        recording.repeat()
-        return recording.scores[:rows]
+        graph = self._graphs[size, token_slots is not None]
+        graph.replay()
+        return graph.scores[:rows]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.upload import upload
-from slipway_runtime.messages import StepPlan
-from slipway_runtime.worker.rows import Ints, Rows
+from slipway_runtime.messages import SchedulerOutput
+from slipway_runtime.worker.input_batch import InputBatch, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class StepInputs:
     num_computed: Ints  # (R,)
     num_new: Ints  # (R,)
     block_tables: Ints  # (R, blocks of the longest)
-    # D draws. A row that samples draws after its last token; with K drafts also before each of them.
-    drawing_rows: Ints  # (D,)
-    drawing_tokens: Tensor | None  # (D,) among T, after which of them; None: after each
-    drawing_positions: Ints  # (D,) where the drawn tokens stand in their sequences
+    # D samples. A row that samples samples after its last token; with K drafts also before each of them.
+    sampled_rows: Ints  # (D,)
+    sampled_tokens: Tensor | None  # (D,) among T, after which of them; None: after each
+    sampled_positions: Ints  # (D,) where the sampled tokens stand in their sequences
 
 
-def pack(plan: StepPlan, rows: Rows, block_size: int, device: torch.device) -> StepInputs:
+def prepare_inputs(plan: SchedulerOutput, rows: InputBatch, block_size: int, device: torch.device) -> StepInputs:
     """Pack a plan whose rows have been taken in."""
     row_ids = np.array(plan.rows, dtype=np.int64)
     num_computed = np.array(plan.num_computed, dtype=np.int64)
@@ -41,19 +41,19 @@ def pack(plan: StepPlan, rows: Rows, block_size: int, device: torch.device) -> S
         positions = np.arange(total) + np.repeat(num_computed - (ends - num_new), num_new)
     blocks = rows.block_tables[token_rows, positions // block_size].astype(np.int64)
     lengths = num_computed + num_new
-    drawing_rows, drawing_positions = row_ids, lengths
-    drawing: list[Ints] = []
+    sampled_rows, sampled_positions = row_ids, lengths
+    sampled: list[Ints] = []
     if total != len(row_ids) or not all(plan.samples):
-        draws = np.array(plan.samples, dtype=np.int64)
+        samples = np.array(plan.samples, dtype=np.int64)
         if plan.drafts:
-            draws *= np.array([1 + len(drafts) for drafts in plan.drafts], dtype=np.int64)
-        drawing_rows = np.repeat(row_ids, draws)
-        back = draws.cumsum().repeat(draws) - np.arange(len(drawing_rows))  # draws, 1 for the last one of a row
-        drawing = [ends.repeat(draws) - back]
-        drawing_positions = lengths.repeat(draws) - back + 1
+            samples *= np.array([1 + len(drafts) for drafts in plan.drafts], dtype=np.int64)
+        sampled_rows = np.repeat(row_ids, samples)
+        back = samples.cumsum().repeat(samples) - np.arange(len(sampled_rows))  # samples, 1 for the last one of a row
+        sampled = [ends.repeat(samples) - back]
+        sampled_positions = lengths.repeat(samples) - back + 1
     slots = blocks * block_size + positions % block_size
-    token_ids, positions_on_device, slots_on_device, *drawing_tokens = upload(
-        (rows.tokens[token_rows, positions], positions, slots, *drawing), device
+    token_ids, positions_on_device, slots_on_device, *sampled_tokens = upload(
+        (rows.tokens[token_rows, positions], positions, slots, *sampled), device
     )
     return StepInputs(
         token_ids=token_ids,
@@ -62,7 +62,7 @@ def pack(plan: StepPlan, rows: Rows, block_size: int, device: torch.device) -> S
         num_computed=num_computed,
         num_new=num_new,
         block_tables=rows.block_tables[row_ids, : -(-int(lengths.max()) // block_size)].astype(np.int64),
-        drawing_rows=drawing_rows,
-        drawing_tokens=drawing_tokens[0] if drawing else None,
-        drawing_positions=drawing_positions,
+        sampled_rows=sampled_rows,
+        sampled_tokens=sampled_tokens[0] if sampled else None,
+        sampled_positions=sampled_positions,
     )

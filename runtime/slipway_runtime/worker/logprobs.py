@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipway_runtime.messages import StepPlan, TokenLogprobs
+from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
+from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.inputs import StepInputs
-from slipway_runtime.worker.rows import Ints, Rows
 
 _SCORES_AT_ONCE = 1 << 23  # of prompts: 32 MB of float32, whatever the prompt and the vocabulary
 
@@ -44,7 +44,7 @@ def score(logits: Tensor, token_ids: Ints, counts: Ints) -> list[TokenLogprobs]:
 
 
 def score_prompts(
-    plan: StepPlan, inputs: StepInputs, rows: Rows, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    plan: SchedulerOutput, inputs: StepInputs, rows: InputBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """For each row of the plan the tokens that follow its new prompt positions; empty when no row asked.
 
@@ -63,7 +63,13 @@ def score_prompts(
 
 
 def _score_prompt(
-    row: int, start: int, computed: int, new: int, rows: Rows, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    row: int,
+    start: int,
+    computed: int,
+    new: int,
+    rows: InputBatch,
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
 ) -> tuple[TokenLogprobs, ...]:
     wanted = rows.prompt_logprobs[row]
     count = min(new, int(rows.num_prompt[row]) - 1 - computed)

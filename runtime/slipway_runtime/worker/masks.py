@@ -1,4 +1,4 @@
-"""Grammars at the draws: what is not allowed gets a score of -inf, which no bias and no penalty changes."""
+"""Grammars at the samples: what is not allowed gets a score of -inf, which no bias and no penalty changes."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,7 @@ from torch import Tensor
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.kernels.upload import upload
 from slipway_runtime.messages import TokenMasks
-from slipway_runtime.worker.rows import Ints
+from slipway_runtime.worker.input_batch import Ints
 
 
 def apply_masks(
@@ -18,11 +18,11 @@ def apply_masks(
     ends: tuple[int, ...],
     kernels: Kernels,
 ) -> None:
-    """Apply the masks, in place. logits: (D, V)  bound: (D,) whether a grammar binds the draw's row.
+    """Apply the masks, in place. logits: (D, V)  bound: (D,) whether a grammar binds the sample's row.
 
-    A bound row whose first draw comes without a mask may only end: nothing is drawn unbound because something failed.
+    A bound row whose first sample comes without a mask may only end: no failure leads to an unbound sample.
     """
-    places = np.array(masks.draws if masks is not None else (), dtype=np.int64)
+    places = np.array(masks.samples if masks is not None else (), dtype=np.int64)
     if masks is not None and len(places):
         words = np.frombuffer(bytearray(masks.words), dtype=np.int32).reshape(len(places), -1)
         kernels.apply_bitmask(logits, *upload((places, words), logits.device))

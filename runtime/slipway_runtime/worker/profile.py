@@ -24,7 +24,7 @@ def widest_step_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Activations of a step of `tokens` tokens of which `rows` draw: measured on a GPU, counted on a CPU.
+    """Activations of a step of `tokens` tokens of which `rows` sample: measured on a GPU, counted on a CPU.
 
     Raises what torch raises when there is no room for them at all.
     """

@@ -1,21 +1,21 @@
-"""Executes plans: packs, computes, draws, remembers."""
+"""Executes plans: packs, computes, samples, remembers."""
 
 import msgspec
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels, LoraPlan, repeatable
+from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels, LoraPlan, capturable
 from slipway_runtime.layers.attention import StepContext
-from slipway_runtime.messages import StepPlan, StepResult
+from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import DecodeGraphs, Record
+from slipway_runtime.worker.graphs import Capture, DecodeGraphs
 from slipway_runtime.worker.host_arena import HostArena
-from slipway_runtime.worker.inputs import StepInputs, pack
+from slipway_runtime.worker.input_batch import InputBatch
+from slipway_runtime.worker.inputs import StepInputs, prepare_inputs
 from slipway_runtime.worker.logprobs import score_prompts
-from slipway_runtime.worker.rows import Rows
+from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.sampler import Masks, Sampler
-from slipway_runtime.worker.shortage import step_shortage
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 
 
@@ -48,57 +48,57 @@ class Runner:
         self.graphs: DecodeGraphs | None = None  # None: every step is computed as it is planned
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._rows = Rows(max_num_seqs, max_model_len, -(-max_model_len // block_size))
+        self._rows = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size))
         self._sampler = Sampler(self._rows, eos_token_ids, kernels)
 
-    def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+    def execute(self, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """Compute what the plan says. The KV of its new tokens is in the cache when this returns.
 
         `masks` is asked for when the scores are there: whoever makes them has until then. None: the plan has them.
         Raises StepOutOfMemoryError, after which the next plan may be executed: what this one said of rows, blocks and
         slots was done. A shortage before that is not survived.
         """
-        self._rows.take_in(plan)
+        self._rows.update_states(plan)
         if self.adapters is not None:
-            self.adapters.take_in(plan)
+            self.adapters.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
-            with step_shortage():
+            with step_out_of_memory():
                 return self._compute(plan, masks)
 
-    def _compute(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+    def _compute(self, plan: SchedulerOutput, masks: Masks | None) -> StepResult:
         if not plan.rows:
             return StepResult(step=plan.step, token_ids=())
-        inputs = pack(plan, self._rows, self._block_size, self._device)
+        inputs = prepare_inputs(plan, self._rows, self._block_size, self._device)
         token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
         scores = None if self.graphs is None else self.graphs.scores(inputs, token_slots)
         if scores is not None:
-            return self._draw(plan, inputs, scores, masks)
+            return self._sample(plan, inputs, scores, masks)
         lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
         hidden = self.hidden(inputs, lora)
-        last = hidden if inputs.drawing_tokens is None else hidden.index_select(0, inputs.drawing_tokens)
-        result = self._draw(plan, inputs, self.logits(last) if len(inputs.drawing_rows) else None, masks)
-        # A step that draws after each of its tokens is past all prompts.
-        if inputs.drawing_tokens is None:
+        last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+        result = self._sample(plan, inputs, self.logits(last) if len(inputs.sampled_rows) else None, masks)
+        # A step that samples after each of its tokens is past all prompts.
+        if inputs.sampled_tokens is None:
             return result
         scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
         return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
 
-    def follow(self, plan: StepPlan) -> None:
-        """Compute this rank's share of a plan that another one executes, and draws for: `learn` brings the tokens."""
-        self._rows.take_in(plan)
+    def follow(self, plan: SchedulerOutput) -> None:
+        """Compute this rank's share of a plan that another one executes, and samples for: `learn` brings the tokens."""
+        self._rows.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
             if plan.rows:
-                self.hidden(pack(plan, self._rows, self._block_size, self._device))
+                self.hidden(prepare_inputs(plan, self._rows, self._block_size, self._device))
 
-    def learn(self, plan: StepPlan, token_ids: tuple[tuple[int, ...], ...]) -> None:
-        """Take in what the rows of a plan drew on another rank, before anything later is followed."""
+    def learn(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Record what the rows of a plan sampled on another rank, before anything later is followed."""
         self._rows.learn(plan, token_ids)
 
-    def record_graphs(self, record: Record) -> None:
-        """Record the decode steps, if these kernels can be; `graphs` has them afterwards. Raises RuntimeError."""
-        if (kernels := repeatable(self._kernels)) is None:
+    def capture_graphs(self, capture: Capture) -> None:
+        """Capture the decode steps, if these kernels can be; `graphs` has them afterwards. Raises RuntimeError."""
+        if (kernels := capturable(self._kernels)) is None:
             return
 
         def scores(token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan, lora: LoraPlan) -> Tensor:
@@ -110,7 +110,7 @@ class Runner:
             self.graphs = DecodeGraphs(
                 scores,
                 kernels,
-                record,
+                capture,
                 max_num_seqs=self._max_num_seqs,
                 max_model_len=self._max_model_len,
                 block_size=self._block_size,
@@ -130,17 +130,21 @@ class Runner:
         """Scores of the tokens that may come next. (R, H) -> (R, V), float32."""
         return self.decoder.logits(hidden)[:, : self._num_tokens]
 
-    def _draw(self, plan: StepPlan, inputs: StepInputs, scores: Tensor | None, masks: Masks | None) -> StepResult:
-        """scores: (D, V), written over; None: nothing is drawn."""
-        row_ids, positions = inputs.drawing_rows, inputs.drawing_positions
+    def _sample(
+        self, plan: SchedulerOutput, inputs: StepInputs, scores: Tensor | None, masks: Masks | None
+    ) -> StepResult:
+        """scores: (D, V), written over; None: nothing is sampled."""
+        row_ids, positions = inputs.sampled_rows, inputs.sampled_positions
         if scores is None:
             return StepResult(step=plan.step, token_ids=((),) * len(plan.rows))
-        drawn = self._sampler(scores, row_ids, positions, masks or (lambda: plan.masks))
-        self._rows.tokens[row_ids, positions] = drawn.token_ids
-        token_ids = kept_tokens(plan, drawn.token_ids.tolist())
-        return StepResult(step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, drawn.logprobs, token_ids))
+        sampled = self._sampler(scores, row_ids, positions, masks or (lambda: plan.masks))
+        self._rows.tokens[row_ids, positions] = sampled.token_ids
+        token_ids = kept_tokens(plan, sampled.token_ids.tolist())
+        return StepResult(
+            step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, sampled.logprobs, token_ids)
+        )
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
         if plan.host_moves:
             assert self.host is not None, "a plan moves blocks to host memory that there is not"
             self.host.make(plan.host_moves, self.caches)

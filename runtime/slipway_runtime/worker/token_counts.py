@@ -1,7 +1,7 @@
 """How often each token stands in a sequence, kept on the device for penalties.
 
 A step sends what it adds, one token a row in decode, instead of a table over the whole vocabulary. Counts follow the
-tokens that a sequence keeps; what a row's further draws see of its drafts is added to a copy.
+tokens that a sequence keeps; what a row's further samples see of its drafts is added to a copy.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.upload import upload
-from slipway_runtime.worker.rows import Ints, Rows
+from slipway_runtime.worker.input_batch import InputBatch, Ints
 
 IN_PROMPT = 1 << 30  # of a count: the prompt holds the token. The rest counts the output
 
@@ -17,27 +17,27 @@ IN_PROMPT = 1 << 30  # of a count: the prompt holds the token. The rest counts t
 class TokenCounts:
     """Counts of all rows that are penalized. Memory: 4 bytes a token of the vocabulary and row, as rows need it."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: InputBatch) -> None:
         self._rows = rows
         self._counts = torch.zeros(0, 0, dtype=torch.int32)
         self._starts = np.full(len(rows.starts), -1, dtype=np.int64)  # which sequence of a row is counted
         self._counted = np.zeros(len(rows.starts), dtype=np.int64)  # tokens of it
 
     def of(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
-        """Counts before each draw: (D, V) int32. A row's draws are neighbours, in order. like: (…, V) on the device."""
+        """Counts before each sample: (D, V) int32. A row's samples follow each other. like: (…, V) on the device."""
         rows, vocabulary = self._rows, like.shape[1]
         self._make_room(int(row_ids.max()) + 1, like)
         is_first = np.append(True, row_ids[1:] != row_ids[:-1])
         self._count(row_ids[is_first], positions[is_first], vocabulary)
-        draft_draws: list[int] = []
+        draft_samples: list[int] = []
         drafts: list[int] = []
-        for draw in np.flatnonzero(~is_first).tolist():
-            counted = self._counted[row_ids[draw]]
-            tokens = rows.tokens[row_ids[draw], counted : positions[draw]].tolist()
+        for sample in np.flatnonzero(~is_first).tolist():
+            counted = self._counted[row_ids[sample]]
+            tokens = rows.tokens[row_ids[sample], counted : positions[sample]].tolist()
             known = [token for token in tokens if token < vocabulary]
-            draft_draws += [draw] * len(known)
+            draft_samples += [sample] * len(known)
             drafts += known
-        extra = np.array(draft_draws, dtype=np.int64) * vocabulary + np.array(drafts, dtype=np.int64)
+        extra = np.array(draft_samples, dtype=np.int64) * vocabulary + np.array(drafts, dtype=np.int64)
         wanted, extra_on_device = upload((row_ids, extra), like.device)
         counts = self._counts.index_select(0, wanted)
         if len(extra):

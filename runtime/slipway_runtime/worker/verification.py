@@ -1,8 +1,8 @@
-"""Which drafted tokens are kept: those that the row draws itself.
+"""Which drafted tokens are kept: those that the row samples itself.
 
-A draw is a function of the logits, the seed and the position. A row with K drafts draws K + 1 times, each time with
-the key of that position, as if all drafts before it were right. As long as a draw equals the draft it is the token
-that would have come without drafts, and the next draw was made after the right tokens. The first that differs is
+A sample is a function of the logits, the seed and the position. A row with K drafts samples K + 1 times, each time with
+the key of that position, as if all drafts before it were right. As long as a sample equals the draft it is the token
+that would have come without drafts, and the next sample was made after the right tokens. The first that differs is
 right too, and ends the row's step. So the output with drafts is the output without, token for token, sampled or
 greedy; the distribution is the same because the tokens are.
 """
@@ -10,12 +10,12 @@ greedy; the distribution is the same because the tokens are.
 from collections.abc import Sequence
 from itertools import islice
 
-from slipway_runtime.messages import StepPlan, TokenLogprobs
+from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
 
 
-def kept_tokens(plan: StepPlan, drawn: list[int]) -> tuple[tuple[int, ...], ...]:
-    """For each row of the plan the tokens it goes on with. drawn: all draws of the plan, in order."""
-    following = iter(drawn)
+def kept_tokens(plan: SchedulerOutput, sampled: list[int]) -> tuple[tuple[int, ...], ...]:
+    """For each row of the plan the tokens it goes on with. sampled: all samples of the plan, in order."""
+    following = iter(sampled)
     if not plan.drafts:
         return tuple([(next(following),) if samples else () for samples in plan.samples])
     return tuple(
@@ -27,9 +27,9 @@ def kept_tokens(plan: StepPlan, drawn: list[int]) -> tuple[tuple[int, ...], ...]
 
 
 def kept_logprobs(
-    plan: StepPlan, logprobs: Sequence[TokenLogprobs | None], token_ids: tuple[tuple[int, ...], ...]
+    plan: SchedulerOutput, logprobs: Sequence[TokenLogprobs | None], token_ids: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """Of all draws, in order, those of the tokens that were kept; empty when no row asked (there are none)."""
+    """Of all samples, in order, those of the tokens that were kept; empty when no row asked (there are none)."""
     if not logprobs:
         return ()
     result: list[tuple[TokenLogprobs, ...]] = []
@@ -41,8 +41,8 @@ def kept_logprobs(
     return tuple(result)
 
 
-def _kept(drafts: tuple[int, ...], drawn: list[int]) -> tuple[int, ...]:
+def _kept(drafts: tuple[int, ...], sampled: list[int]) -> tuple[int, ...]:
     right = 0
-    while right < len(drafts) and drawn[right] == drafts[right]:
+    while right < len(drafts) and sampled[right] == drafts[right]:
         right += 1
-    return tuple(drawn[: right + 1])
+    return tuple(sampled[: right + 1])

@@ -9,7 +9,15 @@ import pytest
 from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, Overloaded, QueueLimits, Refused
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.thread import EngineThread
-from slipway_runtime.messages import EngineFacts, FinishReason, Output, Request, SamplingParams, StepPlan, StepResult
+from slipway_runtime.messages import (
+    EngineFacts,
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    SchedulerOutput,
+    StepResult,
+)
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.paper_worker import PaperWorker, continuation
@@ -33,7 +41,7 @@ class Stage:
             EngineThread(Engine(self.scheduler, self.execute, FACTS)), limits=QueueLimits(**limits)
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: SchedulerOutput) -> StepResult:
         if self.gate is not None:
             self.gate.acquire(timeout=300)
         if self.broken:

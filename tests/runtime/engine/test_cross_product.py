@@ -1,4 +1,4 @@
-"""Features hold together: adapters, rounded weights, rounded KV, guesses, prefixes, grammars, overlap and several
+"""Features hold together: adapters, rounded weights, rounded KV, draft tokens, prefixes, grammars, overlap and several
 answers at once give each request the tokens that it gets alone, without any of the fast paths.
 
 Six configurations in which each two features meet on and off (tested below), one with all of them, one in fp8, one with
@@ -80,7 +80,7 @@ def plain(model: Model) -> Iterator[dict[tuple[object, ...], "Served"]]:
 
 
 def requests(features: Features, digests: list[str]) -> list[Request]:
-    """Four prompts that repeat themselves, so that there is something to guess; greedy and drawn, base and adapters."""
+    """Four prompts that repeat themselves, so that drafts exist; greedy and sampled, base and adapters."""
     asked = []
     for number in range(4):
         shared = [(3 + number * 41 + position % 9 * 7) % 3000 + 3 for position in range(36)]
@@ -108,9 +108,9 @@ def requests(features: Features, digests: list[str]) -> list[Request]:
 
 def answered_together(model: Model, features: Features) -> Served:
     """All at once, with every fast path that is on."""
-    guesses = {"speculation": "promptLookup", "speculation_max_tokens": 3} if features.speculation else {}
+    drafted = {"speculation": "promptLookup", "speculation_max_tokens": 3} if features.speculation else {}
     host = {"kv_cache_host_bytes": 1 << 20} if features.host else {}
-    served = Served(model, overlap=features.overlap, **guesses, **host, **features.numerics)
+    served = Served(model, overlap=features.overlap, **drafted, **host, **features.numerics)
     asked = requests(features, served.digests)
     if features.prefix_hit:
         for request in asked:
@@ -154,7 +154,7 @@ def one_answer(request: Request, index: int) -> Request:
     return msgspec.structs.replace(request, id=f"{request.id}/{index}", n=1, params=params)
 
 
-def check_books(served: Served, features: Features) -> None:
+def check_request_table(served: Served, features: Features) -> None:
     stats = served.engine.stats(0.0)
     assert stats.admitted == stats.finished + stats.aborted + stats.handed_over
     assert stats.aborted == stats.running == stats.waiting == stats.blocks_live == stats.invalid_kv_blocks == 0
@@ -184,7 +184,7 @@ def test_with_all_fast_paths_each_request_says_what_it_says_alone(features, mode
     for id, index in together.outputs:
         if id.startswith("r"):
             assert together.tokens(id, index) == alone.tokens(f"{id}/{index}"), (id, index)
-    check_books(together, features)
+    check_request_table(together, features)
     if features.grammar:
         check_answers(together)
 
@@ -205,4 +205,4 @@ def test_without_determinism_answers_differ_only_where_two_tokens_are_closer_tha
                     assert best - next_best < ROUNDING
                     break
     assert compared > 80, "they are the same for long"
-    check_books(together, features)
+    check_request_table(together, features)

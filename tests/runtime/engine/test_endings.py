@@ -56,12 +56,12 @@ def in_the_middle_of_its_prompt(served: Served) -> None:
     take(served, 2)
 
 
-def drawing(served: Served) -> None:
+def sampled(served: Served) -> None:
     ask(served, "x")
     take(served, 4)
 
 
-def drawing_within_a_grammar(served: Served) -> None:
+def sampling_within_a_grammar(served: Served) -> None:
     ask(served, "x", grammar=GRAMMAR)
     take(served, 4)
 
@@ -91,7 +91,7 @@ def several_before_the_first(served: Served) -> None:
 
 
 STATES = [
-    waiting, in_the_middle_of_its_prompt, drawing, drawing_within_a_grammar, while_its_grammar_compiles,
+    waiting, in_the_middle_of_its_prompt, sampled, sampling_within_a_grammar, while_its_grammar_compiles,
     while_its_adapter_is_read, several_at_once, several_before_the_first,
 ]  # fmt: skip
 

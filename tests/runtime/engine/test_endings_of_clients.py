@@ -40,7 +40,7 @@ async def client(request: pytest.FixtureRequest, model: Model) -> AsyncIterator[
     client = EngineClient(transport)
     await client.start()
     yield client
-    assert client.error == "", "the books were right whenever there was nothing to do"
+    assert client.error == "", "the table were right whenever there was nothing to do"
     await client.stop()
 
 
@@ -68,7 +68,7 @@ async def bring(client: EngineClient, state: str, folder: Path) -> tuple[OutputS
             stream = ask(client, "x", tokens=480)
             await until(client, lambda stats: stats.running == 1)
             return stream, None
-        case "drawing" | "several":
+        case "sampled" | "several":
             stream = ask(client, "x", n=3 if state == "several" else 1)
             await anext(stream)
             return stream, None
@@ -84,7 +84,7 @@ async def bring(client: EngineClient, state: str, folder: Path) -> tuple[OutputS
     raise AssertionError(state)
 
 
-STATES = ["on its way", "waiting", "in its prompt", "drawing", "several", "bound", "compiling", "its adapter is read"]
+STATES = ["on its way", "waiting", "in its prompt", "sampled", "several", "bound", "compiling", "its adapter is read"]
 
 
 @pytest.mark.capability("API-7", "PF-10")

@@ -84,12 +84,12 @@ def test_logprobs_and_draws_are_the_same_with_prompt_lookup(oracle):
         "sampled": {"temperature": 0.4, "seed": 11, "logprobs": 0},
         "penalized": {"temperature": 0.3, "seed": 2, "frequency_penalty": 0.4, "logit_bias": ((5, 3.0),)},
     }
-    plain, guessing = an_engine(path), an_engine(path, speculation="promptLookup", speculation_max_tokens=4)
+    plain, drafting = an_engine(path), an_engine(path, speculation="promptLookup", speculation_max_tokens=4)
     one, other = (
         outputs(engine, *(a_request(id, copying, max_tokens=40, **way) for id, way in ways.items()))
-        for engine in (plain, guessing)
+        for engine in (plain, drafting)
     )
-    assert guessing.stats(0.0).draft_tokens > 0
+    assert drafting.stats(0.0).draft_tokens > 0
     for id, way in ways.items():
         assert tokens(one[id, 0]) == tokens(other[id, 0])
         for answers in (one, other):

@@ -1,4 +1,4 @@
-"""Answers follow their grammars token by token: with guesses, in mixed batches, after preemption, from given output."""
+"""Answers follow their grammars token by token: with draft tokens, in mixed batches, after preemption, continued."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from slipway_runtime.messages import (
     Output,
     Request,
     SamplingParams,
-    StepPlan,
+    SchedulerOutput,
     TokenMasks,
 )
 
@@ -55,15 +55,15 @@ class Town:
         )  # fmt: skip
 
     def masks(self, *drafts: str | list[int]) -> dict[int, set[int]]:
-        """What each draw of a step may draw, by its place; draws that are not bound are missing."""
-        guessed = tuple(tuple(spell(draft) if isinstance(draft, str) else draft) for draft in drafts)
-        plan = StepPlan(
+        """What each sample of a step may sample, by its place; samples that are not bound are missing."""
+        drafted = tuple(tuple(spell(draft) if isinstance(draft, str) else draft) for draft in drafts)
+        plan = SchedulerOutput(
             step=1,
             new_rows=self.new,
             rows=tuple(range(len(self.keys))),
-            num_new=tuple(1 + len(draft) for draft in guessed or ((),) * len(self.keys)),
+            num_new=tuple(1 + len(draft) for draft in drafted or ((),) * len(self.keys)),
             samples=(True,) * len(self.keys),
-            drafts=guessed if any(guessed) else (),
+            drafts=drafted if any(drafted) else (),
         )
         self.new = ()
         return allowed(self.grammars.masks(plan)())
@@ -77,9 +77,9 @@ class Town:
 def allowed(masks: TokenMasks | None) -> dict[int, set[int]]:
     if masks is None:
         return {}
-    words = np.frombuffer(masks.words, dtype=np.uint8).reshape(len(masks.draws), -1)
+    words = np.frombuffer(masks.words, dtype=np.uint8).reshape(len(masks.samples), -1)
     bits = np.unpackbits(words, axis=1, count=V, bitorder="little")
-    return {draw: set(np.flatnonzero(row).tolist()) for draw, row in zip(masks.draws, bits, strict=True)}
+    return {sample: set(np.flatnonzero(row).tolist()) for sample, row in zip(masks.samples, bits, strict=True)}
 
 
 def starts(text: str, *texts: str) -> bool:
@@ -118,14 +118,16 @@ def test_after_the_end_only_ends_come_however_many_are_wanted():
 
 
 @pytest.mark.capability("SO-1", "SD-1")
-def test_each_guess_has_its_mask_and_leaves_no_trace():
+def test_each_draft_token_has_its_mask_and_leaves_no_trace():
     town = Town(request("free", None), request("a", regex("([ac][bd]){3}")), request("b", regex("x*")))
     before = town.masks("zz", "", "")
     places = 1 + len(spell("zz"))
     assert set(before) == {places, places + 1}
     a, b = spell("a")[0], spell("b")[0]
     masks = town.masks("zz", [a, b, a, a, b], [])
-    assert set(masks) == {places, places + 1, places + 2, places + 3, places + 6}, "none after a guess that is refused"
+    assert set(masks) == {places, places + 1, places + 2, places + 3, places + 6}, (
+        "none after a draft token that is refused"
+    )
     assert a in masks[places]
     assert a not in masks[places + 1]
     assert b in masks[places + 1]
@@ -172,7 +174,7 @@ def test_a_grammar_that_breaks_allows_only_an_end_and_says_so():
         assert sentence in town.emit(0, [EOS])
         assert len(town.grammars) == 1
     town = Town(request("a", regex("aaa")))
-    assert town.emit(0, "ab") == "a token was drawn that the grammar does not allow"
+    assert town.emit(0, "ab") == "a token was sampled that the grammar does not allow"
 
 
 JSON = Grammar(
@@ -186,34 +188,34 @@ JSON = Grammar(
 
 
 @pytest.mark.capability("SO-1", "SD-1")
-@pytest.mark.parametrize("guessing", [False, True], ids=["plain", "guessing"])
-def test_random_draws_within_the_masks_always_end_in_a_valid_text(guessing):
-    """The step loop with a worker that draws evenly from what is allowed, and guesses from what it allowed before."""
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafting"])
+def test_random_draws_within_the_masks_always_end_in_a_valid_text(drafting):
+    """The step loop with a worker that samples evenly from what is allowed, and drafts from what was allowed before."""
     dice = random.Random(5)
     town = Town(request("j", JSON), request("free", None), request("r", regex("(ab|ba){2,20}!")))
     texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
     done: set[int] = set()
     for _ in range(200):
         drafts = [
-            [] if not guessing or row in done else dice.choices(range(3, V), k=dice.randrange(3)) for row in texts
+            [] if not drafting or row in done else dice.choices(range(3, V), k=dice.randrange(3)) for row in texts
         ]
-        if guessing and 0 not in done:
+        if drafting and 0 not in done:
             drafts[0] = sorted(town.masks([], [], [])[0])[:2]
         masks = town.masks(*drafts)
         first = 0
         for row, draft in enumerate(drafts):
             kept: list[int] = []
             for place in range(first, first + 1 + len(draft)):
-                drawn = dice.choice(sorted(masks.get(place, range(3, V))))
+                sampled = dice.choice(sorted(masks.get(place, range(3, V))))
                 if (
-                    guessing
+                    drafting
                     and len(kept) < len(draft)
                     and dice.random() < 0.7
                     and draft[len(kept)] in masks.get(place, ())
                 ):
-                    drawn = draft[len(kept)]
-                kept.append(drawn)
-                if drawn == EOS or len(kept) > len(draft) or drawn != draft[len(kept) - 1]:
+                    sampled = draft[len(kept)]
+                kept.append(sampled)
+                if sampled == EOS or len(kept) > len(draft) or sampled != draft[len(kept) - 1]:
                     break
             first += 1 + len(draft)
             if row in done or row == 1:

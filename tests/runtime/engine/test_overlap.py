@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.overlap import OverlappedEngine, Worker
-from slipway_runtime.messages import FinishReason, Request, SamplingParams, StepPlan, StepResult
+from slipway_runtime.messages import FinishReason, Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.engine.test_client import FACTS
@@ -66,14 +66,14 @@ def test_the_next_plan_is_made_while_a_step_is_computed():
     two_ahead = threading.Event()
     schedule = scheduler.schedule
 
-    def watched(now: float) -> StepPlan:
+    def watched(now: float) -> SchedulerOutput:
         plan = schedule(now)
         planned.append(plan.step)
         if len(planned) == 2:
             two_ahead.set()
         return plan
 
-    def execute(plan: StepPlan) -> StepResult:
+    def execute(plan: SchedulerOutput) -> StepResult:
         assert two_ahead.wait(20), "the first step is not computed before the second one is planned"
         computed.append(plan.step)
         return worker.execute(plan)
@@ -91,7 +91,7 @@ def test_the_next_plan_is_made_while_a_step_is_computed():
 
 
 def test_what_the_worker_raises_ends_the_loop():
-    def broken(plan: StepPlan) -> StepResult:
+    def broken(plan: SchedulerOutput) -> StepResult:
         raise RuntimeError("no more memory")
 
     engine = OverlappedEngine(a_scheduler(), Worker(broken), FACTS)
@@ -110,7 +110,7 @@ def test_the_cost_of_the_scheduler_is_measured_apart_from_the_computation(kind: 
         time[0] += 1
         return time[0]
 
-    def execute(worker: PaperWorker, plan: StepPlan) -> StepResult:
+    def execute(worker: PaperWorker, plan: SchedulerOutput) -> StepResult:
         time[0] += 100
         return worker.execute(plan)
 
@@ -130,7 +130,7 @@ class Inline(Worker):
     def __init__(self, execute) -> None:
         self._execute = execute
 
-    def submit(self, plan: StepPlan):
+    def submit(self, plan: SchedulerOutput):
         execute = self._execute
 
         class Result:

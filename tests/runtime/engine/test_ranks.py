@@ -21,7 +21,7 @@ from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.ranks import RankDiedError, Ranks
-from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, Sleep, StepPlan, StepResult
+from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, Sleep, StepResult
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
@@ -118,15 +118,15 @@ def test_after_a_step_that_failed_on_one_rank_none_is_tried(tmp_path):
     class OutOfMemory(Runner):
         def __init__(self) -> None: ...
 
-        def execute(self, plan: StepPlan, masks: object = None) -> StepResult:
+        def execute(self, plan: SchedulerOutput, masks: object = None) -> StepResult:
             raise MemoryError
 
     a_checkpoint(tmp_path)
     ranks = Ranks(decide(tmp_path, OPTIONS), on_death=lambda _: None)
     with pytest.raises(MemoryError):
-        ranks.execute(OutOfMemory(), StepPlan(step=1))
+        ranks.execute(OutOfMemory(), SchedulerOutput(step=1))
     with pytest.raises(RankDiedError, match="has failed on rank 0"):
-        ranks.execute(OutOfMemory(), StepPlan(step=2))
+        ranks.execute(OutOfMemory(), SchedulerOutput(step=2))
 
 
 def test_who_lets_go_of_ranks_ends_them(tmp_path):

@@ -13,10 +13,10 @@ import torch
 
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.engine import Engine
-from slipway_runtime.engine.shortage import shortage_refused
 from slipway_runtime.messages import Grammar, LoadAdapter, Request, SamplingParams
 from slipway_runtime.models.adapter_files import adapter_digest
 from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.worker.out_of_memory import oom_refused
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 ADAPTERS = TINY.parent / "adapters"
@@ -103,13 +103,13 @@ def test_no_request_reaches_a_function_that_the_warm_up_did_not(settings: dict[s
 def test_a_shortage_of_memory_is_told_as_what_was_being_done():
     with (
         pytest.raises(ModelRefusedError, match="not enough memory on cpu for the KV cache: give the container more"),
-        shortage_refused("the KV cache", torch.device("cpu")),
+        oom_refused("the KV cache", torch.device("cpu")),
     ):
         torch.empty(1 << 55)
     with (
         pytest.raises(ModelRefusedError, match="on cuda for the graphs: lower gpuMemoryUtilization"),
-        shortage_refused("the graphs", torch.device("cuda")),
+        oom_refused("the graphs", torch.device("cuda")),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    with pytest.raises(RuntimeError, match="shapes differ"), shortage_refused("x", torch.device("cpu")):
+    with pytest.raises(RuntimeError, match="shapes differ"), oom_refused("x", torch.device("cpu")):
         raise RuntimeError("shapes differ")

@@ -26,7 +26,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "add_lora": "lora",
         "apply_bitmask": "sampling",
         "penalize": "reference_sampling",
-        "draw": "sampling",
+        "sample": "sampling",
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from slipway_runtime.engine.recording import record_or_say_why_not
+from slipway_runtime.engine.capture import capture_or_say_why_not
 from slipway_runtime.kernels import (
     attention_plan,
     gpu,
@@ -27,15 +27,15 @@ from slipway_runtime.kernels import (
     sampling,
     store_kv,
 )
-from slipway_runtime.kernels.dispatch import Kernels, repeatable
+from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.adapters import HostAdapter
 from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import CudaRecord, DecodeGraphs, Record, Recording, batch_sizes
+from slipway_runtime.worker.graphs import Capture, CapturedGraph, CudaCapture, DecodeGraphs, batch_sizes
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint
@@ -44,12 +44,12 @@ BLOCK, CPU = 4, torch.device("cpu")
 PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-def compute_again(compute: Callable[[], Tensor]) -> Recording:
+def compute_again(compute: Callable[[], Tensor]) -> CapturedGraph:
     scores = compute()
-    return Recording(lambda: scores.copy_(compute()), scores)
+    return CapturedGraph(lambda: scores.copy_(compute()), scores)
 
 
-def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: Record | None = None) -> Runner:
+def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: Capture | None = None) -> Runner:
     config = read_config(path)
     with Checkpoint(path, torch.float32, device) as checkpoint:
         decoder = load_decoder(config, checkpoint, kernels, 32, torch.float32, device)
@@ -72,7 +72,7 @@ def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: R
         block_size=BLOCK, max_num_seqs=4, max_model_len=32, eos_token_ids=(), device=device, adapters=adapters,
     )  # fmt: skip
     if record is not None:
-        runner.record_graphs(record)
+        runner.capture_graphs(record)
     return runner
 
 
@@ -80,9 +80,9 @@ def new_row(row: int, tokens: tuple[int, ...], slot: int = -1) -> NewRow:
     return NewRow(row=row, token_ids=tokens, num_prompt_tokens=len(tokens), params=PARAMS, adapter_slot=slot)
 
 
-def a_step(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> StepPlan:
+def a_step(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> SchedulerOutput:
     blocks = more.pop("new_blocks", ((),) * len(rows))
-    return StepPlan(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks,
+    return SchedulerOutput(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks,
                     samples=(True,) * len(rows), **more)  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_the_sizes_that_are_recorded(most, sizes):
 def test_a_padded_step_draws_what_the_planned_step_draws(tmp_path, device):
     """With and without adapters, in a batch between two sizes; on a GPU as real graphs."""
     a_checkpoint(tmp_path)
-    record = compute_again if device.type == "cpu" else CudaRecord()
+    record = compute_again if device.type == "cpu" else CudaCapture()
     recorded = a_runner(tmp_path, gpu, device, record)
     assert recorded.graphs is not None
     seen = watched(recorded.graphs)
@@ -169,9 +169,9 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
 
 @pytest.mark.capability("KN-5")
 def test_rows_behind_the_batch_are_padding():
-    plan = attention_plan.plan_to_repeat(4, 32, BLOCK, torch.empty(0))
-    attention_plan.refill(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
-    attention_plan.refill(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
+    plan = attention_plan.plan_for_capture(4, 32, BLOCK, torch.empty(0))
+    attention_plan.update_static_inputs(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
+    attention_plan.update_static_inputs(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
     assert plan.lengths.tolist() == [5, 8, 0, 0]
     assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [0, 0], [0, 0]]
 
@@ -179,12 +179,12 @@ def test_rows_behind_the_batch_are_padding():
 @pytest.mark.capability("KN-5")
 def test_adapters_in_a_plan_to_repeat_are_those_of_the_step_and_no_others(device):
     weights = reference_lora.LoraWeights(8, (6,), num_slots=3, max_rank=2, dtype=torch.float32, device=device)
-    plan = lora.plan_lora_to_repeat(20, 3, torch.empty(0, device=device))
+    plan = lora.plan_lora_for_capture(20, 3, torch.empty(0, device=device))
     for slot in range(3):  # written after the plan was made, as in serving
         weights.write(0, slot, torch.full((2, 8), slot + 1.0), torch.ones(2, 6))
     for slots in ([0] * 17 + [2, 1, 2], [-1] * 20, [1] + [-1] * 19):
         x, y = torch.ones(20, 8, device=device), torch.zeros(20, 6, device=device)
-        lora.refill_lora(plan, np.array(slots))
+        lora.update_static_lora_inputs(plan, np.array(slots))
         lora.add_lora(x, y, weights, plan)
         assert y[:, 0].tolist() == [16.0 * (slot + 1) for slot in slots]
 
@@ -193,12 +193,12 @@ def test_adapters_in_a_plan_to_repeat_are_those_of_the_step_and_no_others(device
 def test_an_engine_whose_recording_fails_serves_on_and_says_why(tmp_path):
     a_checkpoint(tmp_path)
 
-    def refuses(_: Callable[[], Tensor]) -> Recording:
+    def refuses(_: Callable[[], Tensor]) -> CapturedGraph:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     runner = a_runner(tmp_path, gpu)
-    assert record_or_say_why_not(runner, refuses, CPU) == (
-        "decode steps could not be recorded, and are computed one by one: "
+    assert capture_or_say_why_not(runner, refuses, CPU) == (
+        "decode steps could not be captured as CUDA graphs, and are computed one by one: "
         "operation not permitted when stream is capturing"
     )
     assert runner.graphs is None
@@ -208,11 +208,11 @@ def test_an_engine_whose_recording_fails_serves_on_and_says_why(tmp_path):
 def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
     a_checkpoint(tmp_path)
 
-    def too_large(_: Callable[[], Tensor]) -> Recording:
+    def too_large(_: Callable[[], Tensor]) -> CapturedGraph:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the recordings of decode steps"):
-        record_or_say_why_not(a_runner(tmp_path, gpu), too_large, CPU)
+        capture_or_say_why_not(a_runner(tmp_path, gpu), too_large, CPU)
 
 
 @pytest.mark.capability("KN-5")
@@ -220,8 +220,8 @@ def test_only_kernels_that_say_so_are_recorded(tmp_path):
     a_checkpoint(tmp_path)
     runner = a_runner(tmp_path, reference, record=compute_again)
     assert runner.graphs is None
-    assert repeatable(reference) is None
-    assert repeatable(gpu) is gpu
+    assert capturable(reference) is None
+    assert capturable(gpu) is gpu
 
 
 @pytest.mark.gpu
@@ -230,7 +230,7 @@ def test_after_a_first_round_no_kernel_is_compiled_again(tmp_path):
     """Triton keeps a compiled kernel for each kind of arguments: other batches add none."""
     a_checkpoint(tmp_path)
     device = torch.device("cuda")
-    runner = a_runner(tmp_path, gpu, device, CudaRecord())
+    runner = a_runner(tmp_path, gpu, device, CudaCapture())
 
     def compiled() -> int:
         kernels = [*vars(paged_attention).values(), *vars(lora).values(), *vars(norms).values(),
@@ -269,7 +269,7 @@ def test_all_recordings_warm_up_on_one_stream(monkeypatch):
         "stream": lambda _: nullcontext(), "graph": lambda *_, **__: nullcontext(),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    record, computed = CudaRecord(), []
+    record, computed = CudaCapture(), []
     for size in (4, 2, 1):
         record(lambda size=size: computed.append(size))
     assert computed == [4, 4, 2, 2, 1, 1], "once to warm up, once to record"

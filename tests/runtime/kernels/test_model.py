@@ -8,13 +8,13 @@ import torch
 import slipway_runtime
 from slipway_runtime.kernels import gpu, reference
 from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.weights import Checkpoint
-from slipway_runtime.worker.inputs import pack
+from slipway_runtime.worker.input_batch import InputBatch
+from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
-from slipway_runtime.worker.rows import Rows
 from slipway_runtime.worker.runner import Runner
 
 TINY = Path(slipway_runtime.__file__).parents[2] / "models" / "tiny"
@@ -27,12 +27,12 @@ def new_row(row: int, tokens: tuple[int, ...]) -> NewRow:
 
 
 STEPS = [  # two prompts, then one token of the first beside a chunk of the second and a third prompt
-    StepPlan(
+    SchedulerOutput(
         step=1,
         new_rows=(new_row(0, (5, 6, 7, 8, 9)), new_row(1, (9, 30, 8, 7, 6, 5, 4))),
         rows=(0, 1), num_computed=(0, 0), num_new=(4, 3), new_blocks=((3, 7), (5, 1)), samples=(False, False),
     ),
-    StepPlan(
+    SchedulerOutput(
         step=2,
         new_rows=(new_row(2, (11, 12)),),
         rows=(0, 1, 2), num_computed=(4, 3, 0), num_new=(1, 4, 2), new_blocks=((), (), (2,)), samples=(True,) * 3,
@@ -50,12 +50,12 @@ def hidden_of(kernels: Kernels, device: torch.device) -> list[torch.Tensor]:
         decoder, caches, kernels,
         block_size=BLOCK, max_num_seqs=3, max_model_len=32, eos_token_ids=(2,), device=device,
     )  # fmt: skip
-    rows = Rows(3, 32, 8)
+    rows = InputBatch(3, 32, 8)
     outputs = []
     with torch.inference_mode():
         for plan in STEPS:
-            rows.take_in(plan)
-            outputs.append(runner.hidden(pack(plan, rows, BLOCK, device)).cpu())
+            rows.update_states(plan)
+            outputs.append(runner.hidden(prepare_inputs(plan, rows, BLOCK, device)).cpu())
     return outputs
 
 

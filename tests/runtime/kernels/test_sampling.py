@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from slipway_runtime.kernels.reference_sampling import draw, gumbel, penalize
+from slipway_runtime.kernels.reference_sampling import gumbel, penalize, sample
 
 V = 40
 
 
-def drawn(logits: torch.Tensor, n: int = 4000, **parameters: float) -> torch.Tensor:
-    """Frequencies of `n` draws at different positions."""
-    tokens = draw(
+def sampled(logits: torch.Tensor, n: int = 4000, **parameters: float) -> torch.Tensor:
+    """Frequencies of `n` samples at different positions."""
+    tokens = sample(
         logits.expand(n, -1),
         temperature=torch.full((n,), float(parameters.get("temperature", 1.0))),
         top_k=torch.full((n,), int(parameters.get("top_k", 0))),
@@ -52,14 +52,14 @@ def expected(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top
 )
 def test_draws_follow_the_distribution(parameters):
     logits = torch.randn(V, generator=torch.Generator().manual_seed(1)) * 2
-    wanted, got = expected(logits, **parameters), drawn(logits, **parameters)
-    assert got[wanted == 0].sum() == 0, "nothing outside the kept set is ever drawn"
+    wanted, got = expected(logits, **parameters), sampled(logits, **parameters)
+    assert got[wanted == 0].sum() == 0, "nothing outside the kept set is ever sampled"
     assert (got - wanted).abs().max() < 4 * math.sqrt(0.25 / 4000)
 
 
 def test_a_temperature_of_zero_takes_the_likeliest():
     logits = torch.randn(V)
-    assert drawn(logits, n=50, temperature=0.0)[logits.argmax()] == 1
+    assert sampled(logits, n=50, temperature=0.0)[logits.argmax()] == 1
 
 
 @pytest.mark.capability("BS-1")
@@ -74,9 +74,9 @@ def test_a_row_draws_the_same_alone_and_among_others():
         "seeds": torch.tensor([1, 2, 3, -(2**63), 2**63 - 1, 6]),
         "positions": torch.tensor([0, 5, 5, 100, 7, 8]),
     }
-    together = draw(logits, **columns)
+    together = sample(logits, **columns)
     for row in range(6):
-        alone = draw(logits[row : row + 1], **{name: values[row : row + 1] for name, values in columns.items()})
+        alone = sample(logits[row : row + 1], **{name: values[row : row + 1] for name, values in columns.items()})
         assert alone.item() == together[row].item()
 
 
@@ -88,9 +88,9 @@ def test_the_short_list_and_the_full_sort_draw_the_same(monkeypatch):
         "top_p": torch.linspace(0.1, 0.99, 20), "min_p": torch.zeros(20), "seeds": torch.arange(20),
         "positions": torch.arange(20),
     }  # fmt: skip
-    short = draw(logits, **columns)
+    short = sample(logits, **columns)
     monkeypatch.setattr("slipway_runtime.kernels.reference_sampling.CANDIDATES", 1000)
-    assert torch.equal(short, draw(logits, **columns))
+    assert torch.equal(short, sample(logits, **columns))
 
 
 def test_noise_is_a_function_of_seed_position_and_token():

@@ -65,10 +65,10 @@ def test_draws_what_the_reference_draws_in_one_mixed_batch(vocabulary, device, m
     logits = torch.randn(len(kinds), vocabulary + 3) * 2
     logits[:, 2] = float("-inf")  # as a grammar leaves it
     logits = logits[:, :vocabulary]  # of a padded vocabulary, as the worker cuts it
-    expected = reference_sampling.draw(logits, **columns(kinds))
-    drawn = sampling.draw(logits.to(device), **columns(kinds, device)).cpu()
-    assert drawn.dtype == torch.int64
-    assert drawn.tolist() == expected.tolist()
+    expected = reference_sampling.sample(logits, **columns(kinds))
+    sampled = sampling.sample(logits.to(device), **columns(kinds, device)).cpu()
+    assert sampled.dtype == torch.int64
+    assert sampled.tolist() == expected.tolist()
 
 
 @pytest.mark.capability("KN-6")

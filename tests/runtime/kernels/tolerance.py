@@ -1,7 +1,7 @@
 """How far a kernel may be from its definition computed in float64: derived from what it rounds, not from one machine.
 
 Two correct implementations of a sum differ by the order in which they add, and the order changes with the processor's
-vectors and with the GPU. What does not change is how much can be lost, for values drawn from N(0, 1):
+vectors and with the GPU. What does not change is how much can be lost, for values sampled from N(0, 1):
 
     a sum of n products      its partial sums walk as far as √i, and each is rounded by u of its size: the errors
                              add up to u · √(Σ i) = u · n / √2 (one standard deviation)

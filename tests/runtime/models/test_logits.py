@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from slipway_runtime.kernels.dispatch import kernels_for
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.weights import Checkpoint
-from slipway_runtime.worker.inputs import pack
+from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint
@@ -82,7 +82,7 @@ class Bench:
         for row, tokens, *_ in new:
             self.known[row] = tuple(tokens)
         fresh = {row for row, *_ in new}
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
                 NewRow(row=row, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
@@ -95,8 +95,8 @@ class Bench:
             samples=(False,) * len(work),
         )
         with torch.inference_mode():
-            self.runner._rows.take_in(plan)
-            inputs = pack(plan, self.runner._rows, BLOCK, CPU)
+            self.runner._rows.update_states(plan)
+            inputs = prepare_inputs(plan, self.runner._rows, BLOCK, CPU)
             logits = self.decoder.logits(self.runner.hidden(inputs))
         by_row = dict(zip(plan.rows, logits.split(list(plan.num_new)), strict=True))
         return [by_row[row] for row in sorted(by_row)]

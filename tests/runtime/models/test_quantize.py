@@ -137,9 +137,9 @@ def stories() -> list[list[int]]:
     tokenizer, machine = Tokenizer.from_file(str(TINY / "tokenizer.json")), Machine(rows=3)
     texts = [tokenizer.encode(text).ids for text in TEXTS]
     for _ in range(60):
-        drawn = machine.logits(*(Stretch(row, text, 0, len(text)) for row, text in enumerate(texts)))
+        sampled = machine.logits(*(Stretch(row, text, 0, len(text)) for row, text in enumerate(texts)))
         for row, text in enumerate(texts):
-            text.append(int(drawn[row][-1].argmax()))
+            text.append(int(sampled[row][-1].argmax()))
     return texts
 
 

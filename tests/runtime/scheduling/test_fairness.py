@@ -73,8 +73,8 @@ def test_a_prefix_from_the_cache_is_not_charged_and_an_output_counts_twice():
     play.run()
     play.add("second", range(1, 18), max_tokens=4, tenant="u")
     play.step()
-    (sequence,) = play.scheduler._books.running
-    assert sequence.share.served == 1 + OUTPUT_WEIGHT, "one token computed, one drawn"
+    (sequence,) = play.scheduler._table.running
+    assert sequence.share.served == 1 + OUTPUT_WEIGHT, "one token computed, one sampled"
 
 
 def test_a_weight_is_above_zero():

@@ -1,4 +1,4 @@
-"""Two plans in flight: what was drawn too much never happened, and what is in flight is not given away."""
+"""Two plans in flight: what was sampled too much never happened, and what is in flight is not given away."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_the_next_plan_is_made_before_the_token_is_known():
     first = play.scheduler.schedule(1.0)
     second = play.scheduler.schedule(1.0)
     assert first.samples == second.samples == (True,)
-    assert (second.num_computed, second.num_new) == ((3,), (1,)), "the token that the first plan draws"
+    assert (second.num_computed, second.num_new) == ((3,), (1,)), "the token that the first plan samples"
     assert not play.scheduler.can_overlap, "two are enough"
     outputs = [play.scheduler.update(play.worker.execute(plan), 1.0)[0] for plan in (first, second)]
     assert [*outputs[0].token_ids, *outputs[1].token_ids] == continuation([1, 2, 3], 2)
@@ -27,12 +27,12 @@ def test_a_token_after_the_end_is_not_told_counted_published_or_charged():
     while "a" not in play.outputs or play.end("a").finish_reason is None:
         play.step()
     assert play.plans, "one more was planned before the end was known"
-    assert play.pool.live == 8, "and is still writing: three of the prompt, five drawn"
+    assert play.pool.live == 8, "and is still writing: three of the prompt, five sampled"
     published = play.pool.cached + play.pool.members("")
     play.run()
     assert play.text("a") == text[:5]
     assert play.pool.live == 0
-    assert play.pool.cached == published == 7, "the last one drawn was never computed in time"
+    assert play.pool.cached == published == 7, "the last one sampled was never computed in time"
     stats = play.scheduler.stats(0.0)
     assert (stats.generated_tokens, stats.finished) == (5, 1)
 
@@ -62,7 +62,7 @@ def test_an_abort_with_plans_in_flight_frees_its_blocks_after_the_last_of_them(s
     play.step()
     play.step()
     assert play.end("a").finish_reason is FinishReason.CANCELLED
-    assert play.pool.live == len({b for s in play.scheduler._books.running for b in s.blocks}), "only the other one's"
+    assert play.pool.live == len({b for s in play.scheduler._table.running for b in s.blocks}), "only the other one's"
     play.run()
     assert play.text("other") == continuation([9], 30)
 

@@ -68,9 +68,9 @@ def test_another_tenants_salt_or_another_model_finds_nothing():
     play.add("b", SYSTEM, cache_salt="yours")
     play.run()
     assert play.outputs["b"][0].cached_tokens == 0
-    keys = [play.scheduler._books._new(play.add("c", SYSTEM), 0, "", 0.0).keys[0]]
+    keys = [play.scheduler._table._new(play.add("c", SYSTEM), 0, "", 0.0).keys[0]]
     other = Play(model="llama fp8")
-    assert other.scheduler._books._new(other.add("c", SYSTEM), 0, "", 0.0).keys[0] not in keys
+    assert other.scheduler._table._new(other.add("c", SYSTEM), 0, "", 0.0).keys[0] not in keys
 
 
 @pytest.mark.capability("KV-8")

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from slipway_runtime.messages import AdapterState, FinishReason
-from slipway_runtime.scheduling.benefit import Costs, worth_of_adapter, worth_of_block
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction import LeastWorth
+from slipway_runtime.scheduling.eviction import LowestCost
+from slipway_runtime.scheduling.eviction_cost import Costs, cost_of_adapter, cost_of_block
 from slipway_runtime.scheduling.residency import CLAIM_AFTER
 from slipway_runtime.scheduling.trace import Machine, play, skewed_trace
 from tests.runtime.paper_worker import Play, continuation
@@ -179,7 +179,7 @@ def test_memory_is_one_budget_and_kv_leaves_before_its_adapter():
     stage = Play(blocks=20, residency={"max_adapters": 1, "max_cpu_adapters": 9, "block_bytes": 50, "most_blocks": 6})
     for name in "abcd":  # two blocks each
         stage.load(name)
-    assert stage.pool.lent == 6
+    assert stage.pool.reserved == 6
     assert states(stage)["a"] is AdapterState.DISK, "the least wanted made room"
     assert stage.scheduler.stats(0.0).blocks_total == 14
     stage.add("b", PROMPT, max_tokens=2, adapter="b")
@@ -207,7 +207,7 @@ def test_idle_adapters_give_their_memory_to_who_waits_for_blocks():
     stage = Play(blocks=20, budget=64, residency=room)
     for name in "abcd":
         stage.load(name)
-    assert stage.pool.lent == 8
+    assert stage.pool.reserved == 8
     for number in range(2):
         stage.add(f"r{number}", [number + 1] * 28, max_tokens=4)  # seven blocks each
     stage.step()
@@ -219,17 +219,17 @@ def test_idle_adapters_give_their_memory_to_who_waits_for_blocks():
 def test_worth_is_the_chance_of_reuse_times_what_it_saves_for_each_byte():
     costs = Costs(prefill_ms_per_token=1.0, load_ms=20.0, load_ms_per_mib=10.0)
     sizes = {"block_size": 16, "block_bytes": 65_536, "costs": costs}
-    assert worth_of_block(1.0, 0.0, **sizes) * 1024 == 0.25
-    assert worth_of_block(1.0, 3.0, **sizes) == 4 * worth_of_block(1.0, 0.0, **sizes), "three wait behind it"
-    adapter = worth_of_adapter(1.0, 4 * 2**20, **sizes)
+    assert cost_of_block(1.0, 0.0, **sizes) * 1024 == 0.25
+    assert cost_of_block(1.0, 3.0, **sizes) == 4 * cost_of_block(1.0, 0.0, **sizes), "three wait behind it"
+    adapter = cost_of_adapter(1.0, 4 * 2**20, **sizes)
     assert round(adapter * 1024, 4) == 0.0146
-    with_prefixes = worth_of_adapter(1.0, 4 * 2**20, prefix_blocks=40, prefix_popularity=40.0, **sizes)
+    with_prefixes = cost_of_adapter(1.0, 4 * 2**20, prefix_blocks=40, prefix_popularity=40.0, **sizes)
     assert with_prefixes > adapter, "with KV that depends on it, it is worth more"
 
 
 def a_pool_by_worth(num_blocks: int) -> BlockPool:
     pool = BlockPool(num_blocks)
-    pool.evict_by(LeastWorth(num_blocks, half_life_seconds=10.0))
+    pool.evict_by(LowestCost(num_blocks, half_life_seconds=10.0))
     return pool
 
 

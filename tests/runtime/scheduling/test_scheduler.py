@@ -5,7 +5,7 @@ import pytest
 from slipway_runtime.messages import FinishReason
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.scheduling.turns import MAX_PREEMPTIONS
+from slipway_runtime.scheduling.start import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
 
@@ -310,7 +310,7 @@ def test_requests_that_end_before_a_far_deadline_are_forgotten():
         play.run()
     play.add("late", [1], max_tokens=50, deadline=play.now + 1)
 
-    assert len(play.scheduler._books._deadlines) <= 20
+    assert len(play.scheduler._table._deadlines) <= 20
     play.now += 5
     play.run()
     assert play.end("late").finish_reason is FinishReason.TIMEOUT, "deadlines still hold"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.messages import FinishReason
-from slipway_runtime.scheduling.turns import MAX_PREEMPTIONS
+from slipway_runtime.scheduling.start import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
 LOADED = ("sha256:a", "sha256:b", "sha256:c")
@@ -39,7 +39,7 @@ class Stage:
     max_num_seqs: int
     extra_budget: int
     overlap: bool
-    guesses: int
+    drafted: int
     memory: int | None
     slots: int
     in_memory: int
@@ -56,7 +56,7 @@ class Stage:
             memory=self.memory,
             **{
                 "overlap": self.overlap,
-                "speculation_max_tokens": self.guesses,
+                "speculation_max_tokens": self.drafted,
                 "residency": {
                     "max_adapters": self.slots,
                     "max_cpu_adapters": self.in_memory,
@@ -102,7 +102,7 @@ stages = st.builds(
     max_num_seqs=st.integers(1, 5),
     extra_budget=st.integers(0, 12),
     overlap=st.booleans(),
-    guesses=st.sampled_from([0, 0, 2, 5]),
+    drafted=st.sampled_from([0, 0, 2, 5]),
     memory=st.sampled_from([None, 1, 2]),
     slots=st.integers(1, 3),
     in_memory=st.integers(1, 3),
@@ -146,7 +146,7 @@ crowded = st.builds(
     max_num_seqs=st.integers(1, 4),
     extra_budget=st.integers(2, 16),
     overlap=st.booleans(),
-    guesses=st.sampled_from([0, 0, 3]),
+    drafted=st.sampled_from([0, 0, 3]),
     memory=st.sampled_from([None, 1]),
     slots=st.integers(1, 2),
     in_memory=st.integers(1, 2),
@@ -172,7 +172,7 @@ def test_what_comes_back_from_host_memory_is_what_would_have_been_computed(arriv
 
 
 def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[int, str]) -> None:
-    """Every token that is read on the way is checked by the worker, the books after every step."""
+    """Every token that is read on the way is checked by the worker, the table after every step."""
     play = stage.play()
     for adapter in LOADED:
         play.load(adapter)
@@ -292,8 +292,8 @@ def _step(
 @settings(max_examples=70, deadline=None)
 @given(arrivals=arrivals, stage=stages, eos=st.sampled_from([(), (3,), (1, 4, 9, 16, 25)]))
 def test_with_two_plans_in_flight_everybody_gets_the_same_answer(arrivals, stage, eos):
-    def texts(overlap: bool, guesses: int, **changes: int) -> dict[tuple[str, int], tuple[object, ...]]:
-        play = stage.play(overlap=overlap, speculation_max_tokens=guesses, eos=eos, **changes)
+    def texts(overlap: bool, drafted: int, **changes: int) -> dict[tuple[str, int], tuple[object, ...]]:
+        play = stage.play(overlap=overlap, speculation_max_tokens=drafted, eos=eos, **changes)
         for adapter in LOADED:
             play.load(adapter)
         for index, arrival in enumerate(arrivals):
@@ -310,9 +310,9 @@ def test_with_two_plans_in_flight_everybody_gets_the_same_answer(arrivals, stage
             if o.finish_reason is not None
         }
 
-    plain = texts(overlap=False, guesses=0, host_blocks=0)
-    assert plain == texts(overlap=True, guesses=0) == texts(overlap=False, guesses=4)
-    assert plain == texts(overlap=True, guesses=0, host_blocks=7, host_enough=3)
+    plain = texts(overlap=False, drafted=0, host_blocks=0)
+    assert plain == texts(overlap=True, drafted=0) == texts(overlap=False, drafted=4)
+    assert plain == texts(overlap=True, drafted=0, host_blocks=7, host_enough=3)
 
 
 @settings(max_examples=40, deadline=None)

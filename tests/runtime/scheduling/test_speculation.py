@@ -10,7 +10,7 @@ from slipway_runtime.messages import Request, SamplingParams
 from slipway_runtime.scheduling.fairness import Share
 from slipway_runtime.scheduling.sequence import Sequence
 from slipway_runtime.scheduling.speculation import (
-    ENOUGH_GUESSES,
+    ENOUGH_DRAFT_TOKENS,
     ENOUGH_STEPS,
     LONGEST_REST_TOKENS,
     REST_TOKENS,
@@ -27,7 +27,7 @@ def a_sequence(tokens: list[int]) -> Sequence:
 
 
 class Guesses:
-    """A drafter that is told what to guess."""
+    """A drafter that is told what to draft."""
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
@@ -38,7 +38,7 @@ class Guesses:
 
 @pytest.mark.capability("SD-1")
 @pytest.mark.parametrize(
-    ("tokens", "guesses"),
+    ("tokens", "drafted"),
     [
         ([1, 2, 3, 4, 5, 9, 1, 2, 3], (4, 5, 9, 1)),
         ([7, 1, 2, 8, 6, 1, 2, 9, 5, 1, 2], (9, 5, 1, 2)),  # the most recent place
@@ -49,8 +49,8 @@ class Guesses:
         ([3], ()),
     ],
 )
-def test_what_went_on_before_goes_on_again(tokens, guesses):
-    assert PromptLookup().propose(a_sequence(tokens), 4) == guesses
+def test_what_went_on_before_goes_on_again(tokens, drafted):
+    assert PromptLookup().propose(a_sequence(tokens), 4) == drafted
 
 
 @settings(max_examples=100, deadline=None)
@@ -77,27 +77,27 @@ def test_the_search_looks_back_no_further_than_its_window():
 
 @pytest.mark.capability("SD-1", "SD-2")
 def test_a_text_that_repeats_itself_takes_fewer_steps_and_stays_the_same():
-    plain, guessing = (
+    plain, drafting = (
         Play(memory=1, blocks=200, budget=64),
         Play(memory=1, blocks=200, budget=64, speculation_max_tokens=6),
     )
-    for play in (plain, guessing):
+    for play in (plain, drafting):
         for index in range(3):
             play.add(f"r{index}", [index + 1, 7], max_tokens=120)
         play.run()
     for index in range(3):
         expected = continuation([index + 1, 7], 120, memory=1)
-        assert guessing.text(f"r{index}") == plain.text(f"r{index}") == expected
-    stats = guessing.scheduler.stats(0.0)
+        assert drafting.text(f"r{index}") == plain.text(f"r{index}") == expected
+    stats = drafting.scheduler.stats(0.0)
     assert stats.steps < 0.5 * plain.scheduler.stats(0.0).steps
     assert stats.accepted_tokens > 0.8 * stats.draft_tokens
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
     assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
     assert stats.speculation_active
-    assert guessing.pool.live == 0
+    assert drafting.pool.live == 0
 
 
-def test_guesses_are_counted_in_the_budget_and_take_nobodys_block():
+def test_draft_tokens_are_counted_in_the_budget_and_take_nobodys_block():
     play = Play(memory=1, blocks=36, block_size=2, budget=6, max_num_seqs=3, speculation_max_tokens=5)
     plain = Play(memory=1, blocks=36, block_size=2, budget=6, max_num_seqs=3)
     for stage in (play, plain):
@@ -111,7 +111,7 @@ def test_guesses_are_counted_in_the_budget_and_take_nobodys_block():
     assert 0 < plain.scheduler.stats(0.0).preemptions >= play.scheduler.stats(0.0).preemptions
 
 
-def test_wrong_guesses_are_never_published():
+def test_wrong_draft_tokens_are_never_published():
     prompt = [1, 2, 3]
     play = Play(block_size=1, speculation_max_tokens=4, drafter=Guesses(49, 49, 49, 49), budget=32)
     play.add("a", prompt, max_tokens=12)
@@ -124,7 +124,7 @@ def test_wrong_guesses_are_never_published():
     assert play.text("b") == continuation([*prompt, *expected[:6], 5], 3)
 
 
-def test_a_right_guess_after_the_end_is_dropped():
+def test_a_right_draft_token_after_the_end_is_dropped():
     prompt = [1, 2, 3]
     expected = continuation(prompt, 8)
     play = Play(eos=[expected[2]], speculation_max_tokens=5, drafter=Guesses(*expected[1:6]), budget=32)
@@ -138,7 +138,7 @@ def test_a_right_guess_after_the_end_is_dropped():
 def test_below_four_in_ten_it_switches_itself_off_says_so_and_overlaps_again():
     play = Play(speculation_max_tokens=4, drafter=Guesses(49, 49, 49, 49), blocks=400, budget=64, overlap=True)
     play.add("a", [1, 2, 3], max_tokens=1000)
-    while play.scheduler.stats(0.0).draft_tokens < ENOUGH_GUESSES:
+    while play.scheduler.stats(0.0).draft_tokens < ENOUGH_DRAFT_TOKENS:
         assert play.scheduler.stats(0.0).speculation_active
         play.step()
     assert play.most_in_flight == 1
@@ -186,7 +186,7 @@ def test_with_nothing_to_guess_from_it_rests_too():
 
 
 @pytest.mark.capability("SD-2")
-def test_a_row_guesses_more_when_it_is_right_and_less_when_it_is_wrong():
+def test_a_row_draft_tokens_more_when_it_is_right_and_less_when_it_is_wrong():
     speculation, sequence = Speculation(8, Guesses(*range(8))), a_sequence([1, 2])
     assert len(speculation.draft(sequence, 99)) == 3
     speculation.learn(sequence, 3, 3)

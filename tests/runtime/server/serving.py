@@ -29,7 +29,7 @@ from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
-from slipway_runtime.server.structured import GrammarDoor
+from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings, SamplingDefaults
 
@@ -226,7 +226,7 @@ async def a_replica(
                         gpu_memory_utilization=0.85,
                         adapter_names=adapters.names_of,
                     ),
-                    grammars=GrammarDoor.over(files.tokenizer, client.facts.eos_token_ids),
+                    grammars=GrammarValidator.over(files.tokenizer, client.facts.eos_token_ids),
                     adapters=adapters,
                     defaults=(defaults or SamplingDefaults()).over(model_defaults(TINY)),
                     max_output_tokens=max_output_tokens,

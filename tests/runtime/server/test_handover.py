@@ -1,5 +1,5 @@
 """A deterministic deployment gives a request one answer: alone, in a crowd, preempted, on a replica that batches in
-another way and guesses, and taken up by that one where the first was left or died. Real processes, over HTTP.
+another way and draft tokens, and taken up by that one where the first was left or died. Real processes, over HTTP.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def asks(question: str, model: str = "tiny", **params: Any) -> dict[str, Any]:
 
 REQUESTS = {
     "greedy": asks("What is a pod?", temperature=0),
-    "drawn": asks("Tell me a story about a fox.", temperature=1.0, top_p=0.9),
+    "sampled": asks("Tell me a story about a fox.", temperature=1.0, top_p=0.9),
     "adapter": asks("Hello! How are you?", "sailor", temperature=0.8),
     "penalized": asks("Tell me a story about a cat.", temperature=0.7, presence_penalty=1.0, min_tokens=40, n=1),
 }
@@ -142,7 +142,7 @@ async def test_the_same_request_has_the_same_answer_in_a_crowd(deployment: Deplo
 
 
 @pytest.mark.capability("API-19")
-async def test_a_replica_that_batches_in_another_way_and_guesses_says_the_same(deployment: Deployment):
+async def test_a_replica_that_batches_in_another_way_and_draft_tokens_says_the_same(deployment: Deployment):
     for name, body in REQUESTS.items():
         assert without_id(await hear(deployment.http, deployment.other, body)) == deployment.answers[name], name
 

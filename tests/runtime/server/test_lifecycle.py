@@ -317,13 +317,13 @@ async def test_with_a_serving_token_only_its_holder_gets_an_answer_and_probes_st
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/nowhere"):
             for headers in (
                 {},
-                {"x-slipway-serving-token": "a guess"},
+                {"x-slipway-serving-token": "a draft token"},
                 {"x-slipway-serving-token": token_digest(current)},
             ):
                 refused = await replica.post(path, {"prompt": "Hi", "max_tokens": 1}, headers=headers)
                 assert refused.status_code == 401, (path, headers)
                 assert refused.json()["error"]["type"] == "AuthenticationError"
-                assert "guess" not in refused.text
+                assert "draft" not in refused.text
         assert (await replica.http.get(f"{replica.url}/v1/models")).status_code == 401
         assert replica.client.stats().admitted == 0, "nothing reached the engine"
 

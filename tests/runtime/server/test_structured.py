@@ -12,7 +12,7 @@ import pytest_asyncio
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
 from slipway_runtime.messages import Grammar
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.structured import MAX_WAITING, GrammarDoor
+from slipway_runtime.server.structured import MAX_WAITING, GrammarValidator
 from tests.runtime.server.serving import Running, a_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -216,7 +216,7 @@ class Slow(GrammarCompiler):
 @pytest.mark.capability("SO-2")
 async def test_a_hostile_grammar_costs_its_sender_the_limit_and_the_others_nothing():
     compiler = Slow()
-    door = GrammarDoor(lambda: compiler, seconds=0.2)
+    door = GrammarValidator(lambda: compiler, seconds=0.2)
 
     with pytest.raises(ApiError) as slow:
         await door.check(Grammar(kind="regex", text="x"), "guided_regex")
@@ -231,7 +231,7 @@ async def test_a_hostile_grammar_costs_its_sender_the_limit_and_the_others_nothi
 
 async def test_checks_do_not_pile_up_without_bound():
     compiler = Slow()
-    door = GrammarDoor(lambda: compiler, seconds=5)
+    door = GrammarValidator(lambda: compiler, seconds=5)
     checks = [asyncio.create_task(door.check(Grammar(kind="regex", text=str(i)), "r")) for i in range(MAX_WAITING)]
     await asyncio.sleep(0)
 

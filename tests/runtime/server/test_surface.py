@@ -52,7 +52,7 @@ async def test_several_answers_are_the_same_ones_whole_and_streamed(replica: Run
     texts = [choice["message"]["content"] for choice in whole["choices"]]
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
     assert len(set(texts)) == 3
-    assert alone["choices"][0]["message"]["content"] == texts[1], "the second answer draws with the seed after"
+    assert alone["choices"][0]["message"]["content"] == texts[1], "the second answer samples with the seed after"
     assert whole["usage"]["completion_tokens"] == 36
     assert whole["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"], "the prompt is counted once"
     streamed = ["", "", ""]
@@ -90,7 +90,7 @@ async def test_logprobs_of_a_chat_name_the_drawn_token_and_the_likeliest(replica
     assert len(content) == whole["usage"]["completion_tokens"]
     for entry in content:
         assert len(entry["top_logprobs"]) == 3
-        assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] <= 0, "greedy draws the likeliest"
+        assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] <= 0, "greedy samples the likeliest"
         assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
     said = b"".join(bytes(entry["bytes"]) for entry in content).decode()
     text = whole["choices"][0]["message"]["content"]

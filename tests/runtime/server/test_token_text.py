@@ -34,6 +34,6 @@ def test_what_json_cannot_say_is_minus_9999():
     assert [top["logprob"] for top in chat["top_logprobs"]] == [-0.5]
     assert completion["token_logprobs"] == [None, -9999.0]
     assert completion["text_offset"] == [0, len("<|bos|>")]
-    assert len(completion["top_logprobs"][1]) == 2, "the likeliest, and the drawn one"
+    assert len(completion["top_logprobs"][1]) == 2, "the likeliest, and the sampled one"
     assert LogprobWriter(TOKENS, as_ids=True).name(5) == "token_id:5"
     assert writer.prompt([None, token])[1]["5"]["rank"] == 3072

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.adapters import read_adapter
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
@@ -74,7 +74,7 @@ class Row:
     tokens: list[int]
     slot: int = -1
     computed: int = 0
-    scores: list[torch.Tensor] = field(default_factory=list)  # of the last token of every step that drew one
+    scores: list[torch.Tensor] = field(default_factory=list)  # of the last token of every step that sampled one
 
     def follows(self, model: PreTrainedModel) -> None:
         """Every score heard is the one of this model."""
@@ -87,8 +87,8 @@ def step(runner: Listening, *work: tuple[Row, int], loads: tuple[AdapterLoad, ..
     """Compute so many tokens of each row, single ones first."""
     work = tuple(sorted(work, key=lambda item: item[1] != 1))
     new = [row for row, _ in work if row.computed == 0]
-    draws = tuple(row.computed + count == len(row.tokens) for row, count in work)
-    plan = StepPlan(
+    samples = tuple(row.computed + count == len(row.tokens) for row, count in work)
+    plan = SchedulerOutput(
         step=1,
         new_rows=tuple(
             NewRow(row=row.index, token_ids=tuple(row.tokens), num_prompt_tokens=len(row.tokens),
@@ -103,11 +103,11 @@ def step(runner: Listening, *work: tuple[Row, int], loads: tuple[AdapterLoad, ..
             tuple(range(1 + row.index * BLOCKS_A_ROW, 1 + (row.index + 1) * BLOCKS_A_ROW)) if row in new else ()
             for row, _ in work
         ),
-        samples=draws,
+        samples=samples,
     )  # fmt: skip
-    drawn = runner.execute(plan).token_ids
-    heard = iter(runner.heard if any(draws) else ())
-    for (row, count), tokens in zip(work, drawn, strict=True):
+    sampled = runner.execute(plan).token_ids
+    heard = iter(runner.heard if any(samples) else ())
+    for (row, count), tokens in zip(work, sampled, strict=True):
         row.computed += count
         row.tokens += tokens
         row.scores += [next(heard) for _ in tokens]

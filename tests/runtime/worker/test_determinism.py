@@ -16,7 +16,7 @@ ROUNDING = 2e-5  # of the largest score: what the order of float32 sums changes,
 
 @dataclass(frozen=True)
 class Story:
-    """A prompt, what the model made of it token by token, and the scores that each of these tokens was drawn from."""
+    """A prompt, what the model made of it token by token, and the scores that each of these tokens was sampled from."""
 
     prompt: list[int]
     output: list[int]
@@ -32,8 +32,8 @@ def tell(machine: Machine, prompts: list[list[int]]) -> list[Story]:
     texts, scores = [list(prompt) for prompt in prompts], []
     for step in range(OUTPUT):
         work = [Stretch(row, text, len(text) - 1 if step else 0, len(text)) for row, text in enumerate(texts)]
-        drawn = machine.logits(*work)
-        last = torch.stack([drawn[row][-1] for row in range(len(texts))])
+        sampled = machine.logits(*work)
+        last = torch.stack([sampled[row][-1] for row in range(len(texts))])
         scores.append(last)
         for text, token in zip(texts, last.argmax(-1).tolist(), strict=True):
             text.append(token)
@@ -45,29 +45,29 @@ def tell(machine: Machine, prompts: list[list[int]]) -> list[Story]:
 
 
 def some_prompts(count: int, vocabulary: int, longest: int = 24) -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(3, vocabulary) for _ in range(draw.randrange(1, longest))] for _ in range(count)]
+    sample = random.Random(0)
+    return [[sample.randrange(3, vocabulary) for _ in range(sample.randrange(1, longest))] for _ in range(count)]
 
 
 def split_and_resume(machine: Machine, stories: list[Story]) -> list[tuple[Story, int, torch.Tensor]]:
     """Every story, cut at every token: another batch reads what is known until then, in one chunk or in two, and the
     scores of the next token are returned with the story and the cut. (V,).
     """
-    draw = random.Random(1)
+    sample = random.Random(1)
     pairs = [(story, at) for story in stories for at in range(OUTPUT)]
-    draw.shuffle(pairs)
+    sample.shuffle(pairs)
     resumed = []
     for first in range(0, len(pairs), SEQUENCES):
         batch = pairs[first : first + SEQUENCES]
         texts = [story.known(at) for story, at in batch]
-        cuts = [draw.choice((0, len(text) - 1, draw.randrange(len(text)))) for text in texts]
+        cuts = [sample.choice((0, len(text) - 1, sample.randrange(len(text)))) for text in texts]
         early = [Stretch(row, text, 0, cut) for row, (text, cut) in enumerate(zip(texts, cuts, strict=True)) if cut]
         if early:
             machine.logits(*early)
-        drawn = machine.logits(
+        sampled = machine.logits(
             *(Stretch(row, text, cut, len(text)) for row, (text, cut) in enumerate(zip(texts, cuts, strict=True)))
         )
-        resumed += [(story, at, drawn[row][-1]) for row, (story, at) in enumerate(batch)]
+        resumed += [(story, at, sampled[row][-1]) for row, (story, at) in enumerate(batch)]
     return resumed
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan, TokenLogprobs
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenLogprobs
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.test_logits import Bench, oracle, some_tokens
 
@@ -18,7 +18,7 @@ def models(tmp_path_factory):
 
 
 def chunks(bench: Bench, sizes: list[int], count: int, output: tuple[int, ...] = ()) -> list[tuple[TokenLogprobs, ...]]:
-    """Compute the prompt in row 0 in chunks, beside a row that only draws and one that asks for nothing."""
+    """Compute the prompt in row 0 in chunks, beside a row that only samples and one that asks for nothing."""
     told, computed = [], 0
     tokens = (*PROMPT, *output)
     for size in sizes:
@@ -29,7 +29,7 @@ def chunks(bench: Bench, sizes: list[int], count: int, output: tuple[int, ...] =
         start = {0: computed, 1: 0, 2: len(OTHER) - 1}
         end = {0: computed + size, 1: 4, 2: len(OTHER)}
         new = [row for row in rows if row or not computed]
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
                 NewRow(row=row, token_ids=text[row], num_prompt_tokens=len(PROMPT) if row == 0 else len(OTHER),
@@ -45,7 +45,7 @@ def chunks(bench: Bench, sizes: list[int], count: int, output: tuple[int, ...] =
         result = bench.runner.execute(plan)
         assert result.prompt_logprobs[rows.index(1)] == result.prompt_logprobs[rows.index(2)] == ()
         assert len(result.logprobs[rows.index(2)]) == 1
-        assert len(result.token_ids[rows.index(0)]) == int(end[0] == len(tokens)), "no draw before the last chunk"
+        assert len(result.token_ids[rows.index(0)]) == int(end[0] == len(tokens)), "no sample before the last chunk"
         told.append(result.prompt_logprobs[rows.index(0)])
         computed += size
     return told

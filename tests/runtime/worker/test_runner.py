@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.worker.inputs import pack
-from slipway_runtime.worker.rows import Rows
+from slipway_runtime.worker.input_batch import InputBatch
+from slipway_runtime.worker.inputs import prepare_inputs
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.test_logits import BLOCK, Bench
 
@@ -20,8 +20,8 @@ def new_row(row: int, tokens: list[int], **params: object) -> NewRow:
 
 
 def test_rows_are_packed_without_padding():
-    rows = Rows(max_num_seqs=3, max_model_len=20, max_blocks=5)
-    plan = StepPlan(
+    rows = InputBatch(max_num_seqs=3, max_model_len=20, max_blocks=5)
+    plan = SchedulerOutput(
         step=1,
         new_rows=(new_row(2, [7]), new_row(0, [1, 2, 3, 4, 5, 6])),
         rows=(2, 0),
@@ -30,14 +30,14 @@ def test_rows_are_packed_without_padding():
         new_blocks=((9,), (4, 8)),
         samples=(True, False),
     )
-    rows.take_in(plan)
-    inputs = pack(plan, rows, 4, CPU)
+    rows.update_states(plan)
+    inputs = prepare_inputs(plan, rows, 4, CPU)
     assert inputs.token_ids.tolist() == [7, 4, 5, 6]
     assert inputs.positions.tolist() == [0, 3, 4, 5]
     assert inputs.slots.tolist() == [36, 19, 32, 33]
-    assert inputs.drawing_rows.tolist() == [2]
-    assert inputs.drawing_tokens.tolist() == [0]
-    assert inputs.drawing_positions.tolist() == [1]
+    assert inputs.sampled_rows.tolist() == [2]
+    assert inputs.sampled_tokens.tolist() == [0]
+    assert inputs.sampled_positions.tolist() == [1]
 
 
 @pytest.mark.capability("KV-2")
@@ -48,12 +48,22 @@ def test_a_fork_continues_from_a_copy_and_leaves_the_original_alone(tmp_path):
     prompt = [5, 9, 30, 8, 7, 6]
 
     def start(row: int, blocks: list[int], computed: int, tokens: list[int], copies: tuple = ()) -> int:
-        plan = StepPlan(step=1, new_rows=(new_row(row, tokens),), copies=copies, rows=(row,), num_computed=(computed,),
-                        num_new=(len(tokens) - computed,), new_blocks=(tuple(blocks),), samples=(True,))  # fmt: skip
+        plan = SchedulerOutput(
+            step=1,
+            new_rows=(new_row(row, tokens),),
+            copies=copies,
+            rows=(row,),
+            num_computed=(computed,),
+            num_new=(len(tokens) - computed,),
+            new_blocks=(tuple(blocks),),
+            samples=(True,),
+        )
         return runner.execute(plan).token_ids[0][0]
 
     def go_on(row: int, computed: int) -> int:
-        plan = StepPlan(step=1, rows=(row,), num_computed=(computed,), num_new=(1,), new_blocks=((),), samples=(True,))
+        plan = SchedulerOutput(
+            step=1, rows=(row,), num_computed=(computed,), num_new=(1,), new_blocks=((),), samples=(True,)
+        )
         return runner.execute(plan).token_ids[0][0]
 
     table = pool.allocate(2)
@@ -72,9 +82,9 @@ def test_penalties_count_the_prompt_and_the_output_apart(tmp_path):
     a_checkpoint(tmp_path)
     bench = Bench(tmp_path)
     sampler, rows = bench.runner._sampler, bench.runner._rows
-    plan = StepPlan(step=1, new_rows=(new_row(0, [3, 4, 5], presence_penalty=5.0), new_row(1, [3, 4, 5])))
-    rows.take_in(plan)
-    rows.tokens[:, 3] = 6  # drawn
+    plan = SchedulerOutput(step=1, new_rows=(new_row(0, [3, 4, 5], presence_penalty=5.0), new_row(1, [3, 4, 5])))
+    rows.update_states(plan)
+    rows.tokens[:, 3] = 6  # sampled
     logits = torch.zeros(2, 97)
     logits[:, [5, 6]] = torch.tensor([1.0, 2.0])
     assert sampler(logits, np.array([0, 1]), np.array([4, 4])).token_ids.tolist() == [5, 6]

@@ -1,4 +1,4 @@
-"""The order at the draw: grammar, bias, min_tokens, penalties, temperature and filters; and the logprobs before it."""
+"""The order of sampling: grammar, bias, min_tokens, penalties, temperature and filters; and the logprobs before it."""
 
 import math
 
@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from slipway_runtime.kernels import reference
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan, TokenMasks
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenMasks
 from slipway_runtime.worker import sampler
-from slipway_runtime.worker.rows import Rows
-from slipway_runtime.worker.sampler import Drawn, Sampler
+from slipway_runtime.worker.input_batch import InputBatch
+from slipway_runtime.worker.sampler import SampledTokens, Sampler
 
 V, EOS = 40, 2
 
 
 def masks(allowed: dict[int, set[int]], vocab_size: int = V) -> TokenMasks:
-    """Of some draws: what each may draw."""
+    """Of some samples: what each may sample."""
     words = np.zeros((len(allowed), -(-vocab_size // 32)), dtype="<u4")
     for place, tokens in enumerate(allowed.values()):
         for token in tokens:
@@ -25,21 +25,21 @@ def masks(allowed: dict[int, set[int]], vocab_size: int = V) -> TokenMasks:
 
 
 class Draws:
-    """Rows 0, 1, … with the given parameters, each with the prompt 3 4 5, drawing the token after it."""
+    """InputBatch 0, 1, … with the given parameters, each with the prompt 3 4 5, sampled the token after it."""
 
     def __init__(self, *params: dict[str, object], grammar: tuple[int, ...] = (), output: tuple[int, ...] = ()) -> None:
-        self.rows = Rows(max_num_seqs=8, max_model_len=30, max_blocks=2)
+        self.rows = InputBatch(max_num_seqs=8, max_model_len=30, max_blocks=2)
         self.sampler = Sampler(self.rows, (EOS,), reference)
         new = tuple(
             NewRow(row=row, token_ids=(3, 4, 5, *output), num_prompt_tokens=3, grammar=row in grammar,
                    params=SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **fields}))
             for row, fields in enumerate(params)
         )  # fmt: skip
-        self.rows.take_in(StepPlan(step=1, new_rows=new))
+        self.rows.update_states(SchedulerOutput(step=1, new_rows=new))
         self.row_ids = np.arange(len(params))
         self.positions = np.full(len(params), 3 + len(output))
 
-    def __call__(self, logits: torch.Tensor, allowed: TokenMasks | None = None) -> Drawn:
+    def __call__(self, logits: torch.Tensor, allowed: TokenMasks | None = None) -> SampledTokens:
         return self.sampler(logits.clone(), self.row_ids, self.positions, lambda: allowed)
 
 
@@ -51,8 +51,8 @@ def scores(rows: int = 1, seed: int = 0) -> torch.Tensor:
 def test_no_bias_brings_back_what_a_grammar_forbids():
     bias = tuple((token, 100.0) for token in range(V) if token != 7)
     for temperature in (0.0, 2.0):
-        draws = Draws({"temperature": temperature, "logit_bias": bias}, grammar=(0,))
-        assert draws(scores(), masks({0: {7}})).token_ids.tolist() == [7]
+        samples = Draws({"temperature": temperature, "logit_bias": bias}, grammar=(0,))
+        assert samples(scores(), masks({0: {7}})).token_ids.tolist() == [7]
 
 
 @pytest.mark.capability("API-6")
@@ -81,35 +81,35 @@ def test_min_tokens_forbids_ends_even_against_a_bias_until_only_ends_are_left():
 
 def test_ids_beyond_the_vocabulary_do_no_harm():
     wild = {"logit_bias": ((V + 5, 100.0),), "stop_token_ids": (V + 7,), "min_tokens": 2, "frequency_penalty": 0.1}
-    draws = Draws(wild, output=(V + 3,))
-    assert draws(scores()).token_ids.tolist() == scores().argmax(-1).tolist()
+    samples = Draws(wild, output=(V + 3,))
+    assert samples(scores()).token_ids.tolist() == scores().argmax(-1).tolist()
 
 
 @pytest.mark.capability("SO-1")
 def test_a_bound_row_without_a_mask_may_only_end():
-    draws = Draws({}, {}, {"temperature": 1.5}, grammar=(0, 1))
-    drawn = draws(scores(3), masks({0: {9, 12}})).token_ids
-    assert drawn[0] in (9, 12)
-    assert drawn[1] == EOS
-    assert draws(scores(3), None).token_ids[:2].tolist() == [EOS, EOS]
+    samples = Draws({}, {}, {"temperature": 1.5}, grammar=(0, 1))
+    sampled = samples(scores(3), masks({0: {9, 12}})).token_ids
+    assert sampled[0] in (9, 12)
+    assert sampled[1] == EOS
+    assert samples(scores(3), None).token_ids[:2].tolist() == [EOS, EOS]
 
 
 def test_masks_narrower_and_wider_than_the_scores():
     for size in (32, 33, 40, 64, 96):
         allowed = masks({0: {5, size - 1}}, size)
-        drawn = Draws({"temperature": 9.0}, grammar=(0,))(scores(), allowed).token_ids[0]
-        assert drawn in {5, size - 1} & set(range(V))
+        sampled = Draws({"temperature": 9.0}, grammar=(0,))(scores(), allowed).token_ids[0]
+        assert sampled in {5, size - 1} & set(range(V))
 
 
 @pytest.mark.capability("API-6")
 def test_masked_rows_draw_from_the_rest_of_the_distribution():
     logits, allowed = scores() * 2, {1, 8, 20, 33}
     counts = np.zeros(V)
-    draws = Draws({"temperature": 1.3, "top_p": 0.99, "seed": 5}, grammar=(0,))
+    samples = Draws({"temperature": 1.3, "top_p": 0.99, "seed": 5}, grammar=(0,))
     for position in range(3, 1503):
-        draws.positions[:] = position % 25
-        draws.rows.seed[0] = position
-        counts[draws(logits, masks({0: allowed})).token_ids[0]] += 1
+        samples.positions[:] = position % 25
+        samples.rows.seed[0] = position
+        counts[samples(logits, masks({0: allowed})).token_ids[0]] += 1
     wanted = torch.full((V,), -math.inf)
     wanted[list(allowed)] = logits[0, list(allowed)] / 1.3
     assert set(np.flatnonzero(counts)) <= allowed
@@ -120,19 +120,19 @@ def test_masked_rows_draw_from_the_rest_of_the_distribution():
 def test_logprobs_are_those_of_the_raw_scores():
     logits = scores(4, seed=3)
     changed = {"temperature": 3.0, "top_k": 5, "presence_penalty": 1.0, "logit_bias": ((7, 4.0),), "seed": 3}
-    drawn = Draws({"logprobs": 3}, {"logprobs": 0, **changed}, {}, {"logprobs": 1, **changed})(logits)
+    sampled = Draws({"logprobs": 3}, {"logprobs": 0, **changed}, {}, {"logprobs": 1, **changed})(logits)
     raw = logits.log_softmax(-1)
     for row, count in ((0, 3), (1, 0), (3, 1)):
-        one = drawn.logprobs[row]
-        assert one.token_id == drawn.token_ids[row]
+        one = sampled.logprobs[row]
+        assert one.token_id == sampled.token_ids[row]
         assert one.logprob == pytest.approx(raw[row, one.token_id].item(), abs=1e-6)
         assert one.rank == 1 + int((raw[row] > raw[row, one.token_id]).sum())
         best = raw[row].topk(count)
         assert [token for token, _ in one.top] == best.indices.tolist()
         assert [logprob for _, logprob in one.top] == pytest.approx(best.values.tolist(), abs=1e-6)
-    assert drawn.logprobs[2] is None
-    assert drawn.logprobs[3].top[0][0] == logits[3].argmax(), "the likeliest is there though another one was drawn"
-    assert drawn.logprobs[3].rank > 1
+    assert sampled.logprobs[2] is None
+    assert sampled.logprobs[3].top[0][0] == logits[3].argmax(), "the likeliest is there though another one was sampled"
+    assert sampled.logprobs[3].rank > 1
 
 
 @pytest.mark.capability("API-11")
@@ -145,14 +145,14 @@ def test_logprobs_of_a_bound_row_are_shared_among_what_is_allowed():
 
 
 def test_a_plain_greedy_batch_asks_for_nothing_but_the_likeliest():
-    draws = Draws({}, {})
+    samples = Draws({}, {})
     logits = scores(2)
 
     def never() -> None:
         raise AssertionError("no grammar binds these rows")
 
-    drawn = draws.sampler(logits, draws.row_ids, draws.positions, never)
-    assert (drawn.token_ids.tolist(), drawn.logprobs) == (logits.argmax(-1).tolist(), ())
+    sampled = samples.sampler(logits, samples.row_ids, samples.positions, never)
+    assert (sampled.token_ids.tolist(), sampled.logprobs) == (logits.argmax(-1).tolist(), ())
 
 
 @pytest.mark.capability("API-6")

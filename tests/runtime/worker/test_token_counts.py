@@ -1,12 +1,12 @@
-"""Counts of tokens for penalties: those of every sequence at every draw, and what is sent for them."""
+"""Counts of tokens for penalties: those of every sequence at every sample, and what is sent for them."""
 
 import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.worker import token_counts
-from slipway_runtime.worker.rows import Rows
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.token_counts import IN_PROMPT, TokenCounts
 
 V = 50
@@ -14,16 +14,16 @@ LIKE = torch.zeros(1, V)
 PARAMS = SamplingParams(max_tokens=9, repetition_penalty=1.2)
 
 
-def start(rows: Rows, row: int, tokens: tuple[int, ...], num_prompt: int) -> None:
+def start(rows: InputBatch, row: int, tokens: tuple[int, ...], num_prompt: int) -> None:
     new = NewRow(row=row, token_ids=tokens, num_prompt_tokens=num_prompt, params=PARAMS)
-    rows.take_in(StepPlan(step=1, new_rows=(new,)))
+    rows.update_states(SchedulerOutput(step=1, new_rows=(new,)))
 
 
-def check(counts: TokenCounts, rows: Rows, draws: list[tuple[int, int]]) -> None:
-    """draws: (row, position of the token to draw)."""
-    row_ids, positions = (np.array(column, dtype=np.int64) for column in zip(*draws, strict=True))
+def check(counts: TokenCounts, rows: InputBatch, samples: list[tuple[int, int]]) -> None:
+    """samples: (row, position of the token to sample)."""
+    row_ids, positions = (np.array(column, dtype=np.int64) for column in zip(*samples, strict=True))
     counted = counts.of(row_ids, positions, LIKE)
-    for got, (row, position) in zip(counted, draws, strict=True):
+    for got, (row, position) in zip(counted, samples, strict=True):
         split = rows.num_prompt[row]
         prompt = np.bincount(rows.tokens[row, :split], minlength=V)[:V]
         output = np.bincount(rows.tokens[row, split:position], minlength=V)[:V]
@@ -34,12 +34,12 @@ def check(counts: TokenCounts, rows: Rows, draws: list[tuple[int, int]]) -> None
 @pytest.mark.capability("API-6")
 def test_counts_are_those_of_the_sequence_through_drafts_preemption_and_a_row_that_is_used_again():
     """Finding 16: tables over the whole vocabulary were counted anew on the host for each step."""
-    rows = Rows(max_num_seqs=8, max_model_len=30, max_blocks=2)
+    rows = InputBatch(max_num_seqs=8, max_model_len=30, max_blocks=2)
     counts = TokenCounts(rows)
     start(rows, 0, (3, 4, 3), 3)
     start(rows, 5, (7, 1, 1, 49, 1), 2)  # resumed: three tokens of output; another row grows the table
     check(counts, rows, [(0, 3)])
-    check(counts, rows, [(0, 3), (5, 5)])  # a draw that is repeated
+    check(counts, rows, [(0, 3), (5, 5)])  # a sample that is repeated
     rows.tokens[0, 3], rows.tokens[5, 5] = 9, 1
     check(counts, rows, [(5, 6), (0, 4)])
     rows.tokens[0, 4:7] = 9, 8, 3  # drafts: each is judged after the ones before it
@@ -55,7 +55,7 @@ def test_counts_are_those_of_the_sequence_through_drafts_preemption_and_a_row_th
 @pytest.mark.capability("API-6")
 def test_a_step_sends_one_token_a_row(monkeypatch):
     """Finding 16: 262 MB of tables a step at 256 rows."""
-    rows = Rows(max_num_seqs=8, max_model_len=30, max_blocks=2)
+    rows = InputBatch(max_num_seqs=8, max_model_len=30, max_blocks=2)
     counts = TokenCounts(rows)
     for row in range(8):
         start(rows, row, tuple(range(20)), 20)

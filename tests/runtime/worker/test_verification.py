@@ -1,4 +1,4 @@
-"""Drafts change how many steps a text takes, and nothing else: the same tokens, whatever is guessed."""
+"""Drafts change how many steps a text takes, and nothing else: the same tokens, whatever is drafted."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, StepPlan, TokenLogprobs
-from slipway_runtime.worker.inputs import pack
+from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenLogprobs
+from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.test_logits import BLOCK, CPU, Bench
@@ -33,8 +33,8 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(path)
 
 
-class Rows:
-    """Rows of a worker that go on together, each with guesses of its own."""
+class InputBatch:
+    """InputBatch of a worker that go on together, each with draft tokens of its own."""
 
     def __init__(self, bench: Bench, *ways: dict[str, object]) -> None:
         self.runner = bench.runner
@@ -42,7 +42,7 @@ class Rows:
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in ways]
         self.steps = 0
         self._execute(
-            StepPlan(
+            SchedulerOutput(
                 step=1,
                 new_rows=tuple(
                     NewRow(row=row, token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
@@ -57,13 +57,13 @@ class Rows:
             )
         )  # fmt: skip
 
-    def go_on(self, *guesses: Guess) -> None:
+    def go_on(self, *drafted: Guess) -> None:
         """Until each row has its length; a row that has it waits."""
         while rows := [row for row, text in enumerate(self.texts) if len(text) < len(PROMPT) + LENGTH]:
-            drafts = {row: guesses[row](self.texts[row]) for row in rows}
+            drafts = {row: drafted[row](self.texts[row]) for row in rows}
             rows.sort(key=lambda row: len(drafts[row]) > 0)  # rows of one new token come first
             self._execute(
-                StepPlan(
+                SchedulerOutput(
                     step=1,
                     rows=tuple(rows),
                     num_computed=tuple(len(self.texts[row]) - 1 for row in rows),
@@ -74,7 +74,7 @@ class Rows:
                 )
             )
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _execute(self, plan: SchedulerOutput) -> None:
         self.steps += 1
         result = self.runner.execute(plan)
         for place, row in enumerate(plan.rows):
@@ -97,64 +97,64 @@ def gambler(right: list[int], seed: int) -> Guess:
     """Guesses of 0 to 5 tokens, each right three times in four."""
     random = np.random.default_rng(seed)
 
-    def guess(text: list[int]) -> list[int]:
+    def draft(text: list[int]) -> list[int]:
         ahead = oracle(right, int(random.integers(0, 6)))(text)
         return [token if random.random() < 0.75 else int(random.integers(3, 97)) for token in ahead]
 
-    return guess
+    return draft
 
 
 @pytest.mark.capability("SD-1", "SD-3")
-def test_the_text_is_the_same_with_any_guesses_row_by_row_in_one_batch(bench):
+def test_the_text_is_the_same_with_any_draft_tokens_row_by_row_in_one_batch(bench):
     ways = list(WAYS.values())
-    plain = Rows(bench, *ways)
+    plain = InputBatch(bench, *ways)
     plain.go_on(*[no_guess] * len(ways))
     assert plain.steps == LENGTH
     for seed in (1, 2):
-        guessed = Rows(bench, *ways)
-        guessed.go_on(*(gambler(plain.output(row), seed + row) for row in range(len(ways))))
+        drafted = InputBatch(bench, *ways)
+        drafted.go_on(*(gambler(plain.output(row), seed + row) for row in range(len(ways))))
         for row, name in enumerate(WAYS):
-            assert guessed.output(row) == plain.output(row), name
-        assert guessed.steps < LENGTH
+            assert drafted.output(row) == plain.output(row), name
+        assert drafted.steps < LENGTH
 
 
 @pytest.mark.capability("SD-1")
-def test_right_guesses_are_all_kept_and_wrong_ones_cost_no_token(bench):
-    plain = Rows(bench, WAYS["greedy"])
+def test_right_draft_tokens_are_all_kept_and_wrong_ones_cost_no_token(bench):
+    plain = InputBatch(bench, WAYS["greedy"])
     plain.go_on(no_guess)
-    told = Rows(bench, WAYS["greedy"])
+    told = InputBatch(bench, WAYS["greedy"])
     told.go_on(oracle(plain.output(), 5))
     assert told.output() == plain.output()
     assert told.steps == 1 + math.ceil((LENGTH - 1) / 6)
-    misled = Rows(bench, WAYS["greedy"])
+    misled = InputBatch(bench, WAYS["greedy"])
     misled.go_on(lambda text: [(token + 1) % 97 for token in oracle(plain.output(), 4)(text)])
     assert (misled.output(), misled.steps) == (plain.output(), plain.steps)
 
 
 @pytest.mark.capability("SD-1", "API-11")
-def test_logprobs_of_kept_guesses_are_those_of_single_steps(bench):
+def test_logprobs_of_kept_draft_tokens_are_those_of_single_steps(bench):
     way = {"temperature": 1.0, "seed": 8, "logprobs": 2}
-    plain = Rows(bench, way, {})
+    plain = InputBatch(bench, way, {})
     plain.go_on(no_guess, no_guess)
-    guessed = Rows(bench, way, {})
-    guessed.go_on(gambler(plain.output(), 5), gambler(plain.output(1), 6))
-    assert len(guessed.logprobs[0]) == len(guessed.texts[0]) - len(PROMPT)
-    assert guessed.logprobs[1] == []
-    for mine, theirs in zip(guessed.logprobs[0], plain.logprobs[0], strict=False):
+    drafted = InputBatch(bench, way, {})
+    drafted.go_on(gambler(plain.output(), 5), gambler(plain.output(1), 6))
+    assert len(drafted.logprobs[0]) == len(drafted.texts[0]) - len(PROMPT)
+    assert drafted.logprobs[1] == []
+    for mine, theirs in zip(drafted.logprobs[0], plain.logprobs[0], strict=False):
         assert (mine.token_id, mine.rank) == (theirs.token_id, theirs.rank)
         assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
 @pytest.mark.capability("SD-3")
-def test_tokens_after_guesses_have_the_distribution_of_the_model(bench):
-    """Chi-square over seeds: of the token that verifies a guess, and of the one after it where the guess was right."""
+def test_tokens_after_draft_tokens_have_the_distribution_of_the_model(bench):
+    """Chi-square over seeds: of the token that verifies a draft token, and of the one after an accepted draft."""
     temperature, seeds, at_once = 1.5, 3000, 5
-    guess = int(scores_after(bench, PROMPT).argmax())
+    draft = int(scores_after(bench, PROMPT).argmax())
     first, second = np.zeros(97), np.zeros(97)
-    Rows(bench, *({},) * at_once)  # computes the prompt into the blocks of each
+    InputBatch(bench, *({},) * at_once)  # computes the prompt into the blocks of each
     for some in range(0, seeds, at_once):
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
                 NewRow(row=row, token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
@@ -166,21 +166,21 @@ def test_tokens_after_guesses_have_the_distribution_of_the_model(bench):
             num_new=(2,) * at_once,
             new_blocks=tuple(tuple(range(1 + row * 20, 21 + row * 20)) for row in range(at_once)),
             samples=(True,) * at_once,
-            drafts=((guess,),) * at_once,
+            drafts=((draft,),) * at_once,
         )  # fmt: skip
         for tokens in bench.runner.execute(plan).token_ids:
-            assert (len(tokens) == 2) == (tokens[0] == guess)
+            assert (len(tokens) == 2) == (tokens[0] == draft)
             first[tokens[0]] += 1
             if len(tokens) == 2:
                 second[tokens[1]] += 1
     assert 100 < second.sum() < seeds - 100, "both happen"
     assert_fits(first, (scores_after(bench, PROMPT) / temperature).softmax(-1))
-    assert_fits(second, (scores_after(bench, [*PROMPT, guess]) / temperature).softmax(-1))
+    assert_fits(second, (scores_after(bench, [*PROMPT, draft]) / temperature).softmax(-1))
 
 
 def scores_after(bench: Bench, tokens: list[int]) -> torch.Tensor:
     """Of the next token; the first row's blocks hold the prompt afterwards."""
-    plan = StepPlan(
+    plan = SchedulerOutput(
         step=1,
         new_rows=(NewRow(row=0, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1)),),
         rows=(0,),
@@ -190,8 +190,8 @@ def scores_after(bench: Bench, tokens: list[int]) -> torch.Tensor:
         samples=(True,),
     )
     with torch.inference_mode():
-        bench.runner._rows.take_in(plan)
-        return bench.runner.logits(bench.runner.hidden(pack(plan, bench.runner._rows, BLOCK, CPU)))[-1]
+        bench.runner._rows.update_states(plan)
+        return bench.runner.logits(bench.runner.hidden(prepare_inputs(plan, bench.runner._rows, BLOCK, CPU)))[-1]
 
 
 def assert_fits(counts: np.ndarray, probabilities: torch.Tensor) -> None:
@@ -206,7 +206,9 @@ def assert_fits(counts: np.ndarray, probabilities: torch.Tensor) -> None:
 
 
 def test_what_is_kept_ends_with_the_first_draw_that_was_not_guessed():
-    plan = StepPlan(step=1, rows=(4, 2, 0, 1), samples=(True, False, True, True), drafts=((), (), (7, 8), (5, 6)))
+    plan = SchedulerOutput(
+        step=1, rows=(4, 2, 0, 1), samples=(True, False, True, True), drafts=((), (), (7, 8), (5, 6))
+    )
     kept = kept_tokens(plan, [3, 7, 9, 1, 5, 6, 4])
     assert kept == ((3,), (), (7, 9), (5, 6, 4))
     ones = [None, *(TokenLogprobs(token, -1.0, 1) for token in (7, 9, 1)), None, None, None]

@@ -21,7 +21,7 @@ def accept(
     eos: frozenset[int],
     now: float,
 ) -> Output:
-    """Append drawn tokens up to the one that ends it, and tell them. What was drawn after the end never happened."""
+    """Append sampled tokens up to the one that ends it, and tell them. What was sampled after it is dropped."""
     count = 0
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
@@ -76,6 +76,6 @@ def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> O
 def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
     if sequence.params.prompt_logprobs is None:
         return None
-    scored = tuple(sequence.prompt_logprobs[: sequence.num_prompt_tokens - 1])  # the last one scores the first draw
+    scored = tuple(sequence.prompt_logprobs[: sequence.num_prompt_tokens - 1])  # the last one scores the first sample
     sequence.prompt_logprobs.clear()
     return (None, *scored)

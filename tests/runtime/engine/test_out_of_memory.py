@@ -5,7 +5,7 @@ import structlog
 
 from slipway_runtime.engine.engine import MOST_SHORTAGES
 from slipway_runtime.messages import FinishReason, Request, SamplingParams
-from slipway_runtime.worker.shortage import StepOutOfMemoryError
+from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
 from tests.runtime.engine.everything import GRAMMAR, Model, Served, a_model
 from tests.runtime.engine.shortages import STOLEN, failing
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from slipway_runtime.messages import AdapterLoad, HostMove, NewRow, StepPlan
+from slipway_runtime.messages import AdapterLoad, HostMove, NewRow, SchedulerOutput
 from slipway_runtime.scheduling.sequence import Sequence
 
 
@@ -18,14 +18,14 @@ class Scheduled(NamedTuple):
     preemptions: int  # of the sequence when this was planned: after another one its blocks are not those written here
 
 
-class Flight(NamedTuple):
+class InFlightBatch(NamedTuple):
     """A plan whose results are not known yet."""
 
     step: int
     rows: list[Scheduled]
 
 
-class PlanBuilder:
+class SchedulerOutputBuilder:
     """Collects who computes what."""
 
     def __init__(self) -> None:
@@ -63,19 +63,21 @@ class PlanBuilder:
         sequence.num_pending += samples
 
     def add_drafts(self, index: int, drafts: tuple[int, ...]) -> None:
-        """Let a row of the plan verify guesses too."""
+        """Let a row of the plan verify draft tokens too."""
         row = self.rows[index]
         row.sequence.num_planned += len(drafts)
         self.rows[index] = row._replace(num_new=row.num_new + len(drafts), drafts=drafts)
 
-    def build(self, step: int, loads: tuple[AdapterLoad, ...], moves: tuple[HostMove, ...]) -> tuple[StepPlan, Flight]:
+    def build(
+        self, step: int, loads: tuple[AdapterLoad, ...], moves: tuple[HostMove, ...]
+    ) -> tuple[SchedulerOutput, InFlightBatch]:
         """The plan for the worker, and what to keep of it."""
         rows = self.rows
         rows.sort(key=_not_one)  # rows of one token first
         for row in rows:
             row.sequence.in_flight += 1
         given = self.new_blocks
-        plan = StepPlan(
+        plan = SchedulerOutput(
             step=step,
             new_rows=tuple(self.new_rows),
             adapter_loads=loads,
@@ -88,7 +90,7 @@ class PlanBuilder:
             samples=tuple([row.samples for row in rows]),
             drafts=tuple([row.drafts for row in rows]) if any(row.drafts for row in rows) else (),
         )
-        return plan, Flight(step, rows)
+        return plan, InFlightBatch(step, rows)
 
 
 def _not_one(row: Scheduled) -> bool:

@@ -18,17 +18,17 @@ import msgspec
 
 from slipway_runtime.messages import EngineStats, FinishReason, Output, Request
 from slipway_runtime.scheduling.block_pool import BlockPool, root_key
-from slipway_runtime.scheduling.ends import ended, reason_to_stop
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.ledger import Ledger
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.sequence import NO_ROW, Sequence, State
 from slipway_runtime.scheduling.speculation import Speculation
+from slipway_runtime.scheduling.stop_check import ended, reason_to_stop
 from slipway_runtime.scheduling.waiting import WaitingQueue
 
 
-class Books:
+class RequestTable:
     """All sequences and their belongings."""
 
     def __init__(
@@ -51,9 +51,9 @@ class Books:
         self.waiting = WaitingQueue(aging_seconds)
         self.running: list[Sequence] = []  # by rank; the first victim is last
         self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
-        self.last_words: list[Output] = []  # of who ended outside of a step, to be told with the next update
+        self.final_outputs: list[Output] = []  # of who ended outside of a step, to be told with the next update
         self.parked: set[Sequence] = set()  # paused, without a row
-        self.num_bound = 0  # rows whose draws wait for a grammar
+        self.num_bound = 0  # rows whose samples wait for a grammar
         self.ending: set[Sequence] = set()  # ended, and in a plan in flight
         self._eos = eos_token_ids
         self._max_num_seqs = max_num_seqs
@@ -68,7 +68,7 @@ class Books:
 
     def __bool__(self) -> bool:
         """Whether there is somebody to plan for, or something to tell. Who is paused, or follows one, is nobody."""
-        return bool(self.last_words or len(self.waiting) or not all(s.paused for s in self.running))
+        return bool(self.final_outputs or len(self.waiting) or not all(s.paused for s in self.running))
 
     # --- in
 
@@ -228,7 +228,7 @@ class Books:
     def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
         """End a sequence outside of a step; it is told with the next update."""
         self.close(sequence, reason, now)
-        self.last_words.append(ended(sequence, reason, error, now))
+        self.final_outputs.append(ended(sequence, reason, error, now))
 
     def close(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """Take an ended sequence out of its list; its belongings are free when no plan in flight writes them."""
@@ -303,7 +303,7 @@ class Books:
             waiting=self.num_waiting,
             waiting_tokens=waiting.num_tokens,
             running_tokens=sum([len(sequence.token_ids) for sequence in self.running]),
-            blocks_total=pool.total - pool.lent,
+            blocks_total=pool.total - pool.reserved,
             blocks_live=pool.live,
             blocks_cached=pool.cached,
             steps=steps,

@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
-from slipway_runtime.messages import NewRow, StepPlan
+from slipway_runtime.messages import NewRow, SchedulerOutput
 
 Ints = npt.NDArray[np.int64]
 
 
-class Rows:
+class InputBatch:
     """Rows 0 … `max_num_seqs` - 1; the scheduler says which sequence has which."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
@@ -37,7 +37,7 @@ class Rows:
         self.stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
         self.bias: list[tuple[tuple[int, float], ...]] = [()] * max_num_seqs
 
-    def take_in(self, plan: StepPlan) -> None:
+    def update_states(self, plan: SchedulerOutput) -> None:
         """Learn the new rows and the blocks that rows were given."""
         for new in plan.new_rows:
             self._start(new)
@@ -49,16 +49,16 @@ class Rows:
         if plan.drafts:
             self._write_drafts(plan)
 
-    def learn(self, plan: StepPlan, token_ids: tuple[tuple[int, ...], ...]) -> None:
-        """Write what the rows of a plan drew, if that was elsewhere: from where the first draft stood."""
+    def learn(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Write what the rows of a plan sampled, if that was elsewhere: from where the first draft stood."""
         for index, kept in enumerate(token_ids):
             if kept:
                 drafts = len(plan.drafts[index]) if plan.drafts else 0
                 start = plan.num_computed[index] + plan.num_new[index] - drafts
                 self.tokens[plan.rows[index], start : start + len(kept)] = kept
 
-    def _write_drafts(self, plan: StepPlan) -> None:
-        """Drafts stand where drawn tokens would: what is computed after them, and penalties, see them."""
+    def _write_drafts(self, plan: SchedulerOutput) -> None:
+        """Drafts stand where sampled tokens would: what is computed after them, and penalties, see them."""
         for row, computed, new, drafts in zip(plan.rows, plan.num_computed, plan.num_new, plan.drafts, strict=True):
             self.tokens[row, computed + new - len(drafts) : computed + new] = drafts
 
