@@ -39,7 +39,13 @@ NO_WINDOW = (1 << 31) - 1  # tokens; more than any sequence has
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    scoring: Scoring | None = None,
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 

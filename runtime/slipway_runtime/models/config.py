@@ -107,6 +107,17 @@ class ModelConfig:
         """Tokens that this layer sees, its own included; None: all."""
         return self.sliding_window if layer in self.sliding_layers else None
 
+    def rotary_table_of(self, layer: int) -> int:
+        """Which table of `Decoder.rotary` turns the heads of this layer: 0, or that of a variant behind it."""
+        if layer in self.layers_without_positions:
+            return 1
+        return 1 if self.local_rope_theta is not None and layer in self.sliding_layers else 0
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can change its matrices: those of experts and of merged projections they cannot."""
+        return not self.fused_projections and self.experts is None
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Keys and values of one token in all layers. Counts KV heads, not attention heads."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.kernels import fixed_order, reference
+from slipway_runtime.kernels.dispatch import Kernels, kernels_for
 from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
@@ -56,14 +57,54 @@ SHAPES = {
             "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}}),
     "qwen3": ("qwen3", {"head_dim": 16}),
 }  # fmt: skip
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 128,
+             "short_factor": [1.0, 1.1, 1.3, 1.7, 2.1, 2.2], "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 24.0]}  # fmt: skip
+_SINGLE_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+PUBLISHED_FAMILIES = {
+    "smollm3 with layers without positions": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3 with a window where there are no positions": ("smollm3", {
+        "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 9}),
+    "phi3 with a window": ("phi3", {"sliding_window": 11}),
+    "phi3 with longrope within the trained context": ("phi3", {"rope_parameters": _LONGROPE}),
+    "phi3 with longrope beyond the trained context": ("phi3", {
+        "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 4}}),
+    "phi4-mini turns a part of a head": ("phi3", {
+        "hidden_size": 64, "tie_word_embeddings": True, "partial_rotary_factor": 0.75,
+        "rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.75}}),
+    "gemma2": ("gemma2", {**_SINGLE_HEADS, "sliding_window": 9, "query_pre_attn_scalar": 20,
+                          "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2 without caps": ("gemma2", {**_SINGLE_HEADS, "attn_logit_softcapping": None,
+                                       "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", {**_SINGLE_HEADS, "num_hidden_layers": 3, "sliding_window": 9,
+                               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                               "query_pre_attn_scalar": 30}),
+    "gemma3 with stretched positions in its global layers": ("gemma3_text", {
+        **_SINGLE_HEADS, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+}  # fmt: skip
+EXPERTS = {
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                                "norm_topk_prob": True, "head_dim": 16, "num_hidden_layers": 3,
+                                "mlp_only_layers": [1]}),
+    "qwen3_moe whose weights do not sum to one": ("qwen3_moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False,
+        "head_dim": 16}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
+                            "swiglu_limit": 1.5, "layer_types": ["sliding_attention", "full_attention"],
+                            "rope_parameters": {
+                                "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "truncate": False,
+                                "original_max_position_embeddings": 64}}),
+}  # fmt: skip
 
 
 class Bench:
     """A runner whose rows are computed by hand: row n has the blocks 1 + n * 20 …, in a scrambled order."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> None:
         config = read_config(path)
-        kernels = kernels_for(CPU, dtype)
+        kernels = kernels or kernels_for(CPU, dtype)
         with Checkpoint(path, dtype, CPU) as checkpoint:
             self.decoder = load_decoder(config, checkpoint, kernels, 100, dtype, CPU)
         caches = allocate_cache(config, CacheSize(100, BLOCK, 0), dtype, CPU)
@@ -118,9 +159,29 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.capability("ST-9")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_transformers(shape, tmp_path):
-    family, fields = SHAPES[shape]
+    _check_logits(tmp_path, *SHAPES[shape])
+
+
+@pytest.mark.capability("API-20")
+@pytest.mark.parametrize("kernels", ["of the processor", "reference", "fixed order"])
+@pytest.mark.parametrize("shape", PUBLISHED_FAMILIES)
+def test_logits_of_published_families_equal_transformers(shape, kernels, tmp_path):
+    _check_logits(tmp_path, *PUBLISHED_FAMILIES[shape], kernels=KERNELS[kernels])
+
+
+@pytest.mark.capability("API-21")
+@pytest.mark.parametrize("kernels", ["of the processor", "reference", "fixed order"])
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_logits_of_experts_equal_transformers(shape, kernels, tmp_path):
+    _check_logits(tmp_path, *EXPERTS[shape], kernels=KERNELS[kernels])
+
+
+KERNELS = {"of the processor": kernels_for(CPU, torch.float32), "reference": reference, "fixed order": fixed_order}
+
+
+def _check_logits(tmp_path, family, fields, kernels=KERNELS["of the processor"]):
     model = a_checkpoint(tmp_path, family, **fields)
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, kernels=kernels)
     a, b, c, d = (some_tokens(count, seed=count) for count in (61, 7, 33, 18))
     theirs = {row: oracle(model, tokens) for row, tokens in enumerate((a, b, c, d))}
 
