@@ -66,6 +66,7 @@ def load_weights(
             matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             share,
+            make_router=matmul_maker("none", deterministic=options.deterministic, device=plan.device),
         )
 
 

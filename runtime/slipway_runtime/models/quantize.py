@@ -33,6 +33,7 @@ from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, Weig
 from slipway_runtime.layers.matmul_tiled import RowsDifferError, Tiled
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
+from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 QUANTIZATIONS = ("none", "int8", "fp8")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,6 +59,14 @@ def choose_kv_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
     if asked not in KV_DTYPES:
         raise ModelRefusedError(f"kv_cache_dtype is {asked!r}: auto, {', '.join(KV_DTYPES)} are known")
     return KV_DTYPES[asked]
+
+
+def refusal_of_format(config: ModelConfig, quantization: str, device: torch.device) -> str:
+    """Why a model's matrices cannot compute in this form on this device, in a sentence; empty: they can."""
+    if config.experts is not None and device.type == "cuda" and quantization != "none":
+        return f"quantization {quantization} of a mixture of experts is not supported on a GPU: set it to none"
+    parse_quantization(config.quantization)  # raises ModelRefusedError
+    return ""
 
 
 def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
