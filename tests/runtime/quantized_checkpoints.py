@@ -46,7 +46,7 @@ def int8_rows(weight: Tensor) -> Written:
 def pack_quantized(weight: Tensor, group: int = 32, *, symmetric: bool = True, permuted: bool = False) -> Written:
     """compressed-tensors of four bits: words along the inputs."""
     (out_size, in_size), groups = weight.shape, weight.shape[1] // group
-    group_of = torch.randperm(in_size) // group if permuted else torch.arange(in_size) // group
+    group_of = _shuffled(in_size) // group if permuted else torch.arange(in_size) // group
     scales, zeros = torch.empty(out_size, groups), torch.zeros(out_size, groups, dtype=torch.int32)
     for g in range(groups):
         own = weight[:, group_of == g]
@@ -94,7 +94,7 @@ def awq(weight: Tensor, group: int = 32) -> Written:
 def _asymmetric(weight: Tensor, group: int, bits: int, *, permuted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes (out, in), scales and zeros (out, groups), and the group of each input."""
     in_size, most = weight.shape[1], (1 << bits) - 1
-    group_of = torch.randperm(in_size) // group if permuted else torch.arange(in_size) // group
+    group_of = _shuffled(in_size) // group if permuted else torch.arange(in_size) // group
     scales, zeros = torch.empty(len(weight), in_size // group), torch.empty(len(weight), in_size // group)
     for g in range(in_size // group):
         own = weight[:, group_of == g]
@@ -137,3 +137,8 @@ def quantize_state(
             if not (suffix == "bias" and own_bias):
                 stored[f"{matrix}.{suffix}"] = value.contiguous()
     return stored, meant
+
+
+def _shuffled(in_size: int) -> Tensor:
+    """Matrices with the same inputs see the same activations, so they have the same order."""
+    return torch.randperm(in_size, generator=torch.Generator().manual_seed(in_size))

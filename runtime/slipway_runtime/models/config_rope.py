@@ -55,7 +55,9 @@ def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
         return None
     block = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
     if not isinstance(block, dict) or block.get("rope_type", "default") != "default":
-        raise ModelRefusedError(f"config.json: rope parameters {shown(block)} of layers with a window are not supported")
+        raise ModelRefusedError(
+            f"config.json: rope parameters {shown(block)} of layers with a window are not supported"
+        )
     for place, key in ((block, "rope_theta"), (raw, "rope_local_base_freq")):
         if place.get(key) is not None:
             return number(place, key, above=1.0)

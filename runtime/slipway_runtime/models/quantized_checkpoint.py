@@ -60,9 +60,7 @@ def parse_quantization(raw: dict[str, Any] | None) -> QuantizedFormat | None:
         return None
     method = raw.get("quant_method")
     if method not in METHODS:
-        raise ModelRefusedError(
-            f"config.json: quant_method is {shown(method)}; {', '.join(METHODS)} are supported"
-        )
+        raise ModelRefusedError(f"config.json: quant_method is {shown(method)}; {', '.join(METHODS)} are supported")
     match method:
         case "fp8":
             if raw.get("fmt", "e4m3") != "e4m3":
@@ -77,7 +75,9 @@ def parse_quantization(raw: dict[str, Any] | None) -> QuantizedFormat | None:
         raise ModelRefusedError(f"config.json: {method} with {bits} bits is not supported")
     if method == "awq":
         if str(raw.get("version", "gemm")).lower() != "gemm":
-            raise ModelRefusedError(f"config.json: awq of the version {shown(raw['version'])}; only 'gemm' is supported")
+            raise ModelRefusedError(
+                f"config.json: awq of the version {shown(raw['version'])}; only 'gemm' is supported"
+            )
         return QuantizedFormat("awq", bits, max(group, 0), symmetric=False)
     second = raw.get("checkpoint_format") == "gptq_v2"
     return QuantizedFormat("gptq", bits, max(group, 0), zero_offset=0 if second else 1, symmetric=False)
@@ -144,12 +144,14 @@ class WeightReader:
             case "pack":
                 read = self._packed(name, out_size, in_size)
             case "gptq" | "awq":
-                read = self._gptq(name, out_size, in_size) if form.method == "gptq" else self._awq(
-                    name, out_size, in_size
+                read = (
+                    self._gptq(name, out_size, in_size) if form.method == "gptq" else self._awq(name, out_size, in_size)
                 )
                 self._drop_bias_of_zeros(name)
             case _:
-                return checkpoint.take(plain, out_size, in_size, rows=rows)  # says what it holds, and that it is not known
+                return checkpoint.take(
+                    plain, out_size, in_size, rows=rows
+                )  # says what it holds, and that it is not known
         return read if rows is None else read.rows(rows)
 
     def _one_byte(self, name: str, out_size: int, in_size: int) -> QuantizedWeight:
@@ -179,7 +181,11 @@ class WeightReader:
         zeros = torch.full_like(scales, 1 << (bits - 1))
         if f"{name}.weight_zero_point" in self._checkpoint:
             packed = self._raw(f"{name}.weight_zero_point")
-            zeros = unpack(packed, bits, dim=0)[:out_size].float() if packed.dtype == torch.int32 else packed.float() + zeros
+            zeros = (
+                unpack(packed, bits, dim=0)[:out_size].float()
+                if packed.dtype == torch.int32
+                else packed.float() + zeros
+            )
         order = None
         if f"{name}.weight_g_idx" in self._checkpoint:
             order = _order(f"{name}.weight_g_idx", self._raw(f"{name}.weight_g_idx"), in_size, group)
@@ -266,7 +272,9 @@ def _order(name: str, group_of: Tensor, in_size: int, group: int) -> Tensor | No
 
 def _check(name: str, codes: Tensor, out_size: int, in_size: int) -> None:
     if codes.shape != (out_size, in_size):
-        raise ModelRefusedError(f"{name} holds a matrix of {tuple(codes.shape)}; config.json says {(out_size, in_size)}")
+        raise ModelRefusedError(
+            f"{name} holds a matrix of {tuple(codes.shape)}; config.json says {(out_size, in_size)}"
+        )
 
 
 def _by_row(name: str, scales: Tensor, out_size: int, in_size: int) -> tuple[Tensor, int]:
@@ -287,7 +295,9 @@ def _by_row(name: str, scales: Tensor, out_size: int, in_size: int) -> tuple[Ten
         return scales, in_size // scales.shape[1]
     if scales.dim() == 2 and scales.shape == (-(-out_size // 128), -(-in_size // 128)):
         return scales.repeat_interleave(128, 0)[:out_size].contiguous(), 128
-    raise ModelRefusedError(f"{name} has the shape {tuple(scales.shape)}: no scales of a matrix of {(out_size, in_size)}")
+    raise ModelRefusedError(
+        f"{name} has the shape {tuple(scales.shape)}: no scales of a matrix of {(out_size, in_size)}"
+    )
 
 
 def mxfp4_numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,9 +81,7 @@ class Checkpoint:
                 self.bytes += tensor.nbytes
         return tensor
 
-    def take(
-        self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name`, which must have this shape, or some of its rows: the others are not read.
 
         dtype: of the result; None: that of the model.

@@ -58,8 +58,10 @@ def test_old_and_new_spellings_of_rope_mean_the_same():
         ({"quantization_config": "awq"}, "quantization_config is 'awq'; an object is needed"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type 'ntk' is not supported; default,"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "lacks short_factor"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-         "short_factor is no list of 4 numbers"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor is no list of 4 numbers",
+        ),
         ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 2}}, "'linear' with beta_fast is not"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 2}}, "rope_type 'dynamic' with alpha is not"),

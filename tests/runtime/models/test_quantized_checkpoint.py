@@ -161,7 +161,13 @@ def test_mxfp4_blocks_are_signs_exponents_and_fractions_times_powers_of_two():
 @pytest.mark.capability("API-21", "QZ-4")
 def test_gpt_oss_in_mxfp4_answers_as_the_numbers_that_its_codes_stand_for(tmp_path):
     torch.manual_seed(2)
-    shape = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    }
     model = a_checkpoint(tmp_path, "gpt_oss", **shape)
     state = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     meant = {}
