@@ -80,7 +80,8 @@ def _launch_decode(
     programs = min(splits, triton.cdiv(DECODE_PROGRAMS, rows * num_kv_heads))
     _decode[(rows, num_kv_heads, programs)](
         q, cache, _scales(cache, head_dim), out, partial, stats, plan.lengths, plan.tables,
-        plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e), splits, *_of_scoring(scoring, q),
+        plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e), splits,
+        *_of_scoring(scoring, q),
         SOFTCAP=scoring is not None and scoring.softcap is not None,
         SINKS=scoring is not None and scoring.sinks is not None,
         GROUPS=groups, SPLIT_TOKENS=plan.split, MOST_SPLITS=plan.max_splits, PARTIAL=merge,
@@ -171,7 +172,8 @@ def _power_of_two(n: int) -> int:
 @triton.jit
 def _attend(
     q, cache, scales, kv_head, table, start, end, since, seen, scale_log2, softcap_log2,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Softmax over positions start … end, in base 2; query i sees since[i] … seen[i] ≤ end of them.
@@ -235,7 +237,8 @@ def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
 def _decode(
     q, cache, scales, out, partial, stats, lengths, tables,
     table_stride, q_token_stride, q_head_stride, window, scale_log2, room, sinks, softcap_log2,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, PARTIAL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    GROUPS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, PARTIAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -336,7 +339,8 @@ def _merge_splits(
 def _extend(
     q, cache, scales, out, partial, stats, work, chunk_starts, lengths, tables,
     table_stride, q_token_stride, q_head_stride, window, scale_log2, sinks, softcap_log2,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    GROUPS: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     MOST_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip

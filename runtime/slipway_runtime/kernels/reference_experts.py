@@ -55,7 +55,7 @@ def gated(gate_up: Tensor, limit: float | None) -> Tensor:
 def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
     """x: (T, H)  weights, experts: (T, K) -> (T, H): the weighted sum of what a token's experts compute."""
     out = x.new_zeros(x.shape[0], experts.shape[1], x.shape[1])
-    for expert in experts.unique().tolist():
+    for expert in sorted(set(experts.flatten().tolist())):
         token, place = torch.where(experts == expert)
         gate_up = F.linear(x[token], of.gate_up[expert], None if of.gate_up_bias is None else of.gate_up_bias[expert])
         inner = gated(gate_up, of.limit)

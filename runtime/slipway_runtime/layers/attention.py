@@ -45,7 +45,10 @@ class Attention:
         sinks: Tensor | None = None,
         rotary_table: int = 0,
     ) -> None:
-        """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: as `Scoring` has them  rotary_table: of several."""
+        """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: as `Scoring` has them.
+
+        rotary_table: which of several turns the heads.
+        """
         self.qkv = qkv
         self.out = out
         self._num_q_heads = num_q_heads

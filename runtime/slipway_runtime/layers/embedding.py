@@ -11,7 +11,10 @@ class Embedding:
     __slots__ = ("_dtype", "_scale", "weight")
 
     def __init__(self, weight: Tensor, *, shared: bool = False, scale: float = 1.0) -> None:
-        """weight: (V, H)  scale: of the vectors, rounded to the model's type. Unless another layer shares it, it is kept in bfloat16 where that loses nothing."""
+        """weight: (V, H)  scale: of the vectors, rounded to the model's type.
+
+        Unless another layer shares it, it is kept in bfloat16 where that loses nothing.
+        """
         self._dtype = weight.dtype
         self._scale = float(torch.tensor(scale, dtype=weight.dtype))
         half = weight.to(torch.bfloat16)  # what most checkpoints hold, whatever we compute in

@@ -1,7 +1,7 @@
 """A mixture of experts: a router chooses some experts for each token, and their outputs are summed by its weights.
 
 On a CPU each expert's matrices are in the form that the machine computes fastest, and the tokens of an expert go
-through it together. On a GPU all experts of a layer are one tensor, and one launch computes all of them (`mix_experts`).
+through it together. On a GPU all experts of a layer are one tensor, and one launch computes them all (`mix_experts`).
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,9 @@ class GroupedExperts:
         rows = x.index_select(0, order // per_token)
         out = torch.empty_like(rows)
         start = 0
-        numbers, counts = chosen.unique_consecutive(return_counts=True)
-        for expert, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        for expert, count in enumerate(torch.bincount(chosen).tolist()):
+            if not count:
+                continue
             end = start + count
             out[start:end] = self._one(expert, rows[start:end])
             start = end

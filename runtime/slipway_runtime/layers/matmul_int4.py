@@ -1,7 +1,7 @@
 """Weights of four bits with a scale and a zero for each group of inputs, multiplied as they are by torch's kernels.
 
-On a CPU rows of x are rounded to bfloat16, whatever the model computes in. One thread of a Xeon with AVX512, a matrix of
-4096 × 4096 in groups of 128, ms at 1 / 8 / 32 / 128 rows:
+On a CPU rows of x are rounded to bfloat16, whatever the model computes in. One thread of a Xeon with AVX512, a matrix
+of 4096 × 4096 in groups of 128, ms at 1 / 8 / 32 / 128 rows:
 
     four bits            0.5   7.2  15.0  89
     F.linear, bfloat16   8.4  11.3  12.8  36
@@ -54,7 +54,7 @@ class Int4:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zeros."""
-        return self._packed.nbytes + self._scales_and_zeros.nbytes
+        return int(self._packed.nbytes + self._scales_and_zeros.nbytes)
 
     @staticmethod
     def fits(weight: QuantizedWeight) -> bool:

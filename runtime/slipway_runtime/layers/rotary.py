@@ -1,8 +1,8 @@
 """Rotary position embedding, and the ways to stretch it over longer contexts: none, linear, llama3, yarn, longrope.
 
 Yarn (Peng et al. 2023) keeps short waves, stretches long ones by `factor`, blends between; and because stretched
-positions make attention flatter, it sharpens the scores by the square of `attention_scale`, through cos and sin. Longrope (Ding et al.
-2024) divides each wave by a factor of its own, from one of two lists.
+positions make attention flatter, it sharpens the scores by the square of `attention_scale`, through cos and sin.
+Longrope (Ding et al. 2024) divides each wave by a factor of its own, from one of two lists.
 """
 
 import math
@@ -68,9 +68,10 @@ class Rotary:
     ) -> None:
         """rotary_dim: of a head, are turned; 0: all. variants: base and scaling; None: nothing is turned."""
         turned = rotary_dim or head_dim
-        tables = [
-            _table(head_dim, turned, *(of or (theta, None)), max_positions) for of in ((theta, scaling), *variants)
-        ]
+        tables = []
+        for variant in ((theta, scaling), *variants):
+            base, stretched = variant or (theta, None)
+            tables.append(_table(head_dim, turned, base, stretched, max_positions))
         self._table = torch.cat(tables, dim=1).to(device=device, dtype=dtype)  # (positions, 2 · tables, D)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ def _table(
 
 
 def place_turned(weight: Tensor, head_dim: int, turned: int) -> Tensor:
-    """Reorder the dimensions of heads, in the rows of `weight`, so that those which are turned lie where `_table` has them.
+    """Reorder the dimensions of heads, rows of `weight`, so that those which are turned lie where `_table` has them.
 
     A checkpoint has the turned dimensions first: the two halves of them, then the rest. Queries and keys are reordered
     alike, so their products stay as they are. 8 dimensions of which 4 are turned: 0 1 2 3 4 5 6 7 -> 0 1 4 5 2 3 6 7.
@@ -105,7 +106,8 @@ def place_turned(weight: Tensor, head_dim: int, turned: int) -> Tensor:
     if turned == head_dim:
         return weight
     pairs, rest = turned // 2, (head_dim - turned) // 2
-    first, second, still = torch.arange(head_dim, device=weight.device).split([pairs, pairs, 2 * rest])
+    order = torch.arange(head_dim, device=weight.device)
+    first, second, still = order[:pairs], order[pairs : 2 * pairs], order[2 * pairs :]
     order = torch.cat((first, still[:rest], second, still[rest:]))
     heads = weight.view(-1, head_dim, *weight.shape[1:])
     return heads[:, order].reshape(weight.shape)

@@ -1,18 +1,18 @@
 """Model families: which keys of config.json each one has beyond those of all, and what its layers do differently.
 
-| model_type  | published as                      | differs from Llama by                                                  |
-|-------------|-----------------------------------|------------------------------------------------------------------------|
-| llama       | Llama 2, 3.x, SmolLM2             |                                                                        |
-| smollm3     | SmolLM3                           | layers without rotary positions                                        |
-| mistral     | Mistral, Mistral Nemo             | a sliding window on all layers                                         |
-| qwen2       | Qwen2, Qwen2.5                    | biases of q, k and v, a sliding window on some layers                  |
-| qwen3       | Qwen3                             | norms of heads, a sliding window on some layers                        |
-| phi3        | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | merged projections, longrope, rotary positions for a part of a head    |
-| gemma2      | Gemma 2                           | (1 + w) norms before and after, tanh-GELU, soft caps, scaled embedding |
-| gemma3_text | Gemma 3, text only                | the same without caps; norms of heads, two rotary bases                |
-| mixtral     | Mixtral                           | experts                                                                |
-| qwen3_moe   | Qwen3 mixture of experts          | norms of heads, experts in some layers                                 |
-| gpt_oss     | gpt-oss                           | experts with biases and a clamped SwiGLU, attention sinks              |
+| model_type  | published as                      | differs from Llama by                                             |
+|-------------|-----------------------------------|-------------------------------------------------------------------|
+| llama       | Llama 2, 3.x, SmolLM2             |                                                                   |
+| smollm3     | SmolLM3                           | layers without rotary positions                                   |
+| mistral     | Mistral, Mistral Nemo             | a sliding window on all layers                                    |
+| qwen2       | Qwen2, Qwen2.5                    | biases of q, k and v, a sliding window on some layers             |
+| qwen3       | Qwen3                             | norms of heads, a sliding window on some layers                   |
+| phi3        | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | merged projections, longrope, positions for a part of a head      |
+| gemma2      | Gemma 2                           | (1 + w) norms before and after, GELU, soft caps, scaled embedding |
+| gemma3_text | Gemma 3, text only                | the same without caps; norms of heads, two rotary bases           |
+| mixtral     | Mixtral                           | experts                                                           |
+| qwen3_moe   | Qwen3 mixture of experts          | norms of heads, experts in some layers                            |
+| gpt_oss     | gpt-oss                           | experts with biases and a clamped SwiGLU, attention sinks         |
 """
 
 from dataclasses import dataclass

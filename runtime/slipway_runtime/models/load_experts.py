@@ -4,7 +4,7 @@
 |-----------|------------|---------------------------------------------------------------------------------------------|
 | mixtral   | gate       | block_sparse_moe.experts.N.w1 (gate), w3 (up), w2 (down)                                    |
 | qwen3_moe | gate       | mlp.experts.N.gate_proj, up_proj, down_proj                                                 |
-| gpt_oss   | router     | mlp.experts.gate_up_proj (E, H, 2I), gate and up taking turns, and down_proj (E, I, H);      |
+| gpt_oss   | router     | mlp.experts.gate_up_proj (E, H, 2I), gate and up taking turns, and down_proj (E, I, H);     |
 |           |            | or the same turned and in MXFP4: …_blocks and …_scales                                      |
 
 A rank has a part of the inner features of every expert.
@@ -63,7 +63,8 @@ def load_experts(
         stacked = ExpertWeights(
             torch.stack([dequantized(gate_up) for gate_up, _ in pairs]),
             torch.stack([dequantized(down) for _, down in pairs]),
-            *(biases or (None, None)),
+            None if biases is None else biases[0],
+            None if biases is None else biases[1],
             limit=about.swiglu_limit,
         )
         experts = StackedExperts(stacked, kernels)

@@ -1,14 +1,14 @@
 """Matrices of quantized checkpoints: which tensors hold them, and what the codes mean.
 
-| quant_method, format            | tensors of a matrix `name`                             | read as                          |
-|---------------------------------|--------------------------------------------------------|----------------------------------|
-| fp8                             | weight, weight_scale or weight_scale_inv               | float8: one scale, rows, blocks  |
-| compressed-tensors, float-quant.| weight, weight_scale                                   | the same                         |
-| …, int-quantized                | weight, weight_scale                                   | int8: rows or groups             |
-| …, pack-quantized               | weight_packed, weight_scale, weight_shape, …           | 4 or 8 bits: rows or groups      |
-| gptq                            | qweight, qzeros, scales, g_idx                         | 4 or 8 bits: groups, any order   |
-| awq, gemm                       | qweight, qzeros, scales                                | 4 bits: groups                   |
-| mxfp4                           | of gpt-oss's experts: …_blocks, …_scales               | numbers (`mxfp4_numbers`)        |
+| quant_method, format             | tensors of a matrix `name`                   | read as                         |
+|----------------------------------|----------------------------------------------|---------------------------------|
+| fp8                              | weight, weight_scale or weight_scale_inv     | float8: one scale, rows, blocks |
+| compressed-tensors, float-quant. | weight, weight_scale                         | the same                        |
+| …, int-quantized                 | weight, weight_scale                         | int8: rows or groups            |
+| …, pack-quantized                | weight_packed, weight_scale, weight_shape, … | 4 or 8 bits: rows or groups     |
+| gptq                             | qweight, qzeros, scales, g_idx               | 4 or 8 bits: groups, any order  |
+| awq, gemm                        | qweight, qzeros, scales                      | 4 bits: groups                  |
+| mxfp4                            | of gpt-oss's experts: …_blocks, …_scales     | numbers (`mxfp4_numbers`)       |
 
 What was left in high precision, such as lm_head, is a plain `weight` in the file and is taken as it is: the file
 decides for each matrix, not the lists of the configuration. Scales of activations and of a KV cache are not needed:
@@ -97,7 +97,7 @@ def _compressed(raw: dict[str, Any]) -> QuantizedFormat:
         fits = (kind == "float" and bits == 8) or (kind == "int" and bits in (4, 8))
         if form not in _FORMATS or not fits:
             raise ModelRefusedError(
-                f"config.json: compressed-tensors of the format {shown(form)} with {kind} of {bits} bits is not supported"
+                f"config.json: compressed-tensors, format {shown(form)} with {kind} of {bits} bits, is not supported"
             )
         found.add(
             QuantizedFormat(
@@ -221,8 +221,8 @@ class WeightReader:
         groups = -(-codes.shape[1] // group)
         if scales.shape != (codes.shape[0], groups) or zeros.shape != scales.shape:
             raise ModelRefusedError(
-                f"a matrix of {tuple(codes.shape)} in groups of {group} has scales of {tuple(scales.shape)} and zeros of "
-                f"{tuple(zeros.shape)}"
+                f"a matrix of {tuple(codes.shape)} in groups of {group} has scales of {tuple(scales.shape)} and zeros "
+                f"of {tuple(zeros.shape)}"
             )
         if order is not None:
             codes = codes[:, order]

@@ -44,7 +44,8 @@ SHAPES = {
     "qwen3": ("qwen3", {"head_dim": 16}),
 }  # fmt: skip
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 128,
-             "short_factor": [1.0, 1.1, 1.3, 1.7, 2.1, 2.2], "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 24.0]}  # fmt: skip
+             "short_factor": [1.0, 1.1, 1.3, 1.7, 2.1, 2.2],
+             "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 24.0]}  # fmt: skip
 _SINGLE_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 PUBLISHED_FAMILIES = {
     "smollm3 with layers without positions": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),

@@ -1,4 +1,4 @@
-"""Quantized checkpoints mean the numbers that their formats say, and models on them answer as models of these numbers."""
+"""Quantized checkpoints mean the numbers that their formats say, and models answer as models of these numbers."""
 
 import json
 from functools import partial
@@ -194,7 +194,10 @@ def test_gpt_oss_in_mxfp4_answers_as_the_numbers_that_its_codes_stand_for(tmp_pa
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq of the version 'gemv'; only 'gemm'"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits is not supported"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "float8 of the format 'e5m2'"),
-        (compressed("nvfp4-pack-quantized", type="float", num_bits=4), "'nvfp4-pack-quantized' with float of 4 bits"),
+        (
+            compressed("nvfp4-pack-quantized", type="float", num_bits=4),
+            "format 'nvfp4-pack-quantized' with float of 4 bits",
+        ),
         (compressed("int-quantized", type="int", num_bits="8"), "num_bits is '8'; a whole number"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
     ],
