@@ -67,6 +67,7 @@ def load_weights(
             head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             share,
             scores_tokens=not options.pooling,
+            make_router=matmul_maker("none", deterministic=options.deterministic, device=plan.device),
         )
 
 

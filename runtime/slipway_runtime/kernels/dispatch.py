@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import fixed_order, native, reference
-from slipway_runtime.kernels.reference_attention import HeadNorms
+from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
+from slipway_runtime.kernels.reference_experts import ExpertWeights
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
@@ -33,6 +34,12 @@ class Kernels(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """gate_up: (T, 2I) -> (T, I)."""
 
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """gate_up: (T, 2I) -> (T, I)."""
+
+    def mix_experts(self, x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
+        """x: (T, H)  weights, experts: (T, K) -> (T, H)."""
+
     def rope_and_store(
         self,
         qkv: Tensor,
@@ -51,7 +58,14 @@ class Kernels(Protocol):
         """Prepare once what the attention of every layer of a step needs."""
 
     def paged_attention(
-        self, q: Tensor, kv: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: as `kv_pages` says -> (T, Hq * D)."""
 
