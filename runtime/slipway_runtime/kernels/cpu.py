@@ -14,14 +14,14 @@ from torch import Tensor
 from slipway_runtime.kernels import kv_pages, native
 from slipway_runtime.kernels.reference_attention import HeadNorms
 from slipway_runtime.kernels.reference_lora import LoraWeights
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_lora",
     "rms_norm",
