@@ -110,13 +110,18 @@ class Checkpoint:
     def in_parallel(self, make: Callable[[int], _T], count: int) -> list[_T]:
         """`[make(0), …, make(count - 1)]` by several threads: one converts while another waits for the disk."""
         threads = min(_MOST_THREADS, count, os.cpu_count() or 1)
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="weights") as pool:
+        with ThreadPoolExecutor(threads, "weights", self._use_device) as pool:
             futures = [pool.submit(make, index) for index in range(count)]
             try:
                 return [future.result() for future in futures]
             finally:
                 for future in futures:
                     future.cancel()  # after an error nobody wants the rest
+
+    def _use_device(self) -> None:
+        """Triton launches kernels on a thread's current device, which is number 0 in each new thread."""
+        if self._device.index is not None:
+            torch.cuda.set_device(self._device)
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
