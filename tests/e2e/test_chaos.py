@@ -162,6 +162,13 @@ def test_there_are_at_least_28_faults_each_with_a_name_of_its_own():
     assert set(SAMPLE) < set(names)
 
 
+def test_every_fault_of_a_node_or_its_kubelet_is_prepared_as_one():
+    of_nodes = {fault.name for fault in FAULTS if "node" in fault.name or "kubelet" in fault.name}
+
+    assert {fault.name for fault in FAULTS if fault.on_node} == of_nodes
+    assert len(of_nodes) == 6
+
+
 async def test_connections_that_the_server_closes_are_seen():
     async with serving(404) as server:
 
