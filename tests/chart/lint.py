@@ -28,7 +28,8 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ("networkPolicy.metricsNamespaces={monitoring}", "networkPolicy.clientNamespaces={batch}"),
     ("name=second", "operator.replicas=1", "gateway.replicas=3", "gateway.service.type=LoadBalancer"),
     ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=keys", "gateway.tls.secretName=cert"),
-    ("monitoring.podMonitors=true", "monitoring.rules=true", "monitoring.dashboard=true", "monitoring.labels.release=p"),
+    ("monitoring.podMonitors=true", "monitoring.rules=true", "monitoring.labels.release=prometheus"),
+    ("monitoring.dashboard=true",),
     ("monitoring.podMonitors=true", "watchNamespaces={team-a}"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
