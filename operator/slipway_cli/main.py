@@ -56,6 +56,19 @@ def status(name: Name, namespace: Namespace = "", context: Context = "", output:
         out.print("the operator has not followed the newest change of the spec yet")
     replicas = found["replicas"]
     out.print(f"replicas: {replicas['ready']} of {replicas['desired']} ready, {replicas['draining']} draining")
+    if (slo := found["slo"]) is not None:
+        out.print(
+            f"error budget: {slo.get('errorBudgetRemainingPercent', '?')} % of {slo['windowDays']} days left "
+            f"({slo['state']}); P95 of the last hour: first token {slo.get('ttftP95Seconds', '?')} s, "
+            f"between tokens {slo.get('itlP95Seconds', '?')} s",
+            soft_wrap=True,
+        )
+    if (cost := found["cost"]) is not None:
+        out.print(
+            f"cost: {cost.get('perHour', '?')} {cost['currency']} an hour for {cost['gpus']} GPUs; "
+            f"{cost.get('perMillionOutputTokens', '?')} {cost['currency']} for a million output tokens",
+            soft_wrap=True,
+        )
     _print_table(("REVISION", "ROLE", "TRAFFIC", "READY", "IMAGE"), found["revisions"], _revision_row)
     return _print_table(("CONDITION", "STATUS", "REASON", "MESSAGE"), found["conditions"], _values)
 

@@ -31,6 +31,9 @@ VALUES: tuple[tuple[str, ...], ...] = (
     ("podSecurity.user=1000720000", "podSecurity.group=0"),
     ("name=second", "operator.replicas=1", "gateway.replicas=3", "gateway.service.type=LoadBalancer"),
     ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=keys", "gateway.tls.secretName=cert"),
+    ("monitoring.podMonitors=true", "monitoring.rules=true", "monitoring.labels.release=prometheus"),
+    ("monitoring.dashboard=true",),
+    ("monitoring.podMonitors=true", "watchNamespaces={team-a}"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
 
