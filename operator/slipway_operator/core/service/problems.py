@@ -179,9 +179,9 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
     replica = member.replica
     match member.stage:
         case Stage.IMAGE_ERROR:
+            image, field = _image_not_pulled(replica, observed, revision)
             return (
-                f"{replica.name} cannot pull image {revision.image}: {_pull_error(replica)}; "
-                "check spec.runtime.image and imagePullSecrets"
+                f"{replica.name} cannot pull image {image}: {_pull_error(replica)}; check {field} and imagePullSecrets"
             )
         case Stage.CONFIG_ERROR:
             return f"{replica.name} cannot be started: {replica.waiting_message or replica.waiting_reason}"
@@ -260,6 +260,14 @@ def _describe_refusal(failure: Failure) -> str:
 
 def _times(count: int) -> str:
     return "1 time" if count == 1 else f"{count} times"
+
+
+def _image_not_pulled(replica: Replica, observed: Observed, revision: Revision) -> tuple[str, str]:
+    """The image, and the field that names it: that of the runtime, or of an oci:// model, which is a volume."""
+    model = model_access.image(observed.service.spec.model)
+    if model is not None and model in replica.waiting_message:
+        return model, "spec.model.uri"
+    return revision.image, "spec.runtime.image"
 
 
 def _pull_error(replica: Replica) -> str:

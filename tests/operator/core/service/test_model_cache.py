@@ -466,3 +466,20 @@ def test_a_proxy_with_a_password_comes_from_a_secret_and_wins():
     (chosen,) = [one for one in pod_of(service)["containers"][0]["env"] if one["name"] == "HTTPS_PROXY"]
 
     assert chosen == {"name": "HTTPS_PROXY", "valueFrom": secret}
+
+
+@pytest.mark.capability("PL-12")
+@pytest.mark.parametrize(
+    ("image", "field"),
+    [("registry.example/team/llama:1", "spec.model.uri"), ("slipway/runtime:1", "spec.runtime.image")],
+)
+def test_an_image_that_cannot_be_pulled_is_named_with_the_field_that_asks_for_it(image: str, field: str):
+    service = promised(a_service(uri="oci://registry.example/team/llama:1"), 1)
+    waiting = a_pod(service=service).cannot_pull().but(waiting_message=f'Back-off pulling image "{image}": not found')
+
+    made = plan(seen(service, waiting), T0)
+
+    stalled = find_condition(made.status.conditions, "Stalled")
+    assert stalled is not None
+    assert stalled.reason == "ImagePullFailed"
+    assert f"check {field}" in stalled.message
