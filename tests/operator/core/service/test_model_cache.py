@@ -404,6 +404,34 @@ def test_without_pulls_the_nodes_of_ready_replicas_have_the_model_and_keep_it_at
     assert cached(none) == cached(partly)
 
 
+@pytest.mark.parametrize("stuck", [{"deleted_at": T0}, {"unschedulable": "0/3 nodes are available"}])
+def test_a_pod_that_gets_nowhere_does_not_keep_the_other_nodes_waiting(stuck: dict[str, Any]):
+    service = of_node(prePull={"maxConcurrent": 1})
+
+    made = planned(service, pulls=(pulling(service, "a", **stuck),))
+
+    assert [pinned_to(pod) for pod in created(made)] == ["b"]
+
+
+def test_a_refused_pod_that_pulls_is_told_by_its_condition_and_stalls_nothing():
+    service = of_node(prePull={})
+    (pod, *_) = created(planned(service))
+    said = 'pods "x" is forbidden: exceeded quota: pods'
+    refused = Failure(action=f"CreatePod {pod['metadata']['name']}", reason="Forbidden", message=said, at=T0)
+    observed = replace(seen(service, failures=(refused,)), defaults=WITH_FOLDER, pulls=PullsSeen(nodes=NODES))
+
+    made = plan(observed, T0)
+
+    assert cached(made)[:2] == ("False", "CachingFailed")
+    assert "exceeded quota" in cached(made)[2]
+    assert find_condition(made.status.conditions, "Stalled") is None
+    ready = find_condition(made.status.conditions, "Ready")
+    assert ready is not None
+    assert "exceeded quota" not in ready.message
+    assert isinstance(made.actions[-1], CreatePod)
+    assert names.LABEL_PRE_PULL in made.actions[-1].manifest["metadata"]["labels"], "after everything else"
+
+
 # --- images as volumes ------------------------------------------------------------------------------------------------
 
 
