@@ -157,10 +157,13 @@ async def test_running_replicas_wait_for_no_hub(hub: Hub):
         {"model": {"shape": {"layers": 2, "hiddenSize": 64, "heads": 4, "kvHeads": 4, "parameters": 1000}}},
         {"resources": {"gpu": {"count": 1}}},
         {"resources": {"gpu": {"count": 0}}},
+        {"runtime": {"env": [{"name": "HF_ENDPOINT", "value": "https://hub.internal"}]}},
     ],
-    ids=["the spec has the sizes", "the GPU is not known", "no memory limit"],
+    ids=["the spec has the sizes", "the GPU is not known", "no memory limit", "a variable names another hub"],
 )
-async def test_no_hub_is_asked_where_its_answer_would_decide_nothing(hub: Hub, spec: dict[str, Any]):
+async def test_no_hub_is_asked_where_its_answer_would_decide_nothing_or_a_private_name_would_leave(
+    hub: Hub, spec: dict[str, Any]
+):
     operator = Operator(a_llama(**spec), hub.url)
 
     made = await operator.pass_()

@@ -71,6 +71,11 @@ def hold_until(observed: Observed, members: Sequence[Member], now: datetime) -> 
 def _is_useful(spec: InferenceServiceSpec) -> bool:
     if not spec.model.uri.startswith("hf://") or spec.model.shape is not None:
         return False
+    # A variable names another hub, perhaps by a Secret: the name of a private model must not go to the public one.
+    containers = spec.template.spec.containers
+    variables = [*spec.runtime.env, *(one for container in containers for one in container.env)]
+    if any(variable["name"] == "HF_ENDPOINT" for variable in variables):
+        return False
     gpu, pool = spec.resources.gpu, spec.runtime.kv_cache.fixed_bytes
     if gpu.count:
         return bool(gpu.product) and find_gpu(gpu.product) is not None and pool is None

@@ -24,7 +24,7 @@ from slipway_operator.core.actions import Event, Failure, Steps
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Defaults, Observed
 from slipway_operator.core.pulls import PullPod
-from slipway_operator.core.service.pulls import Pulls, plan_pulls
+from slipway_operator.core.service.pulls import Pulls, is_pull, plan_pulls
 from slipway_operator.core.service.revision import Revision
 
 NAMES_SHOWN: Final = 3
@@ -66,7 +66,7 @@ def decide_cache(
     status: ModelCacheStatus | None
     condition: tuple[ConditionStatus, Reason, str] | None
     if service.spec.pre_pull is not None:
-        status, condition = _of_pulls(pulls, observed.service.status.model_cache)
+        status, condition = _of_pulls(pulls, observed)
     elif service.spec.model.cache.policy is not CachePolicy.NONE:
         status, condition = _of_replicas(observed, members, is_shared=_is_shared(service.spec))
     else:
@@ -78,10 +78,9 @@ def _is_shared(spec: InferenceServiceSpec) -> bool:
     return spec.model.cache.policy is CachePolicy.SHARED
 
 
-def _of_pulls(
-    pulls: Pulls, before: ModelCacheStatus | None
-) -> tuple[ModelCacheStatus, tuple[ConditionStatus, Reason, str]]:
+def _of_pulls(pulls: Pulls, observed: Observed) -> tuple[ModelCacheStatus, tuple[ConditionStatus, Reason, str]]:
     done = [one for one in pulls.current if one.phase == "Succeeded"]
+    before = observed.service.status.model_cache
     size = max((_size(one) for one in done), default=0) or (before.bytes if before else 0)
     total = len(pulls.wanted)
     status = ModelCacheStatus(nodes_ready=len(done), nodes_total=total, bytes=size)
@@ -92,7 +91,8 @@ def _of_pulls(
         return status, (ConditionStatus.FALSE, Reason.CACHING, "no node can run a replica: nothing is pulled")
     if len(done) == total:
         return status, (ConditionStatus.TRUE, Reason.CACHED, said)
-    failed = [sentence for one in pulls.current if (sentence := _failure(one))]
+    failed = [f"a pod that pulls is refused: {one.message}" for one in observed.failures if is_pull(one.action)]
+    failed += [sentence for one in pulls.current if (sentence := _failure(one))]
     if failed:
         return status, (ConditionStatus.FALSE, Reason.CACHING_FAILED, f"{said}; {'; '.join(failed[:NAMES_SHOWN])}")
     waiting = [one for one in pulls.current if one.phase != "Succeeded"]

@@ -150,11 +150,11 @@ def plan(observed: Observed, now: datetime) -> Plan:
             adapters=observed.adapters,
         )
     )
-    steps += cache.steps
     steps += disruption.annotate(members, service, observed.nodes, now)
     if may_act:
         populated = {one.replica.revision for one in members}
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
+    steps += cache.steps  # last: a refused pod that pulls must keep nothing else from being done
 
     status = build_status(observed, decided, now)
     must_act_again = not may_act or decided.must_record or _has_advanced(service, status)

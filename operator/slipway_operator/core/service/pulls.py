@@ -14,6 +14,7 @@ which stays when it has succeeded; where it is gone, another one finds everythin
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -34,6 +35,7 @@ from slipway_operator.core.service.revision import Revision, owner_reference
 CLAIM: Final = PullNode(name="")  # in place of a node: a claim that all nodes share
 FAILED_POD_STAYS: Final = timedelta(seconds=60)  # evicted, or refused by its node: no busy loop
 GRACE_SECONDS: Final = 5
+_PULL_POD: Final = re.compile("-pull-[0-9a-f]{10}$")
 _RESOURCES: Final = {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
 _NOT_NEEDED: Final = ("priorityClassName", "topologySpreadConstraints", "affinity", "nodeSelector")
 
@@ -74,12 +76,22 @@ def plan_pulls(observed: Observed, revision: Revision, now: datetime, *, may_cre
                 steps += _delete([one], f"it failed: {one.phase_reason or one.result}")
         else:
             current[one.node] = one
-    pulling = sum(one.phase != "Succeeded" for one in current.values())
+    # What ends with a lost node, or finds no room, must not keep the other nodes waiting.
+    pulling = sum(_is_pulling(one) for one in current.values())
     missing = [place for name, place in wanted.items() if name not in current and place.is_usable]
     if may_create and not service.spec.suspend:
         for place in missing[: max(0, wish.max_concurrent - pulling)]:
             steps += Steps(actions=(_create(service, revision, place.name, digest, observed.defaults.node_cache),))
     return Pulls(tuple(wanted), tuple(current.values()), steps)
+
+
+def is_pull(action: str) -> bool:
+    """Whether this is about a pod that pulls, such as `CreatePod chat-pull-0f3a…`; replicas' names end otherwise."""
+    return _PULL_POD.search(action) is not None
+
+
+def _is_pulling(pull: PullPod) -> bool:
+    return pull.phase not in ("Succeeded", "Failed") and pull.deleted_at is None and not pull.unschedulable
 
 
 def _delete(pods: Sequence[PullPod], reason: str) -> Steps:

@@ -404,6 +404,34 @@ def test_without_pulls_the_nodes_of_ready_replicas_have_the_model_and_keep_it_at
     assert cached(none) == cached(partly)
 
 
+@pytest.mark.parametrize("stuck", [{"deleted_at": T0}, {"unschedulable": "0/3 nodes are available"}])
+def test_a_pod_that_gets_nowhere_does_not_keep_the_other_nodes_waiting(stuck: dict[str, Any]):
+    service = of_node(prePull={"maxConcurrent": 1})
+
+    made = planned(service, pulls=(pulling(service, "a", **stuck),))
+
+    assert [pinned_to(pod) for pod in created(made)] == ["b"]
+
+
+def test_a_refused_pod_that_pulls_is_told_by_its_condition_and_stalls_nothing():
+    service = of_node(prePull={})
+    (pod, *_) = created(planned(service))
+    said = 'pods "x" is forbidden: exceeded quota: pods'
+    refused = Failure(action=f"CreatePod {pod['metadata']['name']}", reason="Forbidden", message=said, at=T0)
+    observed = replace(seen(service, failures=(refused,)), defaults=WITH_FOLDER, pulls=PullsSeen(nodes=NODES))
+
+    made = plan(observed, T0)
+
+    assert cached(made)[:2] == ("False", "CachingFailed")
+    assert "exceeded quota" in cached(made)[2]
+    assert find_condition(made.status.conditions, "Stalled") is None
+    ready = find_condition(made.status.conditions, "Ready")
+    assert ready is not None
+    assert "exceeded quota" not in ready.message
+    assert isinstance(made.actions[-1], CreatePod)
+    assert names.LABEL_PRE_PULL in made.actions[-1].manifest["metadata"]["labels"], "after everything else"
+
+
 # --- images as volumes ------------------------------------------------------------------------------------------------
 
 
@@ -466,3 +494,20 @@ def test_a_proxy_with_a_password_comes_from_a_secret_and_wins():
     (chosen,) = [one for one in pod_of(service)["containers"][0]["env"] if one["name"] == "HTTPS_PROXY"]
 
     assert chosen == {"name": "HTTPS_PROXY", "valueFrom": secret}
+
+
+@pytest.mark.capability("PL-12")
+@pytest.mark.parametrize(
+    ("image", "field"),
+    [("registry.example/team/llama:1", "spec.model.uri"), ("slipway/runtime:1", "spec.runtime.image")],
+)
+def test_an_image_that_cannot_be_pulled_is_named_with_the_field_that_asks_for_it(image: str, field: str):
+    service = promised(a_service(uri="oci://registry.example/team/llama:1"), 1)
+    waiting = a_pod(service=service).cannot_pull().but(waiting_message=f'Back-off pulling image "{image}": not found')
+
+    made = plan(seen(service, waiting), T0)
+
+    stalled = find_condition(made.status.conditions, "Stalled")
+    assert stalled is not None
+    assert stalled.reason == "ImagePullFailed"
+    assert f"check {field}" in stalled.message
