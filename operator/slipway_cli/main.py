@@ -56,6 +56,8 @@ def status(name: Name, namespace: Namespace = "", context: Context = "", output:
         out.print("the operator has not followed the newest change of the spec yet")
     replicas = found["replicas"]
     out.print(f"replicas: {replicas['ready']} of {replicas['desired']} ready, {replicas['draining']} draining")
+    if upgrade := found["pendingUpgrade"]:
+        out.print(f"runtime image on offer: {upgrade['image']}; {upgrade['reason']}", soft_wrap=True)
     _print_table(("REVISION", "ROLE", "TRAFFIC", "READY", "IMAGE"), found["revisions"], _revision_row)
     return _print_table(("CONDITION", "STATUS", "REASON", "MESSAGE"), found["conditions"], _values)
 

@@ -1,6 +1,7 @@
 """Verbs that need no cluster: what they print, in both forms, and what they say to bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,18 @@ def test_status_and_why_scale_say_what_the_status_says():
     assert scaled["desired"] == 3
     assert scaled["history"][0]["reason"] == scaled["because"]
     assert "QueueDepth 9.00 > 2.00" in scaled["because"]
+
+
+def test_status_tells_of_an_upgrade_that_is_on_offer():
+    service = promised(a_service(), 1)
+    observed = seen(service, a_pod(service=service).ready())
+    newer = replace(observed, defaults=replace(observed.defaults, runtime_image="slipway/runtime:next"))
+
+    status = plan(newer, T0).status
+    shown = explain_status(service.model_copy(update={"status": status}))
+
+    assert shown["pendingUpgrade"]["image"] == "slipway/runtime:next"
+    assert "OnSpecChange" in shown["pendingUpgrade"]["reason"]
 
 
 def test_a_manifest_without_a_shape_is_not_guessed():
