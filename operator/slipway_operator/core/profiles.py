@@ -70,7 +70,7 @@ def apply_profile(spec: InferenceServiceSpec) -> InferenceServiceSpec:
 def _with_cpus_and_memory(spec: InferenceServiceSpec, profile: Profile) -> Resources:
     """The resources with CPUs and memory for each GPU, where the spec says nothing of them."""
     resources = spec.resources
-    # A pod of a WarmPool is claimed only with the resources that the service asks for: then they are the user's to name.
+    # A pod of a WarmPool is claimed only with the resources that the service names: then they are the user's to name.
     count = resources.gpu.count if spec.warm_pool is None else 0
     named = {name for of in _named_resources(spec) for name in of}
     requests, limits = dict(resources.requests), dict(resources.limits)
