@@ -16,8 +16,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("gpuHourCost", "slo", "experimental"),
-    *("hostnames", "gatewayRef", "engine"),
+    *("experimental", "hostnames", "gatewayRef", "engine"),
     *("cache", "upgradePolicy", "upgradeWindow"),
 }
 
