@@ -106,6 +106,8 @@ class RequestRecord:
     copied: bool = False  # it was considered for a copy
     capture: Capture | None = None  # of an answer that is compared with its copy's
     trace: RequestTrace = NO_TRACE
+    fallback_from: str = ""  # the served name of the service that was asked, when another one answers
+    degraded: str = ""  # what was taken from the request because of overload
 
     @property
     def labels(self) -> tuple[str, str, str]:
