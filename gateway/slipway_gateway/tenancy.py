@@ -33,7 +33,7 @@ from slipway_gateway.metrics import UNKNOWN_MODEL
 from slipway_gateway.request_body import EXPECTED_OUTPUT_TOKENS, Body, InferenceRequest
 from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFiles, digest_of
 
-CALLER: Final = "slipway.caller"  # of a request that this gateway makes itself, for a batch
+CALLER: Final = web.RequestKey("slipway.caller", Caller)  # of a request that this gateway makes itself, for a batch
 GENERATING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -97,8 +97,7 @@ class Tenancy(Collector):
 
     def authenticate(self, request: web.Request) -> Caller:
         """The caller whose key this request shows, or a Refusal. Requests of a batch bring their caller with them."""
-        if (known := request.get(CALLER)) is not None:
-            assert isinstance(known, Caller)
+        if isinstance(known := request.get(CALLER), Caller):
             return known
         if self._files is None:
             return Caller(ANYONE)

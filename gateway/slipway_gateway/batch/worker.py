@@ -268,7 +268,8 @@ class BatchWorker:
         """Count the answers that are in the results files, and write the record and the files' sizes."""
         for kind, name in (("output", "completed"), ("error", "failed")):
             id = record[f"{kind}_file_id"]
-            record["request_counts"][name] = folder.content(id).read_bytes().count(b"\n")
+            with folder.content(id).open("rb") as lines:
+                record["request_counts"][name] = sum(1 for _ in lines)
             if (made := folder.file(id)) is not None:
                 folder.save_file(made)
         folder.save_batch(record)
