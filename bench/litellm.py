@@ -47,7 +47,11 @@ def a_litellm(upstream: str) -> Iterator[Server]:
         config = Path(folder) / "config.yaml"
         config.write_text(CONFIG.format(model=MODEL_NAME, upstream=upstream))
         arguments = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
-        environment = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        environment = {
+            "LITELLM_LOG": "ERROR",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would ask a server of its own for prices
+            "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # it listens on this machine only
+        }
         log = Path(folder) / "litellm.log"
         ready = "/health/liveliness"
         with served_by([str(command), *arguments], log, environment, (port, port), ready=ready) as server:
