@@ -74,13 +74,19 @@ def measure(rounds: int = ROUNDS, streams: int = STREAMS) -> Section:
 async def _round(samples: Samples, server: Server, streams: int) -> None:
     url = f"{server.url}/v1/chat/completions"
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        before = server.cpu_seconds()
-        await asyncio.gather(*(_stream(session, url, samples) for _ in range(streams)))
-        between = server.cpu_seconds()
-        await asyncio.gather(*(_requests(session, url, samples, REQUESTS // 8) for _ in range(8)))
-        samples.cpu_streams += between - before
-        samples.cpu_requests += server.cpu_seconds() - between
+
+    def session() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+    # A session for each part: a slow peer may have closed connections that were idle while its last streams ended.
+    before = server.cpu_seconds()
+    async with session() as streaming:
+        await asyncio.gather(*(_stream(streaming, url, samples) for _ in range(streams)))
+    between = server.cpu_seconds()
+    async with session() as asking:
+        await asyncio.gather(*(_requests(asking, url, samples, REQUESTS // 8) for _ in range(8)))
+    samples.cpu_streams += between - before
+    samples.cpu_requests += server.cpu_seconds() - between
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, samples: Samples) -> None:
