@@ -1,7 +1,7 @@
 """Records every Triton launch of the runtime's wrappers, without a GPU.
 
 A stub driver that knows only a compute capability is made Triton's active driver, `JITFunction.run` is replaced by a
-function that records its arguments, and the wrappers (`gpu.paged_attention`, `gpu.add_lora`, `gpu.draw`, ...) are
+function that records its arguments, and the wrappers (`gpu.paged_attention`, `gpu.add_lora`, `gpu.sample`, ...) are
 called with CPU tensors in the shapes and strides of published models. So the constants, tiles, warps, stages and the
 specializations on alignment are those of serving, decided by the code that decides them in serving.
 """
@@ -167,17 +167,19 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
 
 
 def record_sampling(recorder: Recorder, target: int, model_name: str) -> None:
-    """The launches that draw tokens from a model's logits."""
+    """The launches that sample tokens from a model's logits."""
     from slipway_runtime.kernels import gpu
 
     model = (MODELS | EDGES)[model_name]
     recorder.for_target(target)
-    for draws in (1, 3, 256):
-        recorder.case = f"{model_name} sampling {draws}"
-        logits = torch.empty(draws, model.vocabulary)[:, : model.tokens]  # as the runner cuts them
-        whole, one = torch.zeros(draws, dtype=torch.int64), torch.ones(draws)
-        gpu.draw(logits, one, whole, one, one, whole, whole)
-        gpu.apply_bitmask(logits, whole, torch.zeros(draws, -(-model.tokens // 32), dtype=torch.int32))
+    for samples in (1, 3, 256):
+        recorder.case = f"{model_name} sampling {samples}"
+        logits = torch.empty(samples, model.vocabulary)[:, : model.tokens]  # as the runner cuts them
+        whole, one = torch.zeros(samples, dtype=torch.int64), torch.ones(samples)
+        gpu.sample(logits, one, whole, one, one, whole, whole)
+        counts = torch.zeros(samples, model.tokens, dtype=torch.int32)
+        gpu.penalize_rows(logits, whole, counts, whole, one, one, one)
+        gpu.apply_bitmask(logits, whole, torch.zeros(samples, -(-model.tokens // 32), dtype=torch.int32))
 
 
 def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:

@@ -38,10 +38,20 @@ class ModelShape:
     vocab: int = 0
     tied: bool = False
     parameters: int = 0  # 0: counted from the rest
+    experts: int = 0  # of a sparse layer; 0: no layer has any
+    experts_per_token: int = 0
+    moe_intermediate: int = 0  # the inner width of one expert
+    sparse_layers: int = 0  # layers with experts in place of a feed-forward; 0: all, where there are experts
 
     @property
     def mlp(self) -> int:
-        """The inner width of the feed-forward; where it is unknown, what is left of the parameters."""
+        """The inner width of the feed-forward; where it is unknown, what is left of the parameters.
+
+        With experts, that of the experts which a token passes through, together.
+        """
+        if self.experts:
+            sparse = self.experts_per_token * self.moe_intermediate
+            return max(sparse, self.intermediate) if self._dense_layers else sparse
         if self.intermediate:
             return self.intermediate
         per_layer = (self.parameters - self.embedding_parameters) // self.layers - self._attention_parameters
@@ -61,8 +71,16 @@ class ModelShape:
 
     @property
     def linear_parameters(self) -> int:
-        """What weight quantization makes smaller: the matrices of the layers."""
-        return self.layers * sum(a * b for a, b in self.projections)
+        """What weight quantization makes smaller: the matrices of the layers.
+
+        Qwen3-30B-A3B: 48 layers × (18.9 M of attention + 128 experts × 3 × 2048 × 768) = 29.9 G.
+        """
+        if not self.experts:
+            return self.layers * sum(a * b for a, b in self.projections)
+        dense = self._dense_layers * 3 * self.hidden * self.intermediate
+        router = self.hidden * self.experts
+        sparse = (self.layers - self._dense_layers) * (self.experts * 3 * self.hidden * self.moe_intermediate + router)
+        return self.layers * self._attention_parameters + dense + sparse
 
     @property
     def all_parameters(self) -> int:
@@ -75,9 +93,16 @@ class ModelShape:
         Rounded up; a runtime refuses a number that does not divide the key-value heads.
         """
         heads, kv_heads, mlp = (-(-count // devices) for count in (self.heads, self.kv_heads, self.mlp))
-        part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, parameters=0)
+        inner = -(-self.moe_intermediate // devices)
+        if self.experts:
+            mlp = -(-self.intermediate // devices)
+        part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, moe_intermediate=inner, parameters=0)
         whole = max(0, self.all_parameters - self.linear_parameters)
         return replace(part, parameters=part.linear_parameters + whole)
+
+    @property
+    def _dense_layers(self) -> int:
+        return self.layers - self.sparse_layers if self.sparse_layers else 0
 
     @property
     def _attention_parameters(self) -> int:
@@ -137,7 +162,7 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none") -> i
     plain = shape.all_parameters * WEIGHT_BYTES[dtype]
     if quantization == "none":
         return plain
-    rows = shape.layers * sum(out for _, out in shape.projections)
+    rows = shape.layers * sum(out for _, out in shape.projections) * max(1, shape.experts)
     linear = min(shape.linear_parameters, shape.all_parameters)
     return plain - linear * (WEIGHT_BYTES[dtype] - WEIGHT_BYTES[quantization]) + rows * SCALE_BYTES
 

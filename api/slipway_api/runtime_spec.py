@@ -22,6 +22,7 @@ from slipway_api.types import (
     decimal_rule,
     parse_quantity,
 )
+from slipway_api.upgrade_spec import UPGRADE_RULES, UpgradePolicy, UpgradeWindow
 
 
 class Dtype(StrEnum):
@@ -163,6 +164,7 @@ class Runtime(Struct):
             "maxOutputTokens must be below maxModelLen, so that a prompt fits beside the answer",
             ".maxOutputTokens",
         ),
+        *UPGRADE_RULES,
     )
 
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
@@ -201,3 +203,8 @@ class Runtime(Struct):
     """Room for LoRA adapters beside the model. Absent: none can be loaded."""
     startup_timeout_seconds: int = Field(default=1800, ge=10, le=86_400)
     """How long a replica may take to become ready before it is started over."""
+    upgrade_policy: UpgradePolicy = UpgradePolicy.ON_SPEC_CHANGE
+    """When a service without runtime.image takes the image of a newer installation. OnSpecChange: with the next new
+    revision. Auto: at once. Window: in upgradeWindow. The upgrade is a rollout by spec.rollout, with its gates."""
+    upgrade_window: UpgradeWindow | None = None
+    """When an upgrade may begin; only with upgradePolicy Window."""

@@ -168,7 +168,7 @@ class Admin:
                 "service": route.service.key,
                 "model": name,
                 "weights": dict(route.service.weights),
-                "endpoints": [self._endpoint(endpoint) for endpoint in route.endpoints],
+                "endpoints": [self._endpoint(endpoint) for endpoint in route.ready],
             }
             for name, route in self._fleet.table.served_models()
         ]

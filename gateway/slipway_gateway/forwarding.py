@@ -56,6 +56,9 @@ class Forwarder:
         response.headers.setdefault(HEADER_REVISION, record.revision)
         if record.adapter:
             response.headers.setdefault(HEADER_ADAPTER, record.adapter)
+        if reply.is_stream:
+            response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back; not every engine says so
+            response.headers.setdefault("Cache-Control", "no-cache")
         self.sign(response, record)
         async with self.answering(request, record):
             await response.prepare(request)

@@ -180,6 +180,7 @@ class Handover:
             SilentError("timed out: no first byte"),
         )
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
+        headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, broken)
         headers[HEADER_TOKEN_IDS] = RESUME if journal.has_begun else REPORT
         headers[HEADER_DEADLINE] = f"{max(stream.deadline - now, 0.001):.3f}"
         until = stream.deadline + DEADLINE_GRACE_SECONDS

@@ -19,7 +19,7 @@ from slipway_gateway.fleet import Fleet
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.shares import SharedCapacity
-from slipway_gateway.upstream import FirstByteWait, SilentError, Upstream, UpstreamError
+from slipway_gateway.upstream import FirstByteWait, SilentError, Upstream, UpstreamError, answers_for_other
 
 MAX_COPIES: Final = 64  # at once, over all services
 MAX_BYTES: Final = 64 << 20  # of their requests and of the answers that are compared
@@ -146,7 +146,7 @@ class Mirror:
         return capture
 
     def _least_loaded(self, route: Route, revision: str) -> Endpoint | None:
-        endpoints = [one for one in (*route.mirrors, *route.endpoints) if one.revision == revision]
+        endpoints = [one for one in route.ready if one.revision == revision]
         return min(endpoints, key=lambda one: self._fleet.load(one).tokens, default=None)
 
     async def _send(
@@ -186,6 +186,8 @@ class Mirror:
                 async with self._upstream.attempt(endpoint, path, content, headers, wait) as reply:
                     lease.answered()
                     status, kept = reply.status, reply.first
+                    if answers_for_other(endpoint, reply):
+                        return None
                     if status == 429 or (status == 503 and "Retry-After" in reply.headers):
                         return None  # it is full or drains: that is no fault, and says nothing of its answers
                     pace = None

@@ -93,7 +93,7 @@ class MarkedEvents:
         self._last = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that a mark covers; behind the last answer's end, the rest once it is complete."""
+        """The events that a mark covers; the usage and whatever else follows the last answer, once it is complete."""
         if self._held:
             chunk = self._held + chunk
         covered, end = [], 0

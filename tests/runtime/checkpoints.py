@@ -5,12 +5,19 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 _SMALL = {
@@ -30,6 +37,13 @@ _FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "smollm3": SmolLM3Config,
+    "phi3": Phi3Config,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
 }
 
 

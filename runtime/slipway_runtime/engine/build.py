@@ -139,7 +139,7 @@ def build_engine(
         bytes_per_token=size.bytes_per_token * share.size,
         weight_bytes=weight_bytes,
         dtype=str(plan.dtype).removeprefix("torch."),
-        device=str(plan.device),
+        device=plan.device.type,
         load_seconds=loaded - started,
         warmup_seconds=warm - loaded,
         widest_step_seconds=widest_step,

@@ -10,7 +10,7 @@ from slipway_runtime.kernels.dispatch import refusal
 from slipway_runtime.models.adapters import slot_bytes
 from slipway_runtime.models.checkpoint_files import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
-from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype
+from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype, refusal_of_format
 from slipway_runtime.models.sharding import part_of
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.residency import Residency
@@ -78,10 +78,16 @@ class EnginePlan:
         return min(length, pool_tokens)
 
 
-def decide(model_path: Path, options: EngineOptions) -> EnginePlan:
-    """Every figure that nobody named gets one. Raises ModelRefusedError for what cannot be honoured."""
+def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePlan:
+    """Every figure that nobody named gets one. Raises ModelRefusedError for what cannot be honoured.
+
+    rank: of those that share the model; each has a GPU of its own.
+    """
     config = read_config(model_path)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    if on.type == "cuda":
+        # Never without a number: `cuda` alone is the current device of a thread, and weights are read by several.
+        on = torch.device("cuda", rank)
     num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
     num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
     if num_batched_tokens < num_seqs:
@@ -91,6 +97,10 @@ def decide(model_path: Path, options: EngineOptions) -> EnginePlan:
         )
     dtype = choose_dtype(options.dtype, config, on)
     _check_ranks(options, on)
+    if why_not := refusal_of_format(config, options.quantization, on):
+        raise ModelRefusedError(why_not)
+    if options.max_adapters and not config.takes_adapters:
+        raise ModelRefusedError(f"adapters for {config.model_type} models are not supported: set max_adapters to 0")
     own = part_of(config, options.tensor_parallel_size)
     plan = EnginePlan(
         model_path=model_path,
@@ -145,7 +155,7 @@ def _longest(config: ModelConfig, asked: int, affordable: int) -> int:
             f"max_model_len is {asked}; this model takes at most {config.max_position}: its max_position_embeddings"
         )
     # Tables of positions are built for the whole length, and a config may claim sixteen million.
-    return asked or max(1, min(config.max_position, affordable))
+    return asked or max(1, min(config.default_position or config.max_position, affordable))
 
 
 def _affordable_tokens(config: ModelConfig, options: EngineOptions, device: torch.device) -> int:

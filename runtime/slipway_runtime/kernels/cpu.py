@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, native
-from slipway_runtime.kernels.reference_attention import HeadNorms
+from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
+from slipway_runtime.kernels.reference_experts import mix_experts
 from slipway_runtime.kernels.reference_lora import LoraWeights
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "geglu",
+    "mix_experts",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_lora",
     "rms_norm",
@@ -63,6 +66,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, both = gate_up.shape
     out = gate_up.new_empty(rows, both // 2)
     _native.swiglu(gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
+    return out
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by the tanh form of GELU."""
+    rows, both = gate_up.shape
+    out = gate_up.new_empty(rows, both // 2)
+    _native.geglu(gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
     return out
 
 
@@ -129,7 +140,13 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    scoring: Scoring | None = None,
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
@@ -137,7 +154,8 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     out = q.new_empty(num_tokens, num_heads * head_dim)
-    _native.paged_attention(
+    sinks = None if scoring is None or scoring.sinks is None else scoring.sinks.data_ptr()
+    _native.attend_pages(
         q.data_ptr(),
         q.stride(0),
         cache.data_ptr(),
@@ -154,6 +172,8 @@ def paged_attention(
         plan.block_size,
         scale,
         window or 0,
+        0.0 if scoring is None else scoring.softcap or 0.0,
+        sinks,
         plan.num_scores,
     )
     return out

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import fixed_order, native, reference
-from slipway_runtime.kernels.reference_attention import HeadNorms
+from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
+from slipway_runtime.kernels.reference_experts import ExpertWeights
 from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
@@ -33,6 +34,12 @@ class Kernels(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """gate_up: (T, 2I) -> (T, I)."""
 
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """gate_up: (T, 2I) -> (T, I)."""
+
+    def mix_experts(self, x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
+        """x: (T, H)  weights, experts: (T, K) -> (T, H)."""
+
     def rope_and_store(
         self,
         qkv: Tensor,
@@ -51,7 +58,14 @@ class Kernels(Protocol):
         """Prepare once what the attention of every layer of a step needs."""
 
     def paged_attention(
-        self, q: Tensor, kv: Tensor, cache: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        scoring: Scoring | None = None,
     ) -> Tensor:
         """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: as `kv_pages` says -> (T, Hq * D)."""
 
@@ -64,10 +78,17 @@ class Kernels(Protocol):
     def apply_bitmask(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
         """logits: (D, V), changed in place  places: (M,) rows  words: (M, W) int32, a bit for each token."""
 
-    def penalize(
-        self, logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-    ) -> Tensor:
-        """logits: (R, V)  prompt, output: (R, V) counts  the rest: (R,)."""
+    def penalize_rows(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        counts: Tensor,
+        rows: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> None:
+        """logits: (D, V), changed in place  counts: (…, V) int32  places, rows of the counts, the rest: (M,)."""
 
     def sample(
         self,
@@ -87,6 +108,9 @@ class CapturableKernels(Kernels, Protocol):
 
     def plan_for_capture(self, num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
         """For rows of one new token each, in buffers that stay."""
+
+    def first_rows(self, plan: AttentionPlan, num_rows: int) -> AttentionPlan:
+        """The same for fewer rows, in the same buffers."""
 
     def update_static_inputs(self, plan: AttentionPlan, num_computed: Ints, block_tables: Ints) -> None:
         """Put the rows of a step into such a plan; the rows behind them are padding."""

@@ -21,20 +21,25 @@ from slipway_runtime.kernels.reference import (
     add_lora,
     add_rms_norm,
     apply_bitmask,
-    penalize,
+    geglu,
+    mix_experts,
+    penalize_rows,
     plan_lora,
     rms_norm,
     rope_and_store,
     sample,
     swiglu,
 )
+from slipway_runtime.kernels.reference_attention import Scoring
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "geglu",
+    "mix_experts",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_lora",
     "rms_norm",
@@ -98,7 +103,13 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    scoring: Scoring | None = None,
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
@@ -116,10 +127,16 @@ def paged_attention(
     limits = plan.limits[:, None, :, None].expand(-1, num_kv_heads, -1, groups).reshape(-1, rows, 1)
     maximum = queries.new_full((num_tiles * num_kv_heads, rows, 1), _LOWEST)
     total = queries.new_zeros(num_tiles * num_kv_heads, rows, head_dim + 8)  # the last columns: the sum of weights
+    if scoring is not None and scoring.sinks is not None:  # a score that was seen already, with a value of zero
+        sinks = scoring.sinks.view(1, num_kv_heads, 1, groups).expand(num_tiles, -1, QUERIES, -1)
+        maximum = sinks.reshape(num_tiles * num_kv_heads, rows, 1).clone()
+        total[..., head_dim:] = 1.0
     for tile, active in enumerate(plan.active):
         k, v = _read(cache, plan, tile, active, head_dim)
         count = len(k)
         scores = torch.bmm(queries[:count], k.transpose(1, 2)).mul_(scale)
+        if scoring is not None and scoring.softcap is not None:
+            scores = _tanh(scores.div_(scoring.softcap)).mul_(scoring.softcap)
         places = torch.arange(tile * plan.keys, (tile + 1) * plan.keys, device=q.device)
         hidden = places > limits[:count]
         if window is not None:
@@ -148,6 +165,12 @@ def _read(cache: Tensor, plan: Plan, tile: int, active: int, head_dim: int) -> t
     read = read.view(active, plan.blocks_per_tile, 2, num_kv_heads, -1, head_dim).permute(2, 0, 3, 1, 4, 5)
     k, v = read.reshape(2, active * num_kv_heads, plan.keys, head_dim)
     return k, F.pad(v, (0, 8), value=1.0)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent, every element computed in the same way wherever it stands."""
+    squared = _exp(x.clamp(-15.0, 15.0).mul_(2.0))  # 1 in float32 beyond
+    return 1.0 - 2.0 / (squared + 1.0)
 
 
 def _exp(x: Tensor) -> Tensor:

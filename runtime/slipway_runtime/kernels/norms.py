@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after adding to the residual stream, and SwiGLU, in Triton. Tested against `reference`.
+"""RMSNorm, alone or after adding to the residual stream, SwiGLU and its kin, in Triton. Tested against `reference`.
 
 Sums are float32; values are rounded where the reference rounds them, so that half precision agrees too.
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rms_norm", "swiglu"]
+__all__ = ["add_rms_norm", "clamped_swiglu", "geglu", "rms_norm", "swiglu"]
 
 SWIGLU_BLOCK = 1024  # outputs of one program
 
@@ -34,11 +34,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up: (T, 2I) -> (T, I)."""
+    return _gate(gate_up, "swiglu")
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by the tanh form of GELU. gate_up: (T, 2I) -> (T, I)."""
+    return _gate(gate_up, "geglu")
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), gate at most `limit` and up within ± limit. gate_up: (T, 2I) -> (T, I)."""
+    return _gate(gate_up, "clamped", limit)
+
+
+def _gate(gate_up: Tensor, activation: str, limit: float = 0.0) -> Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "the elements of a row lie side by side"
     out = gate_up.new_empty(num_tokens, width)
     _swiglu[(num_tokens, triton.cdiv(width, SWIGLU_BLOCK))](
-        gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=SWIGLU_BLOCK
+        gate_up, out, gate_up.stride(0), limit, ACTIVATION=activation, WIDTH=width, BLOCK=SWIGLU_BLOCK
     )
     return out
 
@@ -80,7 +94,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _swiglu(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, row_stride, limit, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (T, blocks of the width)."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -88,5 +102,13 @@ def _swiglu(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     dtype = out.dtype.element_ty
     gate = tl.load(gate_up + row * row_stride + d, mask=ours, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + WIDTH + d, mask=ours, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + d, (silu * up).to(dtype), mask=ours)
+    if ACTIVATION == "geglu":
+        inner = (gate + gate * gate * gate * 0.044715) * 0.7978845608028654
+        active = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))  # gate · (1 + tanh(inner)) / 2
+    elif ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        active = gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        active = gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * WIDTH + d, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=ours)

@@ -29,17 +29,25 @@ from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, tiles
 from slipway_runtime.kernels.attention_plan import DECODE_PROGRAMS, Plan
+from slipway_runtime.kernels.reference_attention import Scoring
 
 __all__ = ["paged_attention"]
 
 EXTEND_ROWS = 64  # of a tile: new tokens × query heads of a KV head
 LOWEST = tl.constexpr(-1e30)  # below any score, and finite
 PRECISION = tl.constexpr("tf32x3")  # of products of float32: three on tensor cores; 16-bit types ignore it
+LOG2_E = tl.constexpr(math.log2(math.e))
 NO_WINDOW = (1 << 31) - 1  # tokens; more than any sequence has
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    scoring: Scoring | None = None,
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
@@ -50,13 +58,16 @@ def paged_attention(
     assert cache.is_contiguous(), "so do those of a head's page"
     out = q.new_empty(num_tokens, num_heads * head_dim)
     if plan.num_decodes:
-        _launch_decode(q, cache, plan, scale, window or NO_WINDOW, out)
+        _launch_decode(q, cache, plan, scale, window or NO_WINDOW, scoring, out)
     if len(plan.chunk_new):
-        _launch_extend(q[plan.num_decodes :], cache, plan, scale, window or NO_WINDOW, out[plan.num_decodes :])
+        chunks, into = q[plan.num_decodes :], out[plan.num_decodes :]
+        _launch_extend(chunks, cache, plan, scale, window or NO_WINDOW, scoring, into)
     return out
 
 
-def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, out: Tensor) -> None:
+def _launch_decode(
+    q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, scoring: Scoring | None, out: Tensor
+) -> None:
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
@@ -70,6 +81,9 @@ def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: i
     _decode[(rows, num_kv_heads, programs)](
         q, cache, _scales(cache, head_dim), out, partial, stats, plan.lengths, plan.tables,
         plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e), splits,
+        *_of_scoring(scoring, q),
+        SOFTCAP=scoring is not None and scoring.softcap is not None,
+        SINKS=scoring is not None and scoring.sinks is not None,
         GROUPS=groups, SPLIT_TOKENS=plan.split, MOST_SPLITS=plan.max_splits, PARTIAL=merge,
         BLOCK_M=max(16, _power_of_two(groups)), **_tile("decode", q, cache, plan.block_size),
     )  # fmt: skip
@@ -80,7 +94,9 @@ def _launch_decode(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: i
         )  # fmt: skip
 
 
-def _launch_extend(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, out: Tensor) -> None:
+def _launch_extend(
+    q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, scoring: Scoring | None, out: Tensor
+) -> None:
     """q, out: the chunks' part."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
@@ -100,6 +116,9 @@ def _launch_extend(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: i
             q, cache, _scales(cache, head_dim), out, partial, stats, programs,
             plan.chunk_starts, plan.lengths[plan.num_decodes :], plan.tables[plan.num_decodes :],
             plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e),
+            *_of_scoring(scoring, q),
+            SOFTCAP=scoring is not None and scoring.softcap is not None,
+            SINKS=scoring is not None and scoring.sinks is not None,
             GROUPS=groups, QUERIES=tile["BLOCK_M"] // groups, PARTIAL=of_splits,
             SPLIT_TOKENS=plan.chunk_split, MOST_SPLITS=plan.max_chunk_splits if of_splits else 1, **tile,
         )  # fmt: skip
@@ -108,6 +127,13 @@ def _launch_extend(q: Tensor, cache: Tensor, plan: Plan, scale: float, window: i
             partial, stats, out, work.merges,
             HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), BLOCK_S=_power_of_two(plan.max_chunk_splits),
         )  # fmt: skip
+
+
+def _of_scoring(scoring: Scoring | None, q: Tensor) -> tuple[Tensor, float]:
+    """Sinks, or something that is not read, and the cap of scores in base 2."""
+    if scoring is None:
+        return q, 0.0
+    return q if scoring.sinks is None else scoring.sinks, (scoring.softcap or 0.0) * math.log2(math.e)
 
 
 def _scales(cache: Tensor, head_dim: int) -> Tensor:
@@ -145,7 +171,8 @@ def _power_of_two(n: int) -> int:
 
 @triton.jit
 def _attend(
-    q, cache, scales, kv_head, table, start, end, since, seen, scale_log2,
+    q, cache, scales, kv_head, table, start, end, since, seen, scale_log2, softcap_log2,
+    SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -174,6 +201,8 @@ def _attend(
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * k_scale[None, :]
         else:
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if SOFTCAP:  # cap · tanh(score / cap), through the exponential
+            scores = softcap_log2 * (1.0 - 2.0 / (tl.exp2(scores * (2 * LOG2_E / softcap_log2)) + 1.0))
         visible = (n[None, :] >= since[:, None]) & (n[None, :] < seen[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         # Finite from the first tile on, though a window may hide all of it: -inf - -inf would be NaN.
@@ -189,6 +218,14 @@ def _attend(
 
 
 @triton.jit
+def _with_sink(maximum, total, acc, sink):
+    """Takes a score without a value into a softmax; sink: (BLOCK_M,) in base 2, -inf where there is none."""
+    higher = tl.maximum(tl.maximum(maximum, sink), LOWEST)
+    shrink = tl.exp2(maximum - higher)
+    return higher, total * shrink + tl.exp2(sink - higher), acc * shrink[:, None]
+
+
+@triton.jit
 def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
     """How many splits a sequence has, and how many tokens each: whole times SPLIT_TOKENS, and at least that many."""
     tokens = (tl.cdiv(tl.cdiv(length, MOST_SPLITS), SPLIT_TOKENS)) * SPLIT_TOKENS
@@ -199,7 +236,8 @@ def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
 @triton.jit(do_not_specialize=["table_stride", "window", "room"])
 def _decode(
     q, cache, scales, out, partial, stats, lengths, tables,
-    table_stride, q_token_stride, q_head_stride, window, scale_log2, room,
+    table_stride, q_token_stride, q_head_stride, window, scale_log2, room, sinks, softcap_log2,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     GROUPS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, PARTIAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -226,8 +264,11 @@ def _decode(
         seen = tl.zeros([BLOCK_M], dtype=tl.int32) + end
         maximum, total, acc = _attend(
             tile, cache, scales, kv_head, tables + row * table_stride, start, end, since, seen, scale_log2,
-            HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
+            softcap_log2, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+        if SINKS:  # in the first split, which there always is
+            sink = tl.load(sinks + head, mask=m < GROUPS, other=0.0) * LOG2_E
+            maximum, total, acc = _with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
         if PARTIAL:
             place = (row * room + split) * num_heads + head
             _store_partial(partial, stats, place, maximum, total, acc, m < GROUPS, HEAD_DIM, BLOCK_D)
@@ -297,7 +338,8 @@ def _merge_splits(
 )
 def _extend(
     q, cache, scales, out, partial, stats, work, chunk_starts, lengths, tables,
-    table_stride, q_token_stride, q_head_stride, window, scale_log2,
+    table_stride, q_token_stride, q_head_stride, window, scale_log2, sinks, softcap_log2,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
     MOST_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -334,9 +376,12 @@ def _extend(
         end = tl.minimum(end, (split + 1) * tokens)
     maximum, total, acc = _attend(
         tile, cache, scales, kv_head, tables + tl.cast(chunk, tl.int64) * table_stride, start, end,
-        past + t + 1 - window, tl.minimum(past + t + 1, end), scale_log2,
-        HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
+        past + t + 1 - window, tl.minimum(past + t + 1, end), scale_log2, softcap_log2,
+        SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head, mask=m < QUERIES * GROUPS, other=0.0) * LOG2_E
+        maximum, total, acc = _with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUPS
     if PARTIAL:
         slot = tl.load(entry + 3).to(tl.int64) + t * num_splits + split

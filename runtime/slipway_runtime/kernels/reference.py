@@ -1,16 +1,19 @@
 """Every kernel in plain torch: the definition, and what runs on a CPU."""
 
 from slipway_runtime.kernels.reference_attention import paged_attention, plan_attention, rope_and_store
+from slipway_runtime.kernels.reference_experts import mix_experts
 from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
-from slipway_runtime.kernels.reference_norms import add_rms_norm, rms_norm, swiglu
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
+from slipway_runtime.kernels.reference_norms import add_rms_norm, geglu, rms_norm, swiglu
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "geglu",
+    "mix_experts",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_lora",
     "rms_norm",

@@ -26,6 +26,14 @@ HeadNorms = tuple[Tensor, Tensor, float] | None  # weights (D,) of queries and o
 TILE = 128  # rows of a chunk that share a mask
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What some models do to scores between the product and the softmax."""
+
+    softcap: float | None = None  # cap · tanh(score / cap), before the mask
+    sinks: Tensor | None = None  # (Hq,) float32: a score of each head that takes part in the softmax, and has no value
+
+
 def rope_and_store(
     qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int, norms: HeadNorms = None
 ) -> Tensor:
@@ -117,7 +125,13 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
 
 
 def paged_attention(
-    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, scale: float, window: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    scoring: Scoring | None = None,
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
@@ -125,19 +139,21 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-        return _decode(q, cache, plan, 0, scale, window).reshape(num_tokens, num_heads * head_dim)
+        return _decode(q, cache, plan, 0, scale, window, scoring).reshape(num_tokens, num_heads * head_dim)
     out = q.new_empty(num_tokens, num_heads, head_dim)
     for index, group in enumerate(plan.groups):
         assert group.tokens is not None
         members = q.index_select(0, group.tokens)
-        attended = _decode(members, cache, plan, index, scale, window)
+        attended = _decode(members, cache, plan, index, scale, window, scoring)
         out.index_copy_(0, group.tokens, attended.reshape(len(members), num_heads, head_dim))
     for index in range(len(plan.chunks)):
-        _extend(q, kv, cache, plan, index, scale, window, out)
+        _extend(q, kv, cache, plan, index, scale, window, scoring, out)
     return out.view(num_tokens, num_heads * head_dim)
 
 
-def _decode(q: Tensor, cache: Tensor, plan: Plan, index: int, scale: float, window: int | None) -> Tensor:
+def _decode(
+    q: Tensor, cache: Tensor, plan: Plan, index: int, scale: float, window: int | None, scoring: Scoring | None
+) -> Tensor:
     """q: (B, Hq, D) -> (B, Hkv, G, D)."""
     group, num_kv_heads = plan.groups[index], cache.shape[2]
     key = ("decode mask", index, window)
@@ -147,11 +163,39 @@ def _decode(q: Tensor, cache: Tensor, plan: Plan, index: int, scale: float, wind
     assert not isinstance(mask, tuple)
     k, v = gather(cache, group.blocks, q, plan, ("decode", index))[:, :, :, : group.longest]
     folded = q.reshape(q.shape[0], num_kv_heads, -1, q.shape[2])  # (B, Hkv, G, D): reads each key once for G heads
+    if scoring is not None:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
+        return attend(folded, k, v, mask, scale, scoring.softcap, sinks)
     return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention step by step, in float32. q: (…, n, D)  k, v: (…, m, D)  mask: 0 or -inf  sinks: (…, n or 1, 1)."""
+    scores = (q.float() @ k.float().transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores += mask.float()
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
+
+
 def _extend(
-    q: Tensor, kv: Tensor, cache: Tensor, plan: Plan, index: int, scale: float, window: int | None, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    index: int,
+    scale: float,
+    window: int | None,
+    scoring: Scoring | None,
+    out: Tensor,
 ) -> None:
     chunk, num_kv_heads = plan.chunks[index], cache.shape[2]
     rows = slice(chunk.start, chunk.end)
@@ -164,7 +208,7 @@ def _extend(
         seen = gather(cache, chunk.blocks, q, plan, ("extend", index))[:, 0, :, : chunk.length]
     # The query heads of a KV head read the same keys: a stride of zero instead of a copy.
     k, v = seen.unsqueeze(2).expand(2, num_kv_heads, queries.shape[1], -1, q.shape[2])
-    if chunk.past == 0 and (window is None or window >= chunk.length):
+    if scoring is None and chunk.past == 0 and (window is None or window >= chunk.length):
         into.copy_(F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale))
         return
     key = ("chunk masks", index, window)
@@ -175,6 +219,11 @@ def _extend(
     for number, mask in enumerate(masks):
         tile = slice(number * TILE, number * TILE + mask.shape[0])
         end = mask.shape[1]
+        if scoring is not None:
+            sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1, 1)
+            seen_k, seen_v = k[:, :, :end], v[:, :, :end]
+            into[:, :, tile] = attend(queries[:, :, tile], seen_k, seen_v, mask, scale, scoring.softcap, sinks)
+            continue
         into[:, :, tile] = F.scaled_dot_product_attention(
             queries[:, :, tile], k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale
         )

@@ -14,7 +14,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     scale = torch.addcmul(rows.new_full((), eps), length, length, value=1 / rows.shape[-1]).rsqrt_()
     normed = rows * scale
-    return normed.mul_(weight) if x.dtype == torch.float32 else normed.to(x.dtype) * weight
+    if x.dtype == torch.float32:
+        return normed.mul_(weight)
+    # Weights that are kept in float32 multiply before the result is rounded.
+    return normed.to(x.dtype) * weight if weight.dtype == x.dtype else normed.mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,3 +29,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by the tanh form of GELU."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

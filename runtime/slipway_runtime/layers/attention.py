@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.kernels.reference_attention import Scoring
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.step import StepContext
@@ -19,6 +20,9 @@ class Attention:
         "_norms",
         "_num_kv_heads",
         "_num_q_heads",
+        "_rotary_table",
+        "_scale",
+        "_scoring",
         "_window",
         "out",
         "qkv",
@@ -36,7 +40,15 @@ class Attention:
         k_norm: RMSNorm | None,
         window: int | None,
         kernels: Kernels,
+        scale: float = 0.0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        rotary_table: int = 0,
     ) -> None:
+        """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: as `Scoring` has them.
+
+        rotary_table: which of several turns the heads.
+        """
         self.qkv = qkv
         self.out = out
         self._num_q_heads = num_q_heads
@@ -45,12 +57,18 @@ class Attention:
         self._norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         self._window = window
         self._kernels = kernels
+        self._scale = scale or head_dim**-0.5
+        self._scoring = None if softcap is None and sinks is None else Scoring(softcap, sinks)
+        self._rotary_table = rotary_table
 
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
         q_heads, kv_heads = self._num_q_heads, self._num_kv_heads
         qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self._head_dim)
-        q = self._kernels.rope_and_store(qkv, step.cos, step.sin, cache, step.slots, q_heads, self._norms)
+        cos, sin, table = step.cos, step.sin, self._rotary_table
+        if cos.shape[1] > 1:  # the model has several
+            cos, sin = cos[:, table : table + 1], sin[:, table : table + 1]
+        q = self._kernels.rope_and_store(qkv, cos, sin, cache, step.slots, q_heads, self._norms)
         kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self._head_dim)
-        scale = self._head_dim**-0.5
-        return self.out(self._kernels.paged_attention(q, kv, cache, step.plan, scale, self._window), step)
+        attended = self._kernels.paged_attention(q, kv, cache, step.plan, self._scale, self._window, self._scoring)
+        return self.out(attended, step)

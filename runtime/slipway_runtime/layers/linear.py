@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.layers.matmul import MakeMatmul, Matmul
+from slipway_runtime.layers.quantized_weight import Weight, concatenated
 from slipway_runtime.layers.step import StepContext
 
 
@@ -78,16 +79,17 @@ class Linear:
 
     @classmethod
     def merged(
-        cls, parts: Sequence[tuple[str, Tensor, Tensor | None]], make: MakeMatmul, reduce: Reduce | None = None
+        cls, parts: Sequence[tuple[str, Weight, Tensor | None]], make: MakeMatmul, reduce: Reduce | None = None
     ) -> "Linear":
         """One matrix whose output is the outputs of the parts, side by side: one call instead of several.
 
         parts: the checkpoint's name, weight (out, in) and bias (out,) of each.
         """
-        weight = parts[0][1] if len(parts) == 1 else torch.cat([weight for _, weight, _ in parts])
+        weight = concatenated([weight for _, weight, _ in parts])
         bias = None
-        if any(own is not None for _, _, own in parts):
-            bias = torch.cat([weight.new_zeros(len(weight)) if own is None else own for _, weight, own in parts])
+        known = next((own for _, _, own in parts if own is not None), None)
+        if known is not None:
+            bias = torch.cat([known.new_zeros(len(weight)) if own is None else own for _, weight, own in parts])
         named, start = [], 0
         for name, own_weight, _ in parts:
             named.append(Part(name, start, start + len(own_weight)))

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
+from slipway_runtime.layers.quantized_weight import Weight, dequantized
+
 
 class Matmul(Protocol):
     """A matrix (out, in) that rows of `in` numbers are multiplied with."""
@@ -25,7 +27,7 @@ class Matmul(Protocol):
         """Memory of the weights, scales included."""
 
 
-MakeMatmul = Callable[[Tensor], Matmul]  # from a weight (out, in) in the model's number format
+MakeMatmul = Callable[[Weight], Matmul]  # from a weight (out, in), numbers of the model's type or codes
 
 
 class Dense:
@@ -34,9 +36,9 @@ class Dense:
     __slots__ = ("in_features", "out_features", "weight")
     rows_are_independent = False
 
-    def __init__(self, weight: Tensor) -> None:  # (out, in)
+    def __init__(self, weight: Weight) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
-        self.weight = weight
+        self.weight = dequantized(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.native import Native
-from slipway_runtime.layers.matmul_quantized import quantize_rows
+from slipway_runtime.layers.matmul_quantized import OneScaleRows, rounded_rows
 
 LARGEST_ROW = 2**31 // (255 * 127)  # inputs whose sum of products of bytes an int32 holds in any case
 
@@ -58,10 +58,10 @@ class NativeInt8:
     __slots__ = ("_native", "_offsets", "_packed", "_scales", "in_features", "out_features")
     rows_are_independent = True
 
-    def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in)
+    def __init__(self, weight: Tensor | OneScaleRows, native: Native) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
         self._native = native
-        codes, scales = quantize_rows(weight, torch.int8)
+        codes, scales = rounded_rows(weight, torch.int8)
         padded = native.padded_outputs(self.out_features)
         self._scales = torch.zeros(padded)
         self._scales[: self.out_features] = scales
@@ -93,6 +93,6 @@ class NativeInt8:
         return self._packed.nbytes + self._scales.nbytes + self._offsets.nbytes
 
     @staticmethod
-    def fits(weight: Tensor, native: Native) -> bool:
+    def fits(weight: Tensor | OneScaleRows, native: Native) -> bool:
         """Whether this processor computes it for a matrix of this shape."""
         return native.multiplies_bytes and weight.dtype == torch.float32 and weight.shape[1] <= LARGEST_ROW

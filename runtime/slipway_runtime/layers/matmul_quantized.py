@@ -4,9 +4,11 @@
 - `DynamicInt8` rounds the rows of x to bytes as well, each by its own scale, and multiplies bytes with exact integer
   sums (VNNI on a CPU): the fastest that a CPU has. A row's result depends on no other row.
 - `ScaledFp8` does the same in float8 on GPUs that multiply it.
+Each takes a matrix of numbers, which it rounds, or one that a checkpoint holds rounded in the same format.
 """
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
@@ -24,15 +26,42 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (code.round_() if dtype == torch.int8 else code).to(dtype), scale
 
 
+@dataclass(frozen=True, slots=True)
+class OneScaleRows:
+    """A matrix that is rounded already: codes (out, in), scales (out,) in float32, and the type of the model."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out, in)."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
+
+def rounded_rows(weight: Tensor | OneScaleRows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes (out, in) and scales (out,): those it has, or those of its numbers."""
+    if isinstance(weight, OneScaleRows):
+        assert weight.codes.dtype == dtype, "codes of another format"
+        return weight.codes, weight.scales
+    return quantize_rows(weight, dtype)
+
+
 class WeightOnly:
     """One-byte weights, multiplied in the type of x."""
 
     __slots__ = ("codes", "in_features", "out_features", "scales")
     rows_are_independent = False
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:  # (out, in)
+    def __init__(self, weight: Tensor | OneScaleRows, dtype: torch.dtype) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
-        self.codes, scales = quantize_rows(weight, dtype)
+        self.codes, scales = rounded_rows(weight, dtype)
         self.scales = scales.to(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,9 +82,9 @@ class DynamicInt8:
     __slots__ = ("_packed", "_scales", "_zeros", "in_features", "out_features")
     rows_are_independent = False
 
-    def __init__(self, weight: Tensor) -> None:  # (out, in)
+    def __init__(self, weight: Tensor | OneScaleRows) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
-        codes, self._scales = quantize_rows(weight, torch.int8)
+        codes, self._scales = rounded_rows(weight, torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(codes, None)
         self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
 
@@ -94,9 +123,9 @@ class ScaledFp8:
     __slots__ = ("_codes", "_scales", "in_features", "out_features")
     rows_are_independent = False
 
-    def __init__(self, weight: Tensor) -> None:  # (out, in)
+    def __init__(self, weight: Tensor | OneScaleRows) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
-        codes, scales = quantize_rows(weight, torch.float8_e4m3fn)
+        codes, scales = rounded_rows(weight, torch.float8_e4m3fn)
         self._codes, self._scales = codes, scales[None, :]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -113,7 +142,7 @@ class ScaledFp8:
         return self._codes.nbytes + self._scales.nbytes
 
     @staticmethod
-    def fits(weight: Tensor) -> bool:
+    def fits(weight: Tensor | OneScaleRows) -> bool:
         """Whether this device computes it for a matrix of this shape."""
         if weight.device.type != "cuda" or weight.shape[0] % 16 or weight.shape[1] % 16:
             return False

@@ -1,7 +1,8 @@
-"""Rotary position embedding, and the ways to stretch it over longer contexts: none, linear, llama3, yarn.
+"""Rotary position embedding, and the ways to stretch it over longer contexts: none, linear, llama3, yarn, longrope.
 
 Yarn (Peng et al. 2023) keeps short waves, stretches long ones by `factor`, blends between; and because stretched
 positions make attention flatter, it sharpens the scores by the square of `attention_scale`, through cos and sin.
+Longrope (Ding et al. 2024) divides each wave by a factor of its own, from one of two lists.
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor
 class RopeScaling:
     """How positions are stretched. `linear` uses `factor` alone; the other kinds what is theirs."""
 
-    kind: str  # default | linear | llama3 | yarn
+    kind: str  # default | linear | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
@@ -26,14 +27,18 @@ class RopeScaling:
     attention_factor: float | None = None  # None: as the paper has it, or by the two below
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    short_factors: tuple[float, ...] = ()  # longrope: for a context up to the training's
+    long_factors: tuple[float, ...] = ()  # and for a longer one
 
     @property
     def attention_scale(self) -> float:
         """What cos and sin are multiplied by."""
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position)) if self.factor > 1 else 1
         if self.mscale and self.mscale_all_dim:
             return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         return _mscale(self.factor, 1.0)
@@ -44,7 +49,10 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 class Rotary:
-    """A table of cosines and sines for every position up to `max_positions`."""
+    """A table of cosines and sines for every position up to `max_positions`.
+
+    Some models have several: `variants` are the tables behind the first; a layer knows which is its own.
+    """
 
     def __init__(
         self,
@@ -54,21 +62,62 @@ class Rotary:
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        rotary_dim: int = 0,
+        variants: tuple[tuple[float, RopeScaling] | None, ...] = (),
     ) -> None:
-        angles = torch.arange(max_positions).float()[:, None] * inverse_frequencies(head_dim, theta, scaling)[None, :]
-        cos, sin = angles.cos() * scaling.attention_scale, angles.sin() * scaling.attention_scale
-        # Both halves of a head turn by the same angles; the sign makes x·cos + roll(x)·sin the rotation.
-        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-        self._table = table.to(device=device, dtype=dtype)  # (positions, 2, D)
+        """rotary_dim: of a head, are turned; 0: all. variants: base and scaling; None: nothing is turned."""
+        turned = rotary_dim or head_dim
+        tables = []
+        for variant in ((theta, scaling), *variants):
+            base, stretched = variant or (theta, None)
+            tables.append(_table(head_dim, turned, base, stretched, max_positions))
+        self._table = torch.cat(tables, dim=1).to(device=device, dtype=dtype)  # (positions, 2 · tables, D)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) -> 2 × (T, 1, D)."""
+        """(T,) -> 2 × (T, 1, D); with variants 2 × (T, tables, D)."""
         rows = self._table.index_select(0, positions)
-        return rows[:, :1], rows[:, 1:]
+        return rows[:, ::2], rows[:, 1::2]
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Radians per position for each pair of a head's dimensions. (D / 2,)."""
+def _table(
+    head_dim: int, turned: int, theta: float, scaling: RopeScaling | None, max_positions: int
+) -> Tensor:  # (positions, 2, D)
+    """Both halves of a head turn by the same angles; the sign makes x·cos + roll(x)·sin the rotation.
+
+    Of each half, the first dimensions are turned, and the others stay: `place_turned` orders the weights so.
+    """
+    half = head_dim // 2
+    cos, sin = torch.ones(max_positions, half), torch.zeros(max_positions, half)
+    if scaling is not None:
+        frequencies = inverse_frequencies(turned, theta, scaling, max_positions)
+        angles = torch.arange(max_positions).float()[:, None] * frequencies[None, :]
+        cos[:, : turned // 2] = angles.cos() * scaling.attention_scale
+        sin[:, : turned // 2] = angles.sin() * scaling.attention_scale
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+
+
+def place_turned(weight: Tensor, head_dim: int, turned: int) -> Tensor:
+    """Reorder the dimensions of heads, rows of `weight`, so that those which are turned lie where `_table` has them.
+
+    A checkpoint has the turned dimensions first: the two halves of them, then the rest. Queries and keys are reordered
+    alike, so their products stay as they are. 8 dimensions of which 4 are turned: 0 1 2 3 4 5 6 7 -> 0 1 4 5 2 3 6 7.
+    """
+    if turned == head_dim:
+        return weight
+    pairs, rest = turned // 2, (head_dim - turned) // 2
+    order = torch.arange(head_dim, device=weight.device)
+    first, second, still = order[:pairs], order[pairs : 2 * pairs], order[2 * pairs :]
+    order = torch.cat((first, still[:rest], second, still[rest:]))
+    heads = weight.view(-1, head_dim, *weight.shape[1:])
+    return heads[:, order].reshape(weight.shape)
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling, max_positions: int = 0) -> Tensor:
+    """Radians per position for each pair of a head's dimensions. (D / 2,).
+
+    max_positions: the context of the engine, by which longrope chooses its factors.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     match scaling.kind:
@@ -78,6 +127,9 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Te
             return _llama3(frequencies, scaling)
         case "yarn":
             return _yarn(frequencies, head_dim, theta, scaling)
+        case "longrope":
+            beyond = max_positions > scaling.original_max_position
+            return frequencies / torch.tensor(scaling.long_factors if beyond else scaling.short_factors)
     assert scaling.kind == "default", f"{scaling.kind} is refused when the configuration is read"
     return frequencies
 

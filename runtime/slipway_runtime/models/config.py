@@ -8,7 +8,14 @@ import structlog
 
 from slipway_api.memory import ModelShape
 from slipway_runtime.layers.rotary import RopeScaling
-from slipway_runtime.models.config_rope import longest_context, rope_scaling, rope_theta
+from slipway_runtime.models.config_rope import (
+    default_context,
+    local_rope_theta,
+    longest_context,
+    rope_scaling,
+    rope_theta,
+    rotary_dim,
+)
 from slipway_runtime.models.config_values import (
     DoesNotFitError,
     ModelRefusedError,
@@ -18,6 +25,15 @@ from slipway_runtime.models.config_values import (
     read_json,
     shown,
     whole,
+)
+from slipway_runtime.models.families import (
+    FAMILIES,
+    Experts,
+    Family,
+    check_activation,
+    experts_of,
+    layers_without_positions,
+    words,
 )
 
 __all__ = ["DoesNotFitError", "ModelConfig", "ModelRefusedError", "parse_config", "read_config"]
@@ -48,13 +64,26 @@ class ModelConfig:
     sliding_layers: frozenset[int]  # the others see everything
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
     eos_token_ids: tuple[int, ...]
+    default_position: int = 0  # the context of an engine whose length nobody names; 0: max_position
+    activation: str = "silu"  # of the gate: silu or gelu_pytorch_tanh
+    rotary_dim: int = 0  # of a head, are turned by the position; 0: all
+    local_rope_theta: float | None = None  # of the layers with a window, where it is another
+    layers_without_positions: frozenset[int] = frozenset()
+    fused_projections: bool = False  # q, k, v are one matrix in the checkpoint, and so are gate and up
+    attention_scale: float = 0.0  # scores are multiplied by it; 0: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # scores are squeezed below it: cap · tanh(score / cap)
+    logit_softcap: float | None = None
+    attention_sinks: bool = False  # a learned score for each head, which takes weight and gives nothing
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0  # added to the weights of norms, which then stay in float32
+    output_norms: bool = False  # what attention and MLP add is normed, too
+    experts: Experts | None = None
+    quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint, as it is written
 
     @property
     def num_parameters(self) -> int:
         """Weights, near enough to choose a number format by."""
-        heads = (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.shape.all_parameters
 
     @property
     def shape(self) -> ModelShape:
@@ -68,11 +97,26 @@ class ModelConfig:
             intermediate=self.intermediate_size,
             vocab=self.vocab_size,
             tied=self.tied_embeddings,
+            experts=0 if self.experts is None else self.experts.count,
+            experts_per_token=0 if self.experts is None else self.experts.per_token,
+            moe_intermediate=0 if self.experts is None else self.experts.intermediate_size,
+            sparse_layers=0 if self.experts is None else len(self.experts.layers),
         )
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that this layer sees, its own included; None: all."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+    def rotary_table_of(self, layer: int) -> int:
+        """Which table of `Decoder.rotary` turns the heads of this layer: 0, or that of a variant behind it."""
+        if layer in self.layers_without_positions:
+            return 1
+        return 1 if self.local_rope_theta is not None and layer in self.sliding_layers else 0
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can change its matrices: those of experts and of merged projections they cannot."""
+        return not self.fused_projections and self.experts is None
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Keys and values of one token in all layers. Counts KV heads, not attention heads."""
@@ -82,23 +126,19 @@ class ModelConfig:
 log = structlog.get_logger()
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Change nothing about the tokens that come out, whatever their value.
-_INERT = _words(
+_INERT = words(
     "_name_or_path architectures transformers_version use_cache bos_token_id pad_token_id unk_token_id sep_token_id "
     "decoder_start_token_id initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop model_type "
     "output_attentions output_hidden_states return_dict return_dict_in_generate id2label label2id problem_type "
     "gradient_checkpointing torchscript tokenizer_class prefix task_specific_params finetuning_task auto_map "
-    "_attn_implementation attn_implementation _attn_implementation_autoset "
+    "_attn_implementation attn_implementation _attn_implementation_autoset cache_implementation "
     "chunk_size_feed_forward is_encoder_decoder is_decoder torch_dtype dtype tf_legacy_loss use_bfloat16 "
     # defaults for generate(), which requests decide here
     "max_length min_length do_sample early_stopping num_beams temperature top_k top_p typical_p repetition_penalty "
     "length_penalty num_return_sequences"
 )
-_HONOURED = _words(
+_HONOURED = words(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings attention_bias "
     "mlp_bias sliding_window use_sliding_window max_window_layers layer_types eos_token_id hidden_act pretraining_tp "
@@ -107,12 +147,11 @@ _HONOURED = _words(
 )
 # A key that is not known, with one of these words, says how tokens are computed: without it they would be others.
 # Any other is what a library or a person left there, such as `unsloth_version`.
-_COMPUTING = _words(
+_COMPUTING = words(
     "expert moe router lora_rank attn attention head query rope rotary alibi position window sliding norm logit "
     "softcap multiplier scal bias act mlp intermediate hidden embed layer residual mup conv mamba ssm state "
     "recurrent cross encoder vision image audio text_config quant sparse mtp nextn parallel"
 )
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Larger than any published model by far, and small enough that nothing computed from them overflows or fills a disk.
 _MOST: Final = {
@@ -137,26 +176,30 @@ def read_config(model_path: Path) -> ModelConfig:
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """The decoder that `raw` describes, or ModelRefusedError with the key that stands in the way."""
     model_type = raw.get("model_type")
-    if model_type not in _MODEL_TYPES:
-        raise ModelRefusedError(f"model_type is {shown(model_type)}: this engine runs {', '.join(_MODEL_TYPES)}")
-    unknown = sorted(key for key in raw.keys() - _INERT - _HONOURED if raw[key] not in (None, False))
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelRefusedError(f"model_type is {shown(model_type)}: this engine runs {', '.join(FAMILIES)}")
+    for key, value in family.neutral:
+        demand(raw, key, value)
+    known = _INERT | _HONOURED | family.keys | family.inert | {key for key, _ in family.neutral}
+    unknown = sorted(key for key in raw.keys() - known if raw[key] not in (None, False))
     if computed := [key for key in unknown if any(word in key.lower() for word in _COMPUTING)]:
         raise ModelRefusedError(f"config.json asks for what this engine does not know: {', '.join(computed)}")
     if unknown:
         log.info("config.json has keys that are not used", keys=[shown(key) for key in unknown[:20]])
-    demand(raw, "hidden_act", "silu")
-    demand(raw, "pretraining_tp", 1)
-    demand(raw, "quantization_config", None)
+    check_activation(family, raw)
+    if "pretraining_tp" not in family.inert:
+        demand(raw, "pretraining_tp", 1)
     demand(raw, "add_cross_attention", False)
     if raw.get("pruned_heads"):
         raise ModelRefusedError("config.json: pruned_heads is not supported")
     try:
-        return _decoder(str(model_type), raw, generation or {})
+        return _decoder(str(model_type), family, raw, generation or {})
     except KeyError as missing:
         raise ModelRefusedError(f"config.json lacks {missing.args[0]}") from missing
 
 
-def _decoder(model_type: str, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     def size(key: str) -> int:
         return whole(raw, key, at_most=_MOST[key])
 
@@ -164,11 +207,12 @@ def _decoder(model_type: str, raw: dict[str, Any], generation: dict[str, Any]) -
     kv_heads = heads if raw.get("num_key_value_heads") is None else size("num_key_value_heads")
     if heads % kv_heads:
         raise ModelRefusedError(f"{heads} attention heads cannot be shared by {kv_heads} key-value heads")
-    head_dim = (128 if model_type == "qwen3" else hidden // heads) if raw.get("head_dim") is None else size("head_dim")
+    head_dim = (family.head_dim or hidden // heads) if raw.get("head_dim") is None else size("head_dim")
     if head_dim < 2 or head_dim % 2:
         raise ModelRefusedError(f"heads have {head_dim} dimensions: rotary positions turn pairs of them")
     window, sliding = _sliding(model_type, raw, layers)
-    scaling = rope_scaling(raw)
+    turned = rotary_dim(model_type, raw, head_dim)
+    scaling = rope_scaling(model_type, raw, turned)
     biased = flag(raw, "attention_bias")
     return ModelConfig(
         model_type=model_type,
@@ -180,50 +224,100 @@ def _decoder(model_type: str, raw: dict[str, Any], generation: dict[str, Any]) -
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=number(raw, "rms_norm_eps", at_most=1.0) if "rms_norm_eps" in raw else 1e-6,
-        rope_theta=rope_theta(raw),
+        rope_theta=rope_theta(model_type, raw),
         rope_scaling=scaling,
         max_position=longest_context(raw, scaling),
-        tied_embeddings=flag(raw, "tie_word_embeddings"),
+        default_position=default_context(raw, scaling),
+        tied_embeddings=family.ties_by_default
+        if raw.get("tie_word_embeddings") is None
+        else flag(raw, "tie_word_embeddings"),
         qkv_bias=model_type == "qwen2" or biased,  # Qwen2 has no key for it: always these three, never the output
         out_bias=model_type != "qwen2" and biased,
         mlp_bias=flag(raw, "mlp_bias"),
-        qk_norm=model_type == "qwen3",
+        qk_norm=family.qk_norm,
         sliding_window=window,
         sliding_layers=sliding,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(raw, generation),
+        activation=family.activation,
+        rotary_dim=0 if turned == head_dim else turned,
+        local_rope_theta=local_rope_theta(model_type, raw),
+        layers_without_positions=layers_without_positions(model_type, raw, layers),
+        fused_projections=family.fused,
+        attention_scale=number(raw, "query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
+        attention_softcap=_optional(raw, "attn_logit_softcapping"),
+        logit_softcap=_optional(raw, "final_logit_softcapping"),
+        attention_sinks=model_type == "gpt_oss",
+        embedding_scale=hidden**0.5 if family.gemma else 1.0,
+        norm_offset=1.0 if family.gemma else 0.0,
+        output_norms=family.gemma,
+        experts=experts_of(model_type, raw, layers),
+        quantization=_quantization(raw),
     )
+
+
+def _optional(raw: dict[str, Any], key: str) -> float | None:
+    return None if raw.get(key) is None else number(raw, key)
+
+
+def _quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
+    said = raw.get("quantization_config")
+    if said is not None and not isinstance(said, dict):
+        raise ModelRefusedError(f"config.json: quantization_config is {shown(said)}; an object is needed")
+    return said
 
 
 def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | None, frozenset[int]]:
     """The window, and the layers that use it.
 
-    | family       | layers that slide                                                                             |
-    |--------------|-----------------------------------------------------------------------------------------------|
-    | mistral      | all, when sliding_window is set                                                               |
-    | qwen2, qwen3 | with use_sliding_window: those of layer_types, else those from max_window_layers on           |
-    | llama        | none: a window in its config would be ignored by its authors' code, so it is refused          |
+    | family               | layers that slide                                                                     |
+    |----------------------|---------------------------------------------------------------------------------------|
+    | mistral, phi3,       | all, when sliding_window is set                                                       |
+    | mixtral              |                                                                                       |
+    | qwen2, qwen3         | with use_sliding_window: those of layer_types, else those from max_window_layers on   |
+    | qwen3_moe            | all, with use_sliding_window                                                          |
+    | smollm3              | with use_sliding_window: those of layer_types, else those without positions           |
+    | gemma2, gpt_oss      | those of layer_types, else every second from the first on                             |
+    | gemma3_text          | those of layer_types, else all but every sliding_window_pattern-th                    |
+    | llama                | none: a window in its config would be ignored by its authors' code, so it is refused  |
     """
     kinds = _layer_types(raw, layers)
     window = raw.get("sliding_window")
-    if model_type.startswith("qwen") and not flag(raw, "use_sliding_window"):
+    if model_type in _WINDOW_BY_FLAG and not flag(raw, "use_sliding_window"):
         window = None
     if window is None:
-        if kinds and "sliding_attention" in kinds:
+        if kinds and "sliding_attention" in kinds and not (model_type == "smollm3" and "sliding_window" in raw):
             raise ModelRefusedError("config.json: layer_types has sliding_attention, and there is no sliding_window")
         return None, frozenset()
     window = whole(raw, "sliding_window", at_most=1 << 31)
-    if model_type.startswith("qwen"):
-        if kinds is None:
-            sliding = frozenset(range(_max_window_layers(raw), layers))
-        else:
-            sliding = frozenset(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
-        return (window, sliding) if sliding else (None, frozenset())
-    if model_type != "mistral":
+    if model_type in _WINDOW_EVERYWHERE:
+        if kinds and set(kinds) != {"sliding_attention"} and model_type != "qwen3_moe":
+            raise ModelRefusedError(f"config.json: a {model_type} model whose layer_types mix windows is not supported")
+        return window, frozenset(range(layers))
+    if model_type == "llama":
         raise ModelRefusedError(f"config.json: sliding_window is {window}; {model_type} models have none")
-    if kinds and set(kinds) != {"sliding_attention"}:
-        raise ModelRefusedError("config.json: a mistral model whose layer_types mix windows is not supported")
-    return window, frozenset(range(layers))
+    if kinds is not None:
+        sliding = frozenset(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
+    elif model_type == "smollm3":
+        sliding = layers_without_positions(model_type, raw, layers)
+    elif model_type in ("gemma2", "gpt_oss", "gemma3_text"):
+        period = _window_period(model_type, raw)
+        sliding = frozenset(index for index in range(layers) if (index + 1) % period)
+    else:
+        sliding = frozenset(range(_max_window_layers(raw), layers))
+    return (window, sliding) if sliding else (None, frozenset())
+
+
+_WINDOW_BY_FLAG = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+_WINDOW_EVERYWHERE = ("mistral", "phi3", "mixtral", "qwen3_moe")
+
+
+def _window_period(model_type: str, raw: dict[str, Any]) -> int:
+    """Every so many layers, one sees everything."""
+    if model_type != "gemma3_text":
+        return 2
+    key = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"
+    return whole(raw, key, at_most=1 << 20) if key in raw else 6
 
 
 def _max_window_layers(raw: dict[str, Any]) -> int:

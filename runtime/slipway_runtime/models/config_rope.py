@@ -7,17 +7,24 @@
 | dynamic   | up to max_position_embeddings, where it changes nothing | max_position_embeddings                      |
 | yarn      | with attention_factor, mscale, beta_fast, beta_slow     | original_max_position_embeddings × factor    |
 | llama3    | as it is                                                | max_position_embeddings, which is long there |
+| longrope  | short factors up to the trained context, long ones for  | original_max_position_embeddings             |
+|           | an engine with a longer max_model_len                   |                                              |
 
 `dynamic` stretches by the length that a sequence has at the moment: keys in the cache were turned for another length,
-so beyond the trained context no engine with a cache computes what the model's authors meant. We stop there.
+so beyond the trained context no engine with a cache computes what the model's authors meant. We stop there. `longrope`
+has two sets of factors and the same difficulty: an engine uses one of them for all sequences, and by default the one
+that its authors use for sequences within the trained context.
+
+A model has one rotary embedding for all layers; Gemma 3 has another, never stretched, for the layers with a window.
 """
 
 from typing import Any, Final
 
 from slipway_runtime.layers.rotary import RopeScaling
-from slipway_runtime.models.config_values import ModelRefusedError, demand, flag, number, whole
+from slipway_runtime.models.config_values import ModelRefusedError, flag, number, shown, whole
 
 MOST_POSITIONS: Final = 1 << 24  # float32 counts no further in steps of one
+_THETAS: Final = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}  # where a file says none
 _EVERYWHERE: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS: Final = {
     "default": frozenset({"original_max_position_embeddings"}),
@@ -27,32 +34,66 @@ _KEYS: Final = {
         {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
         | {"attention_factor", "mscale", "mscale_all_dim"}
     ),
+    "longrope": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
+    ),
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
 }
 
 
-def rope_theta(raw: dict[str, Any]) -> float:
+def rope_theta(model_type: str, raw: dict[str, Any]) -> float:
     """The base of the wavelengths."""
-    for place in (_block(raw), raw):
+    for place in (_block(model_type, raw), raw):
         if place.get("rope_theta") is not None:
             return number(place, "rope_theta", above=1.0)
+    return _THETAS.get(model_type, 10_000.0)
+
+
+def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
+    """The base of the layers with a window, where it is another one; their positions are not stretched."""
+    if model_type != "gemma3_text":
+        return None
+    block = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if not isinstance(block, dict) or block.get("rope_type", "default") != "default":
+        raise ModelRefusedError(
+            f"config.json: rope parameters {shown(block)} of layers with a window are not supported"
+        )
+    for place, key in ((block, "rope_theta"), (raw, "rope_local_base_freq")):
+        if place.get(key) is not None:
+            return number(place, key, above=1.0)
     return 10_000.0
 
 
-def rope_scaling(raw: dict[str, Any]) -> RopeScaling:
+def rotary_dim(model_type: str, raw: dict[str, Any], head_dim: int) -> int:
+    """How many dimensions of a head are turned: all of them, but for a part that Phi says."""
+    share = _block(model_type, raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share is None or share == 1:
+        return head_dim
+    if model_type != "phi3" or not isinstance(share, float) or not 0 < share < 1:
+        raise ModelRefusedError(f"config.json: partial_rotary_factor is {shown(share)}; only 1.0 is supported")
+    turned = int(head_dim * share)
+    if turned < 2 or turned % 2:
+        raise ModelRefusedError(f"config.json: partial_rotary_factor is {share}: it turns {turned} of {head_dim}")
+    return turned
+
+
+def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScaling:
     """How positions are stretched; ModelRefusedError for what would be computed otherwise than in training."""
-    block = {key: value for key, value in _block(raw).items() if value is not None}
+    block = {key: value for key, value in _block(model_type, raw).items() if value is not None}
     kind = block.get("rope_type") or block.get("type") or "default"
+    if model_type == "phi3" and kind in ("su", "yarn"):  # as its first files called it
+        kind = "longrope"
     if not isinstance(kind, str) or kind not in _KEYS:
         raise ModelRefusedError(f"config.json: rope_type {kind!r} is not supported; {', '.join(_KEYS)} are")
     unknown = sorted(block.keys() - _KEYS[kind] - _EVERYWHERE)
     if unknown:
         raise ModelRefusedError(f"config.json: rope_type {kind!r} with {', '.join(unknown)} is not supported")
-    demand(block, "partial_rotary_factor", 1.0)
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
     trained = longest
     if "original_max_position_embeddings" in block:
         trained = whole(block, "original_max_position_embeddings", at_most=MOST_POSITIONS)
+    elif raw.get("original_max_position_embeddings") is not None:
+        trained = whole(raw, "original_max_position_embeddings", at_most=MOST_POSITIONS)
     match kind:
         case "default":
             return RopeScaling(kind)
@@ -61,6 +102,8 @@ def rope_scaling(raw: dict[str, Any]) -> RopeScaling:
             return RopeScaling("default")
         case "linear":
             return RopeScaling(kind, factor=number(block, "factor"))
+        case "longrope":
+            return _longrope(block, trained, longest, turned)
         case "llama3":
             low = number(block, "low_freq_factor")
             return RopeScaling(
@@ -94,6 +137,29 @@ def _yarn(block: dict[str, Any], trained: int, longest: int) -> RopeScaling:
     )
 
 
+def _longrope(block: dict[str, Any], trained: int, longest: int, turned: int) -> RopeScaling:
+    def factors(key: str) -> tuple[float, ...]:
+        found = block[key]
+        if not isinstance(found, list) or len(found) != turned // 2:
+            raise ModelRefusedError(f"config.json: {key} is no list of {turned // 2} numbers")
+        return tuple(number({key: value}, key) for value in found)
+
+    return RopeScaling(
+        "longrope",
+        factor=number(block, "factor") if "factor" in block else longest / trained,
+        original_max_position=trained,
+        attention_factor=number(block, "attention_factor") if "attention_factor" in block else None,
+        short_factors=factors("short_factor"),
+        long_factors=factors("long_factor"),
+    )
+
+
+def default_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
+    """The context of an engine whose length nobody names, as the table above says."""
+    longest = longest_context(raw, scaling)
+    return min(longest, scaling.original_max_position) if scaling.kind == "longrope" else longest
+
+
 def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
     """Positions that the model can tell apart, as the table above says."""
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
@@ -104,8 +170,10 @@ def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
     return longest
 
 
-def _block(raw: dict[str, Any]) -> dict[str, Any]:
+def _block(model_type: str, raw: dict[str, Any]) -> dict[str, Any]:
     block = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if model_type == "gemma3_text" and isinstance(block, dict) and "full_attention" in block:
+        block = block["full_attention"]
     if not isinstance(block, dict) or any(isinstance(value, dict) for value in block.values()):
         raise ModelRefusedError("config.json: rope parameters that differ by layer are not supported")
     return block

@@ -5,6 +5,16 @@
     int8           bytes × bytes where the processor does that  codes back to numbers, then a product
     fp8            codes back to numbers, then a product        float8 × float8 from compute capability 8.9 on
 
+A checkpoint that is quantized keeps its codes where the machine multiplies them; else they become numbers at load. With
+a quantization asked for, they become numbers and are rounded again.
+
+    codes                      on a CPU                                      on a GPU
+    int8, a scale for a row    bytes × bytes, if its inputs were rounded     codes back to numbers, then a product
+    float8, a scale for a row  numbers                                       float8 × float8, or back to numbers
+    float8, blocks of 128      numbers                                       numbers
+    4 bits, groups             4 bits × bfloat16 (`matmul_int4`)             4 bits × bfloat16, for a bfloat16 model
+    4 bits, one group a row    numbers                                       numbers
+
 The embedding keeps its numbers. lm_head is rounded to int8 with the layers, a scale for each token; in fp8, whose
 error is 3.5 times larger, it keeps the model's type. Where lm_head is tied to the embedding, they are one matrix as
 long as both compute with it as it is; a packed or rounded head is a second one, and `Decoder.nbytes` counts both.
@@ -16,11 +26,14 @@ from torch import Tensor
 from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
 from slipway_runtime.layers.matmul import MakeMatmul, Matmul
+from slipway_runtime.layers.matmul_int4 import Int4
 from slipway_runtime.layers.matmul_native import NativeInt8
 from slipway_runtime.layers.matmul_prepacked import computes_bf16, prepacked
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
 from slipway_runtime.layers.matmul_tiled import RowsDifferError, Tiled
+from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
+from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 QUANTIZATIONS = ("none", "int8", "fp8")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,18 +61,32 @@ def choose_kv_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
     return KV_DTYPES[asked]
 
 
+def refusal_of_format(config: ModelConfig, quantization: str, device: torch.device) -> str:
+    """Why a model's matrices cannot compute in this form on this device, in a sentence; empty: they can."""
+    if config.experts is not None and device.type == "cuda" and quantization != "none":
+        return f"quantization {quantization} of a mixture of experts is not supported on a GPU: set it to none"
+    parse_quantization(config.quantization)  # raises ModelRefusedError
+    return ""
+
+
 def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
     """What turns a layer's weight (out, in) into a way of multiplying with it; raises ModelRefusedError."""
     if quantization not in QUANTIZATIONS:
         raise ModelRefusedError(f"quantization is {quantization!r}: {', '.join(QUANTIZATIONS)} are known")
     dynamic = quantization == "int8" and device.type == "cpu" and DynamicInt8.works_here()
 
-    def make(weight: Tensor) -> Matmul:
-        chosen = _choose(weight, quantization, dynamic=dynamic)
+    on_cpu = device.type == "cpu"
+
+    def make(weight: Weight) -> Matmul:
+        chosen = None
+        if isinstance(weight, QuantizedWeight) and quantization == "none":
+            chosen = _keep(weight, dynamic=on_cpu and weight.rounds_inputs and DynamicInt8.works_here())
+        if chosen is None:
+            chosen = _choose(dequantized(weight), quantization, dynamic=dynamic)
         if not deterministic or chosen.rows_are_independent:
             return chosen
         try:
-            return Tiled(chosen, like=weight)
+            return Tiled(chosen, like=torch.empty(0, dtype=weight.dtype, device=device))
         except RowsDifferError as error:
             raise ModelRefusedError(f"deterministic is not possible here: {error}") from error
 
@@ -69,6 +96,23 @@ def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device
 def head_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
     """The same for lm_head."""
     return matmul_maker("none" if quantization == "fp8" else quantization, deterministic=deterministic, device=device)
+
+
+def _keep(weight: QuantizedWeight, *, dynamic: bool) -> Matmul | None:
+    """The codes of a checkpoint as they are, where this machine multiplies them; None: as numbers it is faster."""
+    if weight.bits == 4:
+        return Int4(weight) if Int4.fits(weight) else None
+    if (codes := weight.as_one_scale_rows()) is None:
+        return None
+    if weight.device.type == "cpu":
+        if codes.codes.dtype != torch.int8 or not dynamic:
+            return None
+        library = native.library()
+        fits = library is not None and NativeInt8.fits(codes, library)
+        return NativeInt8(codes, library) if fits and library is not None else DynamicInt8(codes)
+    if weight.rounds_inputs and codes.codes.dtype == torch.float8_e4m3fn and ScaledFp8.fits(codes):
+        return ScaledFp8(codes)
+    return WeightOnly(codes, codes.codes.dtype)
 
 
 def _choose(weight: Tensor, quantization: str, *, dynamic: bool) -> Matmul:

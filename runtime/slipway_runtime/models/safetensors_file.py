@@ -87,7 +87,7 @@ class SafetensorsFile:
                 continue
             dtype = _TYPES.get(about["dtype"])
             if dtype is None:
-                raise ModelRefusedError(f"{name[:80]} holds {about['dtype']}: quantized checkpoints are not supported")
+                raise ModelRefusedError(f"{name[:80]} holds {about['dtype']}: this type is not supported")
             start, end = about["data_offsets"]
             entries[name] = Entry(dtype, tuple(about["shape"]), data_start + start, data_start + end)
         return entries

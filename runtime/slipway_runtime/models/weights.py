@@ -38,8 +38,8 @@ class Checkpoint:
         device: torch.device,
         on_progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype  # of what is handed out
+        self.device = device
         self._files = [SafetensorsFile(path) for path in weight_files(model_path)]
         self._places: dict[str, tuple[SafetensorsFile, Entry]] = {}
         for file in self._files:
@@ -57,17 +57,48 @@ class Checkpoint:
         self._total = sum(entry.nbytes for _, entry in self._places.values())
         self.bytes = 0  # of what was handed out, as it lies in memory
 
-    def take(self, name: str, *shape: int, rows: slice | None = None) -> Tensor:
-        """The tensor `name`, which must have this shape, or some of its rows: the others are not read."""
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._places
+
+    def check_shape(self, name: str, *shape: int) -> None:
+        """Refuse a tensor of another shape."""
+        entry = self._places[name][1]
+        if entry.shape != shape:
+            raise ModelRefusedError(f"{name} has the shape {entry.shape}; config.json says {shape}")
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a tensor that is there."""
+        return self._places[name][1].dtype
+
+    def take_raw(self, name: str, *, taken: bool = True) -> Tensor:
+        """The tensor `name` as it is stored, of whatever type and shape; not `taken`: to look at it only."""
         if name not in self._places:
             raise ModelRefusedError(f"the checkpoint lacks the tensor {name}")
         file, entry = self._places[name]
-        if entry.shape != shape:
-            raise ModelRefusedError(f"{name} has the shape {entry.shape}; config.json says {shape}")
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        file.copy_into(tensor.view(-1), entry, self._tell if taken else lambda _: None)
+        if taken:
+            with self._lock:
+                self._left.discard(name)
+                self.bytes += tensor.nbytes
+        return tensor
+
+    def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, which must have this shape, or some of its rows: the others are not read.
+
+        dtype: of the result; None: that of the model.
+        """
+        if name not in self._places:
+            raise ModelRefusedError(f"the checkpoint lacks the tensor {name}")
+        file, entry = self._places[name]
+        self.check_shape(name, *shape)
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
-            raise ModelRefusedError(f"{name} holds {entry.dtype}: quantized checkpoints are not supported")
+            raise ModelRefusedError(
+                f"{name} holds {entry.dtype}, and config.json has no quantization_config that says what the codes mean"
+            )
         wanted = entry if rows is None else entry.rows(rows)
-        tensor = torch.empty(wanted.shape, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(wanted.shape, dtype=dtype or self.dtype, device=self.device)
         file.copy_into(tensor.view(-1), wanted, self._tell)
         if rows is not None:
             self._tell(entry.nbytes - wanted.nbytes)
@@ -79,7 +110,7 @@ class Checkpoint:
     def in_parallel(self, make: Callable[[int], _T], count: int) -> list[_T]:
         """`[make(0), …, make(count - 1)]` by several threads: one converts while another waits for the disk."""
         threads = min(_MOST_THREADS, count, os.cpu_count() or 1)
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="weights") as pool:
+        with ThreadPoolExecutor(threads, "weights", self._use_device) as pool:
             futures = [pool.submit(make, index) for index in range(count)]
             try:
                 return [future.result() for future in futures]
@@ -87,9 +118,18 @@ class Checkpoint:
                 for future in futures:
                     future.cancel()  # after an error nobody wants the rest
 
+    def _use_device(self) -> None:
+        """Triton launches kernels on a thread's current device, which is number 0 in each new thread."""
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
         self._left.discard(name)
+
+    def ignore_if(self, is_not_needed: Callable[[str], bool]) -> None:
+        """Tensors that may be there and are not needed, by their names."""
+        self._left -= {name for name in self._left if is_not_needed(name)}
 
     def _tell(self, count: int) -> None:
         with self._lock:

@@ -73,9 +73,9 @@ class Runner:
             return StepResult(step=plan.step, token_ids=())
         inputs = prepare_inputs(plan, self._rows, self._block_size, self._device)
         token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-        scores = None if self.graphs is None else self.graphs.scores(inputs, token_slots)
-        if scores is not None:
-            return self._sample(plan, inputs, scores, masks)
+        replayed = None if self.graphs is None else self.graphs.hidden(inputs, token_slots)
+        if replayed is not None:
+            return self._sample(plan, inputs, self.logits(replayed), masks)
         lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
         hidden = self.hidden(inputs, lora)
         if self.pooler is not None:
@@ -105,14 +105,13 @@ class Runner:
         if (kernels := capturable(self._kernels)) is None:
             return
 
-        def scores(token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan, lora: LoraPlan) -> Tensor:
+        def hidden(token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan, lora: LoraPlan) -> Tensor:
             cos, sin = self.decoder.rotary(positions)
-            hidden = self.decoder(token_ids, self.caches, StepContext(cos, sin, slots, plan, lora))
-            return self.logits(hidden)
+            return self.decoder(token_ids, self.caches, StepContext(cos, sin, slots, plan, lora))
 
         with torch.inference_mode():
             self.graphs = DecodeGraphs(
-                scores,
+                hidden,
                 kernels,
                 capture,
                 max_num_seqs=self._max_num_seqs,

@@ -49,14 +49,19 @@ def test_old_and_new_spellings_of_rope_mean_the_same():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral': this engine runs llama"),
+        ({"model_type": "mamba"}, "model_type is 'mamba': this engine runs llama"),
         ({"num_local_experts": 8}, "does not know: num_local_experts"),
         ({"kv_lora_rank": 512, "q_lora_rank": 8}, "does not know: kv_lora_rank, q_lora_rank"),
         ({"attn_logit_softcapping": 50.0}, "does not know: attn_logit_softcapping"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"pretraining_tp": 2}, "pretraining_tp is 2"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type 'longrope' is not supported; default,"),
+        ({"quantization_config": "awq"}, "quantization_config is 'awq'; an object is needed"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type 'ntk' is not supported; default,"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "lacks short_factor"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor is no list of 4 numbers",
+        ),
         ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 2}}, "'linear' with beta_fast is not"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 2}}, "rope_type 'dynamic' with alpha is not"),

@@ -57,7 +57,10 @@ def test_the_file_is_mapped_and_not_read_whole(tmp_path):
             "no place for: model.layers.0",
         ),
         (lambda t: t.update({"model.norm.weight": torch.ones(5)}), r"has the shape \(5,\); config.json says \(48,\)"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), "quantized checkpoints are not"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
+            "holds torch.int8, and config.json has no quantization_config",
+        ),
     ],
 )
 def test_missing_unexpected_and_misshapen_tensors_are_refused(change, sentence, tmp_path):

@@ -19,7 +19,7 @@ from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.adapter_folders import ATTENTION, an_adapter, merged
 from tests.runtime.checkpoints import a_checkpoint
-from tests.runtime.models.test_logits import assert_close, oracle, some_tokens
+from tests.runtime.models.logits import assert_close, oracle, some_tokens
 
 BLOCK, BLOCKS_A_ROW = 4, 10
 CPU = torch.device("cpu")

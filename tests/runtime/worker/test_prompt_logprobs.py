@@ -5,7 +5,7 @@ import torch
 
 from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenLogprobs
 from tests.runtime.checkpoints import a_checkpoint
-from tests.runtime.models.test_logits import Bench, oracle, some_tokens
+from tests.runtime.models.logits import Bench, oracle, some_tokens
 
 PROMPT = some_tokens(23, seed=1)
 OTHER = some_tokens(9, seed=2)

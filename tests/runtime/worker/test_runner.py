@@ -9,7 +9,7 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import prepare_inputs
 from tests.runtime.checkpoints import a_checkpoint
-from tests.runtime.models.test_logits import BLOCK, Bench
+from tests.runtime.models.logits import BLOCK, Bench
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, To
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 from tests.runtime.checkpoints import a_checkpoint
-from tests.runtime.models.test_logits import BLOCK, CPU, Bench
+from tests.runtime.models.logits import BLOCK, CPU, Bench
 
 PROMPT = [5, 9, 30, 8, 7, 6, 11]
 LENGTH = 24

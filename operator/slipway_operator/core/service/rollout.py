@@ -18,6 +18,7 @@ during the rollout are started again, as far as the new revision does not serve 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.names import STATE_DRAINING
@@ -27,7 +28,7 @@ from slipway_operator.core.observed import Node
 from slipway_operator.core.service.problems import describe_stage
 from slipway_operator.core.service.replicas import SCALING_DOWN
 
-REPLACED: Final = "a newer revision replaces it"
+REPLACED: Final = "another revision replaces it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +201,20 @@ def paused_step(step: RolloutStep, members: Sequence[Member], revisions: Revisio
     return replace(step, create_up_to=limit, update_wanted=len(new_live), leaving=(), may_empty=False)
 
 
+def warm_at(members: Sequence[Member], revisions: Revisions, limits: RollingUpdate, now: datetime) -> datetime | None:
+    """When the newest replica of the new revision has been ready for minReadySeconds; None: all have been."""
+    if not limits.min_ready_seconds:
+        return None
+    new = [one.replica for one in members if one.is_ready and one.replica.revision == revisions.update]
+    moments = [one.ready_since + timedelta(seconds=limits.min_ready_seconds) for one in new if one.ready_since]
+    return max((moment for moment in moments if moment > now), default=None)
+
+
+def warming_step(step: RolloutStep) -> RolloutStep:
+    """The step while a new replica fills its prefix cache: no old one that serves leaves."""
+    return replace(step, leaving=tuple((one, why) for one, why in step.leaving if not one.is_ready))
+
+
 def split_weights(
     members: Sequence[Member], revisions: Sequence[str], between: Revisions, *, weight: int
 ) -> dict[str, int]:
@@ -261,16 +276,16 @@ def _old_that_may_go(
     must_stay = max(0, desired - limits.max_unavailable)
 
     # A broken replica is removed at once: the new revision may be waiting for its GPU.
-    leaving = [(member, f"a newer revision replaces it: {describe_stage(member)}") for member in hopeless]
+    leaving = [(member, f"another revision replaces it: {describe_stage(member)}") for member in hopeless]
     # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
-    leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
+    leaving += [(member, "another revision replaces it before it was ready") for member in waiting[:spare]]
     spare = max(0, len(serving) + new_ready - must_stay)
     leaving += [(member, REPLACED) for member in serving[:spare]]
     # A replica on a lost node may still serve streams; it is removed when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
-        leaving += [(member, "its node does not answer, and a newer revision serves instead") for member in lost]
+        leaving += [(member, "its node does not answer, and another revision serves instead") for member in lost]
     return tuple(leaving)
 
 

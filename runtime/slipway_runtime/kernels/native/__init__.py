@@ -21,9 +21,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _I, _I, _F),
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
     "swiglu": (_P, _P, _I, _I),
+    "geglu": (_P, _P, _I, _I),
     "rope_and_store": (_P, _P, _P, _I, _P, _P, _P, _P, _F, _I, _I, _I, _I, _I),
     "add_lora": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
-    "paged_attention": (_P, _I, _P, _I, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _F, _I, _I),
+    "attend_pages": (_P, _I, _P, _I, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _F, _I, _F, _P, _I),
 }
 _BYTES_SIGNATURES: dict[str, tuple[type, ...]] = {  # where the processor multiplies bytes
     "pack_bytes": (_P, _P, _P, _I, _I),
@@ -52,7 +53,7 @@ def library() -> Native | None:
     for name in fitting():
         try:
             return Native(Path(__file__).parent / f"{name}.so")
-        except OSError:
+        except (OSError, AttributeError):  # built from older sources: `compile` builds it again
             continue
     return None
 

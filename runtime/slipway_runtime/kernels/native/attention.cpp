@@ -151,7 +151,7 @@ struct Query {
 };
 
 // Scores to weights, and what was summed so far to the new maximum.
-INLINE void weigh(Query &query, float scale, int64_t padded) {
+INLINE void weigh(Query &query, float scale, float softcap, int64_t padded) {
     const vec nothing = all(-__builtin_inff());
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -159,6 +159,7 @@ INLINE void weigh(Query &query, float scale, int64_t padded) {
     for (int j = 0; j < KEYS; j += LANES) {
         ivec place = lane + j;
         vec scores = load(query.scores + j) * scale;
+        if (softcap > 0) scores = tangent(scores / softcap) * softcap;
         scores = choose((place >= query.from) & (place < query.to), scores, nothing);
         store(query.scores + j, scores);
         most = larger(most, scores);
@@ -179,7 +180,7 @@ INLINE void weigh(Query &query, float scale, int64_t padded) {
 
 // `count` queries, at most ROWS, and one tile.
 INLINE void attend(Query **queries, int count, const float *turned, const float *const *values, int64_t size,
-                   int64_t padded, float scale) {
+                   int64_t padded, float scale, float softcap) {
     const float *a[ROWS];
     float *sums[ROWS];
     int needed = 0, all_from = 0, all_to = KEYS;
@@ -196,7 +197,7 @@ INLINE void attend(Query **queries, int count, const float *turned, const float 
         auto row = [=](int d) { return turned + d * KEYS + j; };
         accumulate_any(count, vectors < WIDTH ? vectors : WIDTH, sums, a, row, 0, (int)size);
     }
-    for (int r = 0; r < count; r++) weigh(*queries[r], scale, padded);
+    for (int r = 0; r < count; r++) weigh(*queries[r], scale, softcap, padded);
     all_to = all_to > all_from ? all_to : all_from;
     for (int64_t d = 0; d < padded; d += WIDTH * LANES) {
         int64_t left = (padded - d) / LANES;
@@ -224,6 +225,8 @@ struct Step {
     const int64_t *positions;  // (tokens) within their sequences
     int64_t q_stride, width, groups, window;
     float scale;
+    float softcap;  // 0: scores are not squeezed
+    const float *sinks;  // (query heads) a score with no value; null: there are none
 };
 
 // `count` neighbouring tokens of a row and one KV head.
@@ -242,7 +245,7 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
         queries[m] = {step.q + own * step.q_stride + of_head * size, scores + m * KEYS, sums + m * padded,
-                      step.positions[own], -1e30f, 0, 0, 0};
+                      step.positions[own], step.sinks ? step.sinks[of_head] : -1e30f, step.sinks ? 1.0f : 0.0f, 0, 0};
     }
     auto oldest = [&](int64_t position) {
         return step.window > 0 && position >= step.window ? position - step.window + 1 : 0;
@@ -262,7 +265,7 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
         }
         for (int m = 0; m < count_seeing; m += ROWS)
             attend(seeing + m, count_seeing - m < ROWS ? count_seeing - m : ROWS, turned, rows, size, padded,
-                   step.scale);
+                   step.scale, step.softcap);
     }
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
@@ -285,12 +288,12 @@ struct FillFloat8 {
 }  // namespace
 
 // tiles: (number, 3) first token, tokens (at most QUERIES, neighbours of one row), row of `tables`.
-EXPORT void paged_attention(const float *q, int64_t q_stride, const void *cache, int64_t kind, float *out,
+EXPORT void attend_pages(const float *q, int64_t q_stride, const void *cache, int64_t kind, float *out,
                             const int64_t *tiles, int64_t num_tiles, const int64_t *tables, int64_t width,
                             const int64_t *positions, int64_t query_heads, int64_t kv_heads, int64_t size, int64_t page,
-                            float scale, int64_t window, int64_t num_scores) {
+                            float scale, int64_t window, float softcap, const float *sinks, int64_t num_scores) {
     Step step{q, out, {(const uint8_t *)cache, kv_heads, page, size, (int)kind}, tables, positions, q_stride, width,
-              query_heads / kv_heads, window, scale};
+              query_heads / kv_heads, window, scale, softcap, sinks};
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && num_scores * query_heads > WORTH_A_THREAD)
     for (int64_t item = 0; item < num_tiles * kv_heads; item++) {
         const int64_t *tile = tiles + item / kv_heads * 3;

@@ -76,6 +76,23 @@ EXPORT void swiglu(const float *gate_up, float *out, int64_t rows, int64_t size)
     }
 }
 
+// gate_up: (rows, 2 · size) -> gelu(gate) · up: (rows, size), by tanh.
+EXPORT void geglu(const float *gate_up, float *out, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + 2 * row * size, *up = gate + size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            int64_t room = size - i;
+            vec g = room >= LANES ? load(gate + i) : load_some(gate + i, room);
+            vec u = room >= LANES ? load(up + i) : load_some(up + i, room);
+            vec inner = (g + g * g * g * 0.044715f) * 0.7978845608028654f;
+            vec y = g * 0.5f * (tangent(inner) + 1.0f) * u;
+            if (room >= LANES) store(out + row * size + i, y);
+            else store_some(out + row * size + i, y, room);
+        }
+    }
+}
+
 // qkv: (tokens, query heads + 2 · kv heads, size). Queries and keys are normed where there are weights, and rotated in
 // place; keys and values go to their slots of a float32 cache (blocks, 2, kv heads, page, size), where there is one.
 EXPORT void rope_and_store(float *qkv, const float *cos, const float *sin, int64_t angles_stride, float *cache,

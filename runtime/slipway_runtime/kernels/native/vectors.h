@@ -92,3 +92,6 @@ INLINE vec exponential(vec x) {
     vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
     return choose(vanishes, vec{}, p * power);
 }
+
+// Through the exponential; exactly ±1 beyond ±44, where that would no longer change.
+INLINE vec tangent(vec x) { return 1.0f - 2.0f / (exponential(x * 2.0f) + 1.0f); }

@@ -1,0 +1,120 @@
+"""A mixture of experts on a GPU, in Triton. Tested against `reference.mix_experts`.
+
+Rows are the choices of the tokens, T × K of them. They are sorted by expert, and cut into blocks of BLOCK_M rows of one
+expert; a program computes BLOCK_N outputs of a block. How many blocks an expert has is known on the device alone: the
+launch has programs for the most there can be, and those without a block end at once. So nothing is read by the host,
+and a step can be recorded.
+
+The floor of decode is the bytes of the experts that any token chose; of a prompt, the products. Nothing was timed yet.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+# Triton comes without types, and gives the arguments of a kernel its own.
+# ruff: noqa: N803
+# Compile-time constants of a kernel are upper case, as everywhere in Triton.
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipway_runtime.kernels.norms import clamped_swiglu, swiglu
+from slipway_runtime.kernels.reference_experts import ExpertWeights
+
+__all__ = ["mix_experts"]
+
+BLOCK_N, BLOCK_K = 64, 64
+FEW_ROWS, MANY_ROWS = 16, 64  # of a block: a product on tensor cores takes no less than 16
+PRECISION = tl.constexpr("tf32x3")  # of products of float32; 16-bit types ignore it
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The rows of a step, sorted by expert. All on the device."""
+
+    order: Tensor  # (N,) rows of an expert side by side
+    experts: Tensor  # (B,) of each block; E: there is no such block
+    firsts: Tensor  # (B,) where in `order` its rows begin
+    ends: Tensor  # (E,) where those of an expert end
+    size: int  # rows of a block
+
+
+def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
+    """x: (T, H)  weights, experts: (T, K) -> (T, H): the weighted sum of what a token's experts compute."""
+    num_tokens, per_token = experts.shape
+    blocks = sort_by_expert(experts, of.gate_up.shape[0])
+    gate_up = _multiply(x, of.gate_up, of.gate_up_bias, blocks, experts.numel(), per_token)
+    inner = swiglu(gate_up) if of.limit is None else clamped_swiglu(gate_up, of.limit)
+    out = _multiply(inner, of.down, of.down_bias, blocks, experts.numel(), 1)
+    return (out.view(num_tokens, per_token, -1) * weights[:, :, None].to(x.dtype)).sum(1)
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> Blocks:
+    """experts: (T, K) of the choices. Every shape depends on T, K and E alone."""
+    flat = experts.flatten()
+    num_rows = len(flat)
+    size = FEW_ROWS if num_rows < MANY_ROWS * num_experts else MANY_ROWS
+    chosen, order = flat.sort(stable=True)
+    numbers = torch.arange(num_experts, device=flat.device)
+    ends = torch.searchsorted(chosen, numbers, right=True)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    block_ends = ((counts + size - 1) // size).cumsum(0)
+    most = num_rows // size + min(num_experts, num_rows)
+    block = torch.arange(most, device=flat.device)
+    of_block = torch.searchsorted(block_ends, block, right=True)
+    owner = of_block.clamp_max(num_experts - 1)
+    before = block_ends[owner] - (counts[owner] + size - 1) // size  # blocks of the experts before
+    firsts = ends[owner] - counts[owner] + (block - before) * size
+    return Blocks(order.int(), of_block.int(), firsts.int(), ends.int(), size)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Blocks, num_rows: int, per_token: int) -> Tensor:
+    """Row r of the result is row r // per_token of x times the matrix of its expert. weight: (E, out, in)."""
+    num_experts, out_size, in_size = weight.shape
+    assert x.stride(1) == 1, "the elements of a row lie side by side"
+    assert weight.is_contiguous(), "the matrices are addressed without strides"
+    out = x.new_empty(num_rows, out_size)
+    grid = (triton.cdiv(out_size, BLOCK_N), len(blocks.experts))
+    _grouped[grid](
+        x, weight, out if bias is None else bias, out, blocks.order, blocks.experts, blocks.firsts, blocks.ends,
+        x.stride(0), num_experts, PER_TOKEN=per_token, BIAS=bias is not None, OUT_SIZE=out_size, IN_SIZE=in_size,
+        BLOCK_M=blocks.size, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _grouped(
+    x, weight, bias, out, order, experts, firsts, ends, x_stride, num_experts,
+    PER_TOKEN: tl.constexpr, BIAS: tl.constexpr, OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of one expert × BLOCK_N outputs. Grid: (blocks of outputs, blocks of rows)."""
+    block = tl.program_id(1)
+    expert = tl.load(experts + block)
+    if expert >= num_experts:
+        return
+    m = tl.load(firsts + block) + tl.arange(0, BLOCK_M)
+    real = m < tl.load(ends + expert)
+    row = tl.load(order + m, mask=real, other=0).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    matrix = weight + expert.to(tl.int64) * OUT_SIZE * IN_SIZE
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, IN_SIZE, BLOCK_K):
+        inside = start + k < IN_SIZE
+        rows = tl.load(
+            x + (row // PER_TOKEN)[:, None] * x_stride + (start + k)[None, :],
+            mask=real[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        columns = tl.load(
+            matrix + n[None, :] * IN_SIZE + (start + k)[:, None],
+            mask=(n < OUT_SIZE)[None, :] & inside[:, None], other=0.0,
+        )  # fmt: skip
+        sums += tl.dot(rows, columns, input_precision=PRECISION)
+    if BIAS:
+        sums += tl.load(bias + expert * OUT_SIZE + n, mask=n < OUT_SIZE, other=0.0).to(tl.float32)[None, :]
+    place = out + row[:, None] * OUT_SIZE + n[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=real[:, None] & (n < OUT_SIZE)[None, :])

@@ -1,0 +1,94 @@
+"""One layer of a decoder: attention and MLP, each behind a norm, added to a stream that all layers share."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.layers.attention import Attention, StepContext
+from slipway_runtime.layers.linear import Linear
+from slipway_runtime.layers.norm import RMSNorm
+
+
+class Mlp(Protocol):
+    """What a layer does to each token alone: dense, or a mixture of experts."""
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """x: (T, H) -> (T, H)."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices that adapters may change, in the order in which they compute."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its weights."""
+
+
+class DenseMlp:
+    """down(activation(gate) · up)."""
+
+    __slots__ = ("_kernels", "_silu", "down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, kernels: Kernels, *, activation: str = "silu") -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self._silu = activation == "silu"  # else GELU by tanh
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """x: (T, H) -> (T, H)."""
+        gate_up = self.gate_up(x, step)
+        return self.down(self._kernels.swiglu(gate_up) if self._silu else self._kernels.geglu(gate_up), step)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices, in the order in which they compute."""
+        return self.gate_up, self.down
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its weights."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms what is added, too."""
+
+    __slots__ = ("_attention_norm", "_attention_out_norm", "_mlp_norm", "_mlp_out_norm", "attention", "mlp")
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: Mlp,
+        attention_norm: RMSNorm,
+        mlp_norm: RMSNorm,
+        *,
+        attention_out_norm: RMSNorm | None = None,
+        mlp_out_norm: RMSNorm | None = None,
+    ) -> None:
+        self.attention = attention
+        self.mlp = mlp
+        self._attention_norm = attention_norm
+        self._mlp_norm = mlp_norm
+        self._attention_out_norm = attention_out_norm
+        self._mlp_out_norm = mlp_out_norm
+
+    def __call__(self, x: Tensor | None, stream: Tensor, cache: Tensor, step: StepContext) -> Tensor:
+        """stream: (T, H), which grows in place  x: (T, H) what the layer before adds to it -> what this layer adds."""
+        normed = self._attention_norm(stream) if x is None else self._attention_norm.after_adding(x, stream)
+        attended = self.attention(normed, cache, step)
+        if self._attention_out_norm is not None:
+            attended = self._attention_out_norm(attended)
+        added = self.mlp(self._mlp_norm.after_adding(attended, stream), step)
+        return added if self._mlp_out_norm is None else self._mlp_out_norm(added)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its matrices that adapters may change, in the order in which they compute."""
+        return self.attention.qkv, self.attention.out, *self.mlp.linears
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its weights; norms are too small to count."""
+        return self.attention.qkv.nbytes + self.attention.out.nbytes + self.mlp.nbytes

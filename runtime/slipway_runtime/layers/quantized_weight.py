@@ -1,0 +1,113 @@
+"""A matrix as a quantized checkpoint holds it: w[o, i] = (code[o, i] - zero[o, g]) · scale[o, g].
+
+g is the group of column i: `group` columns that lie side by side share a scale. One scale for a whole row is a group as
+wide as the matrix. A checkpoint that was quantized in the order of activations has groups of columns that do not lie
+side by side: its codes are stored sorted by group, and `order` says which input each column multiplies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.layers.matmul_quantized import OneScaleRows
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Codes with their scales, and the type that the model computes in."""
+
+    codes: Tensor  # (out, in): int8, float8_e4m3fn, or uint8 with the values 0 … 2**bits - 1
+    scales: Tensor  # (out, groups), float32
+    group: int  # columns
+    dtype: torch.dtype
+    zeros: Tensor | None = None  # (out, groups), float32; None: 0
+    order: Tensor | None = None  # (in,) the input of each column; None: they are in order
+    bits: int = 8
+    rounds_inputs: bool = False  # the publisher's evaluation rounded the rows of x to the same format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
+    def __len__(self) -> int:
+        """Rows, as of a tensor."""
+        return self.codes.shape[0]
+
+    def rows(self, wanted: Tensor | slice) -> "QuantizedWeight":
+        """Some outputs, or all of them in another order."""
+        zeros = None if self.zeros is None else self.zeros[wanted]
+        return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], zeros=zeros)
+
+    def dequantized(self) -> Tensor:
+        """(out, in), in the type that the model computes in."""
+        scales = self.scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        w = self.codes.float()
+        if self.zeros is not None:
+            w -= self.zeros.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        w = w.mul_(scales).to(self.dtype)
+        if self.order is None:
+            return w
+        placed = torch.empty_like(w)
+        placed[:, self.order] = w
+        return placed
+
+    def as_one_scale_rows(self) -> OneScaleRows | None:
+        """The codes and a scale per row, where that is what it has; else None."""
+        if self.scales.shape[1] != 1 or self.zeros is not None or self.order is not None:
+            return None
+        if self.codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+            return None
+        return OneScaleRows(self.codes, self.scales[:, 0].contiguous(), self.dtype)
+
+
+Weight = Tensor | QuantizedWeight
+
+
+def dequantized(weight: Weight) -> Tensor:
+    """The numbers of a weight, whatever form it is in."""
+    return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+
+
+def select_rows(weight: Weight, wanted: Tensor | slice) -> Weight:
+    """Some outputs, or all of them in another order."""
+    return weight.rows(wanted) if isinstance(weight, QuantizedWeight) else weight[wanted]
+
+
+def concatenated(weights: Sequence[Weight]) -> Weight:
+    """Several matrices with the same inputs as one, outputs side by side; dequantized where their formats differ."""
+    if len(weights) == 1:
+        return weights[0]
+    first = weights[0]
+    if isinstance(first, QuantizedWeight) and all(
+        isinstance(other, QuantizedWeight) and _is_alike(first, other) for other in weights
+    ):
+        alike = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        zeros = [weight.zeros for weight in alike if weight.zeros is not None]
+        return replace(
+            first,
+            codes=torch.cat([weight.codes.view(torch.uint8) for weight in alike]).view(first.codes.dtype),
+            scales=torch.cat([weight.scales for weight in alike]),
+            zeros=torch.cat(zeros) if zeros else None,
+        )
+    return torch.cat([dequantized(weight) for weight in weights])
+
+
+def _is_alike(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    same_order = (one.order is None) == (other.order is None) and (
+        one.order is None or other.order is None or torch.equal(one.order, other.order)
+    )
+    return (
+        same_order
+        and one.codes.dtype == other.codes.dtype
+        and (one.group, one.bits, one.shape[1]) == (other.group, other.bits, other.shape[1])
+        and (one.zeros is None) == (other.zeros is None)
+        and one.rounds_inputs == other.rounds_inputs
+    )

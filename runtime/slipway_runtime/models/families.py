@@ -1,0 +1,170 @@
+"""Model families: which keys of config.json each one has beyond those of all, and what its layers do differently.
+
+| model_type  | published as                      | differs from Llama by                                             |
+|-------------|-----------------------------------|-------------------------------------------------------------------|
+| llama       | Llama 2, 3.x, SmolLM2             |                                                                   |
+| smollm3     | SmolLM3                           | layers without rotary positions                                   |
+| mistral     | Mistral, Mistral Nemo             | a sliding window on all layers                                    |
+| qwen2       | Qwen2, Qwen2.5                    | biases of q, k and v, a sliding window on some layers             |
+| qwen3       | Qwen3                             | norms of heads, a sliding window on some layers                   |
+| phi3        | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | merged projections, longrope, positions for a part of a head      |
+| gemma2      | Gemma 2                           | (1 + w) norms before and after, GELU, soft caps, scaled embedding |
+| gemma3_text | Gemma 3, text only                | the same without caps; norms of heads, two rotary bases           |
+| mixtral     | Mixtral                           | experts                                                           |
+| qwen3_moe   | Qwen3 mixture of experts          | norms of heads, experts in some layers                            |
+| gpt_oss     | gpt-oss                           | experts with biases and a clamped SwiGLU, attention sinks         |
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from slipway_runtime.models.config_values import ModelRefusedError, flag, number, whole
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text: keys of config.json."""
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture of experts of the sparse layers."""
+
+    count: int
+    per_token: int
+    intermediate_size: int  # inner features of one expert
+    layers: frozenset[int]  # the others have a dense MLP
+    normalize: bool  # the weights of a token's experts sum to one
+    swiglu_limit: float | None = None  # gate and up are clamped to it, as gpt-oss does
+    biased: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a model_type adds to the keys and defaults of Llama."""
+
+    keys: frozenset[str] = frozenset()  # honoured
+    inert: frozenset[str] = frozenset()  # change nothing about the tokens that come out
+    neutral: tuple[tuple[str, object], ...] = ()  # keys with the one value that changes nothing
+    activation: str = "silu"
+    ties_by_default: bool = False  # the embedding is lm_head where the config does not say
+    head_dim: int | None = None  # where the config does not say; None: hidden_size / heads
+    qk_norm: bool = False
+    gemma: bool = False
+    fused: bool = False  # q, k, v are one matrix in the checkpoint, and so are gate and up
+
+
+_MOE_TRAINING: Final = words("router_aux_loss_coef output_router_logits router_jitter_noise")
+_GEMMA_KEYS: Final = words(
+    "hidden_activation query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
+    "sliding_window_pattern _sliding_window_pattern rope_local_base_freq"
+)
+FAMILIES: Final[dict[str, Family]] = {
+    "llama": Family(),
+    "smollm3": Family(
+        keys=words("no_rope_layers no_rope_layer_interval"), inert=words("pretraining_tp"), ties_by_default=True
+    ),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(head_dim=128, qk_norm=True),
+    "phi3": Family(
+        keys=words("original_max_position_embeddings partial_rotary_factor"),
+        neutral=(("full_attn_mod", 1), ("interpolate_factor", 1)),
+        fused=True,
+    ),
+    "gemma2": Family(
+        keys=_GEMMA_KEYS,
+        inert=words("sliding_window_size"),
+        activation="gelu_pytorch_tanh",
+        ties_by_default=True,
+        head_dim=256,
+        gemma=True,
+    ),
+    "gemma3_text": Family(
+        keys=_GEMMA_KEYS,
+        activation="gelu_pytorch_tanh",
+        ties_by_default=True,
+        head_dim=256,
+        qk_norm=True,
+        gemma=True,
+    ),
+    "mixtral": Family(keys=words("num_local_experts num_experts_per_tok"), inert=_MOE_TRAINING),
+    "qwen3_moe": Family(
+        keys=words(
+            "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
+            "decoder_sparse_step mlp_only_layers"
+        ),
+        inert=_MOE_TRAINING,
+        qk_norm=True,
+    ),
+    "gpt_oss": Family(
+        keys=words("num_local_experts num_experts_per_tok swiglu_limit swiglu_alpha"),
+        inert=_MOE_TRAINING | words("experts_per_token initial_context_length"),
+        head_dim=64,
+    ),
+}
+
+_MOST_EXPERTS: Final = 4096
+
+
+def check_activation(family: Family, raw: dict[str, Any]) -> None:
+    """Refuse an activation that the family's published models do not have."""
+    for key in ("hidden_activation", "hidden_act"):
+        if key == "hidden_activation" and not family.gemma:
+            continue
+        said = raw.get(key)
+        # Gemma's first files said "gelu", and the code of its authors computed the tanh form.
+        if said is not None and said != family.activation and not (family.gemma and said == "gelu"):
+            raise ModelRefusedError(f"config.json: {key} is {said!r}; only {family.activation!r} is supported")
+
+
+def experts_of(model_type: str, raw: dict[str, Any], layers: int) -> Experts | None:
+    """The experts that a config asks for; None for a dense model."""
+    if model_type not in ("mixtral", "qwen3_moe", "gpt_oss"):
+        return None
+    count_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    count = whole(raw, count_key, at_most=_MOST_EXPERTS)
+    per_token = whole(raw, "num_experts_per_tok", at_most=_MOST_EXPERTS)
+    if per_token > count:
+        raise ModelRefusedError(f"config.json: num_experts_per_tok is {per_token}, and there are {count} experts")
+    if model_type == "gpt_oss":
+        if raw.get("swiglu_alpha", 1.702) != 1.702:
+            raise ModelRefusedError(f"config.json: swiglu_alpha is {raw['swiglu_alpha']!r}; only 1.702 is supported")
+        return Experts(
+            count=count,
+            per_token=per_token,
+            intermediate_size=whole(raw, "intermediate_size", at_most=1 << 20),
+            layers=frozenset(range(layers)),
+            normalize=True,
+            swiglu_limit=number(raw, "swiglu_limit") if "swiglu_limit" in raw else 7.0,
+            biased=True,
+        )
+    inner = "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"
+    return Experts(
+        count=count,
+        per_token=per_token,
+        intermediate_size=whole(raw, inner, at_most=1 << 20),
+        layers=_sparse_layers(raw, layers) if model_type == "qwen3_moe" else frozenset(range(layers)),
+        normalize=flag(raw, "norm_topk_prob") if model_type == "qwen3_moe" else True,
+    )
+
+
+def _sparse_layers(raw: dict[str, Any], layers: int) -> frozenset[int]:
+    step = whole(raw, "decoder_sparse_step", at_most=1 << 20) if "decoder_sparse_step" in raw else 1
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(index, int) for index in dense):
+        raise ModelRefusedError("config.json: mlp_only_layers is not a list of layers")
+    return frozenset(index for index in range(layers) if (index + 1) % step == 0 and index not in dense)
+
+
+def layers_without_positions(model_type: str, raw: dict[str, Any], layers: int) -> frozenset[int]:
+    """Layers that turn no head by its position: SmolLM3's no_rope_layers has a 0 for each."""
+    if model_type != "smollm3":
+        return frozenset()
+    said = raw.get("no_rope_layers")
+    if said is None:
+        step = whole(raw, "no_rope_layer_interval", at_most=1 << 20) if "no_rope_layer_interval" in raw else 4
+        return frozenset(index for index in range(layers) if (index + 1) % step == 0)
+    if not isinstance(said, list) or len(said) != layers or any(value not in (0, 1) for value in said):
+        raise ModelRefusedError(f"config.json: no_rope_layers does not say 0 or 1 for each of the {layers} layers")
+    return frozenset(index for index, turned in enumerate(said) if not turned)

@@ -1,0 +1,170 @@
+"""Builds the layers of a decoder, or a rank's share of them, out of a checkpoint's tensors."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.layers.attention import Attention
+from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
+from slipway_runtime.layers.linear import Linear
+from slipway_runtime.layers.matmul import MakeMatmul
+from slipway_runtime.layers.norm import RMSNorm
+from slipway_runtime.layers.quantized_weight import Weight, dequantized, select_rows
+from slipway_runtime.layers.rotary import place_turned
+from slipway_runtime.models.config import ModelConfig
+from slipway_runtime.models.load_experts import load_experts
+from slipway_runtime.models.quantized_checkpoint import WeightReader
+from slipway_runtime.models.sharding import Share, part_of
+from slipway_runtime.models.weights import Checkpoint
+
+# The norms of a layer: before attention and MLP; Gemma's are four.
+_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS: Final = (
+    "input_layernorm",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+class LayerLoader:
+    """Reads one layer after the other; may be called from several threads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        weights: WeightReader,
+        kernels: Kernels,
+        *,
+        make_matmul: MakeMatmul,
+        make_router: MakeMatmul,
+        share: Share,
+    ) -> None:
+        self._config = config
+        self._own = part_of(config, share.size)
+        self._checkpoint = checkpoint
+        self._weights = weights
+        self._kernels = kernels
+        self._make_matmul = make_matmul
+        self._make_router = make_router
+        self._share = share
+
+    def layer(self, index: int) -> DecoderLayer:
+        """The layer of this number."""
+        config, prefix = self._config, f"model.layers.{index}"
+        names = _GEMMA_NORMS if config.output_norms else _NORMS
+        norms = [self.norm(f"{prefix}.{name}") for name in names]
+        return DecoderLayer(
+            self._attention(index, f"{prefix}.self_attn"),
+            self._mlp(index, prefix),
+            norms[0],
+            norms[1],
+            attention_out_norm=norms[2] if config.output_norms else None,
+            mlp_out_norm=norms[3] if config.output_norms else None,
+        )
+
+    def norm(self, name: str, size: int = 0) -> RMSNorm:
+        """The norm of this name; size: of what it scales; 0: the hidden size."""
+        config = self._config
+        exact = torch.float32 if config.norm_offset else None  # 1 + w in bfloat16 would lose most of w
+        weight = self._checkpoint.take(f"{name}.weight", size or config.hidden_size, dtype=exact)
+        if config.norm_offset:
+            weight += config.norm_offset
+        return RMSNorm(weight, config.rms_norm_eps, self._kernels)
+
+    def _attention(self, index: int, prefix: str) -> Attention:
+        config, own = self._config, self._own
+        sinks = None
+        if config.attention_sinks:
+            sinks = self._checkpoint.take(f"{prefix}.sinks", config.num_q_heads, dtype=torch.float32)
+            sinks = sinks[self._share.of(config.num_q_heads)].contiguous()
+        return Attention(
+            self._qkv(prefix),
+            self._summed(f"{prefix}.o_proj", config.num_q_heads * config.head_dim, bias=config.out_bias),
+            num_q_heads=own.num_q_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=config.head_dim,
+            q_norm=self.norm(f"{prefix}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=self.norm(f"{prefix}.k_norm", config.head_dim) if config.qk_norm else None,
+            window=config.window_of(index),
+            kernels=self._kernels,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            sinks=sinks,
+            rotary_table=config.rotary_table_of(index),
+        )
+
+    def _qkv(self, prefix: str) -> Linear:
+        config = self._config
+        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = self._side_by_side(
+            prefix, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), "qkv_proj", bias=config.qkv_bias
+        )
+        if config.rotary_dim:
+            values = parts.pop()
+            parts = [
+                (name, select_rows(weight, self._turned_rows(len(weight))), bias)  # Phi has no biases
+                for name, weight, bias in parts
+            ]
+            parts.append(values)
+        return Linear.merged(parts, self._make_matmul)
+
+    def _turned_rows(self, count: int) -> Tensor:
+        """The rows of a matrix of queries or keys in the order of the rotary table."""
+        return place_turned(torch.arange(count), self._config.head_dim, self._config.rotary_dim)
+
+    def _side_by_side(
+        self, prefix: str, names: Sequence[str], out_sizes: Sequence[int], fused: str, *, bias: bool
+    ) -> list[tuple[str, Weight, Tensor | None]]:
+        """Matrices with the same inputs, this rank's rows of each: (name, weight, bias)."""
+        hidden, share = self._config.hidden_size, self._share
+        if self._config.fused_projections:
+            whole = self._weights.matrix(f"{prefix}.{fused}", sum(out_sizes), hidden)
+            starts = [sum(out_sizes[:at]) for at in range(len(out_sizes))]
+            own = [share.of(size) for size in out_sizes]
+            rows = [slice(start + of.start, start + of.stop) for start, of in zip(starts, own, strict=True)]
+            return [(f"{prefix}.{name}", select_rows(whole, of), None) for name, of in zip(names, rows, strict=True)]
+        parts: list[tuple[str, Weight, Tensor | None]] = []
+        for name, out_size in zip(names, out_sizes, strict=True):
+            of = share.of(out_size)
+            weight = self._weights.matrix(f"{prefix}.{name}", out_size, hidden, rows=of)
+            own_bias = self._checkpoint.take(f"{prefix}.{name}.bias", out_size, rows=of) if bias else None
+            parts.append((f"{prefix}.{name}", weight, own_bias))
+        return parts
+
+    def _summed(self, name: str, in_size: int, *, bias: bool) -> Linear:
+        hidden, share = self._config.hidden_size, self._share
+        weight = self._weights.matrix(name, hidden, in_size)
+        if share.size > 1:
+            weight = dequantized(weight)[:, share.of(in_size)].contiguous()
+        own_bias = self._checkpoint.take(f"{name}.bias", hidden) if bias else None
+        # The bias is in the sum once.
+        return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], self._make_matmul, share.reduce)
+
+    def _mlp(self, index: int, prefix: str) -> Mlp:
+        config = self._config
+        if config.experts is not None and index in config.experts.layers:
+            return load_experts(
+                config,
+                self._checkpoint,
+                self._weights,
+                prefix,
+                self._kernels,
+                make_matmul=self._make_matmul,
+                make_router=self._make_router,
+                share=self._share,
+            )
+        inner = config.intermediate_size
+        parts = self._side_by_side(
+            f"{prefix}.mlp", ("gate_proj", "up_proj"), (inner, inner), "gate_up_proj", bias=config.mlp_bias
+        )
+        return DenseMlp(
+            Linear.merged(parts, self._make_matmul),
+            self._summed(f"{prefix}.mlp.down_proj", inner, bias=config.mlp_bias),
+            self._kernels,
+            activation=config.activation,
+        )

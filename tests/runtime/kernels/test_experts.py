@@ -1,0 +1,95 @@
+"""The grouped products of a mixture of experts, and the activations around them, against their definitions."""
+
+import pytest
+import torch
+
+from slipway_runtime.kernels import experts, norms, reference
+from slipway_runtime.kernels.reference_experts import ExpertWeights, choose_experts, gated, mix_experts
+from slipway_runtime.layers.experts import GroupedExperts
+from slipway_runtime.layers.matmul import Dense
+
+
+def some_experts(count: int, inner: int, hidden: int, *, biased: bool, limit: float | None) -> ExpertWeights:
+    return ExpertWeights(
+        torch.randn(count, 2 * inner, hidden) / hidden**0.5,
+        torch.randn(count, hidden, inner) / inner**0.5,
+        torch.randn(count, 2 * inner) if biased else None,
+        torch.randn(count, hidden) if biased else None,
+        limit,
+    )
+
+
+def one_by_one(x, weights, chosen, of: ExpertWeights):
+    """Each token alone, each of its experts after the other, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            both = of.gate_up[expert].double() @ x[token].double()
+            if of.gate_up_bias is not None:
+                both += of.gate_up_bias[expert]
+            gate, up = both.chunk(2)
+            if of.limit is None:
+                inner = gate * torch.sigmoid(gate) * up
+            else:
+                gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit)
+                inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            y = of.down[expert].double() @ inner
+            out[token] += weight * (y if of.down_bias is None else y + of.down_bias[expert])
+    return out
+
+
+@pytest.mark.capability("API-21")
+@pytest.mark.parametrize("kernels", ["reference", "grouped on a CPU", "triton"])
+@pytest.mark.parametrize(
+    ("tokens", "count", "per_token", "inner", "hidden", "gpt_oss"),
+    [(1, 4, 2, 24, 40, False), (37, 5, 3, 70, 33, True), (9, 16, 1, 8, 64, False), (150, 2, 2, 12, 20, True)],
+)
+def test_experts_compute_what_each_would_alone(kernels, tokens, count, per_token, inner, hidden, gpt_oss):
+    torch.manual_seed(tokens)
+    of = some_experts(count, inner, hidden, biased=gpt_oss, limit=1.0 if gpt_oss else None)
+    x = torch.randn(tokens, hidden)
+    weights, chosen = choose_experts(torch.randn(tokens, count), per_token, normalize=True)
+    if kernels == "triton":
+        ours = experts.mix_experts(x, weights, chosen, of)
+    elif kernels == "reference":
+        ours = mix_experts(x, weights, chosen, of)
+    else:
+        pairs = [(Dense(gate_up), Dense(down)) for gate_up, down in zip(of.gate_up, of.down, strict=True)]
+        biases = None if of.gate_up_bias is None else (of.gate_up_bias, of.down_bias)
+        ours = GroupedExperts(pairs, reference, biases=biases, limit=of.limit)(x, weights, chosen)
+    torch.testing.assert_close(ours.double(), one_by_one(x, weights, chosen, of), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.capability("API-21")
+def test_all_tokens_may_choose_the_same_expert():
+    torch.manual_seed(0)
+    of = some_experts(7, 10, 18, biased=False, limit=None)
+    x, chosen = torch.randn(70, 18), torch.full((70, 1), 5)
+    weights = torch.ones(70, 1)
+    ours = experts.mix_experts(x, weights, chosen, of)
+    torch.testing.assert_close(ours, mix_experts(x, weights, chosen, of), atol=2e-5, rtol=1e-4)
+
+
+def test_the_weights_of_the_chosen_are_those_of_all_unless_they_are_normalized():
+    scores = torch.tensor([[0.0, 2.0, 1.0, -3.0]])
+    of_all = scores.softmax(-1)[0]
+    weights, chosen = choose_experts(scores, 2, normalize=False)
+    assert chosen.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights[0], of_all[[1, 2]])
+    weights, _ = choose_experts(scores, 2, normalize=True)
+    torch.testing.assert_close(weights[0], of_all[[1, 2]] / of_all[[1, 2]].sum())
+
+
+@pytest.mark.parametrize("width", [1, 24, 1030])
+def test_activations_in_triton_equal_the_reference(width):
+    torch.manual_seed(0)
+    gate_up = torch.randn(3, 2 * width) * 4
+    torch.testing.assert_close(norms.geglu(gate_up), reference.geglu(gate_up), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(norms.clamped_swiglu(gate_up, 2.0), gated(gate_up, 2.0), atol=1e-5, rtol=1e-5)
+
+
+def test_geglu_of_the_compiled_kernels_equals_the_reference(kernels):
+    torch.manual_seed(0)
+    for width in (1, 24, 1030):
+        gate_up = torch.randn(3, 2 * width) * 8
+        torch.testing.assert_close(kernels.geglu(gate_up), reference.geglu(gate_up), atol=2e-5, rtol=2e-5)
