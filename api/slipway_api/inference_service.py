@@ -258,7 +258,8 @@ class InferenceServiceSpec(Struct):
     """The model, its served name and its credentials."""
     profile: Profile | None = None
     """The kind of load: chat, coding, voice, batch or long-context. It fills runtime.maxNumSeqs,
-    runtime.maxNumBatchedTokens and runtime.speculation where they are at their default. Absent: fills nothing."""
+    runtime.maxNumBatchedTokens and runtime.speculation where they are at their default, and resources.requests of CPU
+    and memory for each GPU where nothing is said of them. Absent: fills nothing."""
     runtime: Runtime = Runtime()
     """How a replica runs the model."""
     resources: Resources = Resources()
