@@ -26,7 +26,7 @@ def test_responses_messages_and_embeddings_through_one_endpoint(clean: Slipway) 
         with client.responses.stream(
             model="talk", input="What is a pod?", temperature=0, max_output_tokens=40
         ) as stream:
-            streamed = stream.get_final_response() if stream.until_done() is not None else None
+            streamed = stream.get_final_response()
         embedded = client.embeddings.create(model="vectors", input=["A pod.", "A pod.", "A node."])
         with pytest.raises(openai.NotFoundError, match="computes embeddings"):
             client.responses.create(model="vectors", input="What is a pod?")
@@ -37,7 +37,6 @@ def test_responses_messages_and_embeddings_through_one_endpoint(clean: Slipway) 
         counted = client.messages.count_tokens(**ask)
 
     assert response.output_text
-    assert streamed is not None
     assert streamed.output_text == response.output_text == said
     assert response.usage is not None
     assert counted.input_tokens == response.usage.input_tokens
