@@ -83,6 +83,16 @@ class ModelShape:
         return self.layers * self._attention_parameters + dense + sparse
 
     @property
+    def linear_rows(self) -> int:
+        """Rows of these matrices, each of which has a scale when it is quantized."""
+        if not self.experts:
+            return self.layers * sum(out for _, out in self.projections)
+        attention = (self.heads + 2 * self.kv_heads) * self.head_dim + self.hidden
+        dense = self._dense_layers * (2 * self.intermediate + self.hidden)
+        sparse = (self.layers - self._dense_layers) * self.experts * (2 * self.moe_intermediate + self.hidden)
+        return self.layers * attention + dense + sparse
+
+    @property
     def all_parameters(self) -> int:
         """Every weight; norms and biases are too few to count."""
         return self.parameters or self.linear_parameters + self.embedding_parameters
@@ -162,7 +172,7 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none") -> i
     plain = shape.all_parameters * WEIGHT_BYTES[dtype]
     if quantization == "none":
         return plain
-    rows = shape.layers * sum(out for _, out in shape.projections) * max(1, shape.experts)
+    rows = shape.linear_rows
     linear = min(shape.linear_parameters, shape.all_parameters)
     return plain - linear * (WEIGHT_BYTES[dtype] - WEIGHT_BYTES[quantization]) + rows * SCALE_BYTES
 

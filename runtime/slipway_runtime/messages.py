@@ -171,6 +171,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int = 0
     speculation: str = "none"
     host_blocks: int = 0  # that host memory has room for, beside the pool; 0: cold prefixes are dropped
+    warnings: tuple[str, ...] = ()  # what costs quality in the way that the model is loaded; sentences
     graphs_failed: str = ""  # why decode steps are not recorded on a device that could; a sentence
 
 

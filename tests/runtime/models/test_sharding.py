@@ -20,7 +20,12 @@ FAMILIES = {
     "mistral with a window": ("mistral", {"sliding_window": 10}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
-}
+    "phi4-mini": ("phi3", {"hidden_size": 64, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 9}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 1.5}),
+}  # fmt: skip
 
 
 def some_work(vocabulary: int) -> list[tuple[Stretch, ...]]:
@@ -43,7 +48,7 @@ def differences(whole: Machine, shards: Shards, vocabulary: int) -> list[float]:
     return found
 
 
-@pytest.mark.capability("DD-3")
+@pytest.mark.capability("DD-3", "API-21")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     kind, shape = FAMILIES[family]
