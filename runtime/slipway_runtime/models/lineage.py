@@ -1,11 +1,11 @@
 """Warns of weights that were rounded twice: each rounding loses some quality, and evaluations of one do not cover both.
 
-| the checkpoint holds     | its origin, by config.json     | asked for   | warning                                            |
-|--------------------------|--------------------------------|-------------|----------------------------------------------------|
-| codes                    |                                | int8, fp8   | codes become numbers, which are rounded again      |
-| codes                    | a model in another format      |             | numbers of the first rounding were rounded again   |
-| numbers                  | a model in four bits (NF4 …)   | int8, fp8   | the same                                           |
-| anything else            |                                |             | none                                               |
+| the checkpoint holds | its origin, by config.json   | asked for | warning                            |
+|----------------------|------------------------------|-----------|------------------------------------|
+| codes                |                              | int8, fp8 | codes are rounded again            |
+| codes                | a model in another format    |           | rounded numbers were rounded again |
+| numbers              | a model in four bits (NF4 …) | int8, fp8 | the same                           |
+| anything else        |                              |           | none                               |
 
 A model that was tuned on NF4 weights (QLoRA) and merged into bfloat16 looks like any other: what is left of its history
 is the name of what it was made from.

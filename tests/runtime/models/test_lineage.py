@@ -13,7 +13,7 @@ from tests.runtime.models.test_published import published
     [
         ("llama-3.2-1b", "", "int8", None),
         ("llama-3.2-1b", "unsloth/Llama-3.2-1B-bnb-4bit", "none", None),  # rounded once, and that is past
-        ("llama-3.2-1b", "unsloth/Llama-3.2-1B-bnb-4bit", "int8", "looks like bitsandbytes NF4, and are quantized again"),
+        ("llama-3.2-1b", "unsloth/Llama-3.2-1B-bnb-4bit", "int8", "looks like bitsandbytes NF4, and are quant"),
         ("qwen2.5-7b-instruct-awq", "unsloth/Qwen2.5-7B-bnb-4bit", "none", "looks like bitsandbytes NF4"),
         ("qwen2.5-7b-instruct-awq", "Qwen/Qwen2.5-7B-Instruct-AWQ", "none", None),  # a copy of itself
         ("qwen2.5-7b-instruct-gptq-int4", "Qwen/Qwen2.5-7B-Instruct-AWQ", "none", "looks like AWQ, and are quantized"),
