@@ -144,8 +144,12 @@ def _rowwise(shape: Shape, bandwidth: float) -> list[Figure]:
     runs: list[tuple[str, int, Callable[[], object]]] = [
         ("add and norm", 4 * x.nbytes, lambda: gpu.add_rms_norm(x, residual, weight, 1e-5)),
         ("SwiGLU", gate_up.nbytes * 3 // 2, lambda: gpu.swiglu(gate_up)),
-        ("draw of 256", scores.nbytes, lambda: gpu.draw(scores, one, whole, one, 0 * one, whole, whole)),
-        ("draw of 256, top-p", scores.nbytes, lambda: gpu.draw(scores, one, whole, 0.9 * one, 0 * one, whole, whole)),
+        ("sample of 256", scores.nbytes, lambda: gpu.sample(scores, one, whole, one, 0 * one, whole, whole)),
+        (
+            "sample of 256, top-p",
+            scores.nbytes,
+            lambda: gpu.sample(scores, one, whole, 0.9 * one, 0 * one, whole, whole),
+        ),
     ]
     return [
         figure

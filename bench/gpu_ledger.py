@@ -43,10 +43,10 @@ GAINS = (
         "bound by the bytes of B; rank 256 spilled 13 KB",
     ),
     (
-        "threshold of a draw",
+        "threshold of a sample",
         "one block reads the row up to 60 times: about 1 ms",
         "many blocks read it once, one searches 64 candidates a tile in registers",
-        "about 30 µs a draw; rows with flat scores take the old way",
+        "about 30 µs a sample; rows with flat scores take the old way",
     ),
     (
         "`_best_of_tiles`",

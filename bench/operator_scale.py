@@ -40,14 +40,14 @@ from slipway_kube.resources import (
 )
 from slipway_operator import handlers as handlers
 from slipway_operator.clock import Clock
-from slipway_operator.controller.executor import _with_digest as with_digest
+from slipway_operator.controller.children import with_digest
 from slipway_operator.core.actions import AddFinalizer, AnnotatePod, ApplyChild, CreatePod, CreateRevision
 from slipway_operator.core.observed import Defaults, Network, Observed, StoredRevision
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.observer import replica
 from slipway_operator.inputs.revisions import ControllerRevision, revision_facts
 from slipway_operator.keepalive import KeptConnections
-from slipway_operator.manager import Manager
+from slipway_operator.manager import Manager, exempt_caches_from_collection
 from slipway_operator.masters import GatewayKeys, Masters
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.replica_client import direct
@@ -214,7 +214,17 @@ async def _measure(services: int, folder: Path) -> Section:
             )
             # The Lease is in another API server and never expires: a slow machine must not end the measurement.
             lease_client, clock = DiscoverableApiServer().client(), Clock(lease=lambda: 0.0)
-            manager = Manager(settings, client, lease_client, direct(connections, port=port), metrics, clock=clock)
+            dial = direct(connections, port=port)
+            manager = Manager(
+                settings,
+                client,
+                lease_client,
+                dial,
+                metrics,
+                serving_dial=dial,
+                on_synced=exempt_caches_from_collection,
+                clock=clock,
+            )
             started, cpu = time.monotonic(), time.process_time()
             operator = asyncio.create_task(
                 kopf.operator(
@@ -224,8 +234,11 @@ async def _measure(services: int, folder: Path) -> Section:
                     stop_flag=stop,
                 )
             )
-            await _until(lambda: manager.ready() == (True, "leading") and _passes(metrics) >= services)
+            await _until(lambda: manager.ready() == (True, "leading"))
+            taking_over = asyncio.create_task(_latencies(manager, client, range(CHANGES, 2 * CHANGES)))
+            await _until(lambda: _passes(metrics) >= services)
             synced, synced_cpu = time.monotonic() - started, time.process_time() - cpu
+            takeover = await taking_over
             await asyncio.sleep(STEADY_SECONDS / 2)  # all capacities read, all first statuses written
             writes, cpu, wall = _writes(metrics), time.process_time(), time.monotonic()
             ages: list[float] = []
@@ -234,8 +247,11 @@ async def _measure(services: int, folder: Path) -> Section:
                 ages += _ages(manager)
             steady = (time.process_time() - cpu) / (time.monotonic() - wall)
             at_rest = _writes(metrics) - writes
-            silent = sum(one.value for one in metrics.signal_errors.collect()[0].samples)
-            latencies = sorted(await _latencies(manager, client, services))
+            silent = sum(one.value for one in metrics.signal_errors.collect()[0].samples if one.name.endswith("_total"))
+            latencies = await _latencies(manager, client, range(CHANGES))
+            for key in manager.caches.known():
+                manager._resync_key(key)
+            resyncing = await _latencies(manager, client, range(2 * CHANGES, 3 * CHANGES))
             idle = await _cpu_without_scraping(manager)
             stop.set()
             await operator
@@ -253,17 +269,24 @@ async def _measure(services: int, folder: Path) -> Section:
             Figure("age of samples, worst", ages[-1], "s"),
             Figure("calls that were not answered", silent, "", "since the start; a deadline is 2 s"),
             Figure("writes at rest", at_rest, "", f"in those {STEADY_SECONDS:.0f} s; Lease renewals are not counted"),
-            Figure("changed spec → pod created, p50", latencies[len(latencies) // 2], "s", "one after the other"),
-            Figure("changed spec → pod created, p99", latencies[int(len(latencies) * 0.99)], "s", f"of {CHANGES}"),
+            Figure("changed spec → pod created, p50", _share(latencies, 0.5), "s", "one after the other"),
+            Figure("changed spec → pod created, p99", _share(latencies, 0.99), "s", f"of {CHANGES}"),
+            Figure("the same during a resync, p99", _share(resyncing, 0.99), "s", "of all objects at once"),
+            Figure("the same during a takeover, p99", _share(takeover, 0.99), "s", "beside the first pass of each"),
             Figure("peak memory", memory, "MiB", "of the operator's process, with this benchmark in it"),
         ),
     )
 
 
-async def _latencies(manager: Manager, client: Client, services: int) -> list[float]:
-    """From the reply to a changed spec to the new pod in the operator's own cache."""
+def _share(values: list[float], share: float) -> float:
+    """The value that so large a share of the values does not exceed."""
+    return sorted(values)[int(len(values) * share)]
+
+
+async def _latencies(manager: Manager, client: Client, numbers: range) -> list[float]:
+    """From the reply to a changed spec to the new pod in the operator's own cache, one service after the other."""
     latencies = []
-    for number in range(min(CHANGES, services)):
+    for number in numbers:
         name = f"chat-{number}"
         path = INFERENCE_SERVICES.path(NAMESPACE, name)
         came: asyncio.Future[float] = asyncio.get_running_loop().create_future()

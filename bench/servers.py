@@ -84,15 +84,23 @@ def a_module(name: str, *flags: str) -> Iterator[Server]:
 
 @contextmanager
 def _serving(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
-    port, admin_port = _free_ports(2)
+    port, admin_port = free_ports(2)
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin_port)]
+    with served_by([*command, *arguments], log, environment, (port, admin_port)) as server:
+        yield server
+
+
+@contextmanager
+def served_by(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], ports: tuple[int, int]
+) -> Iterator[Server]:
+    """Any command that answers on these two ports, with `/ready` on the second one, once it is ready."""
+    port, admin_port = ports
     # The process goes when we go, even if we are killed.
     tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*tied, *command, "--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin_port)],
-            env={**os.environ, **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            [*tied, *command], env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
         )
     server = Server(process, port, admin_port, log)
     try:
@@ -134,7 +142,7 @@ def _script(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Free ports; all are held until all are known, so that they differ."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [held.getsockname()[1] for held in sockets]

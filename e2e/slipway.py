@@ -31,6 +31,7 @@ EXAMPLES = ROOT / "examples"
 RELEASE_NAMESPACE = "slipway-system"
 USER_NAMESPACE = "default"
 PLURAL = "inferenceservices"
+PLURALS = {"InferenceService": PLURAL, "LoRAAdapter": "loraadapters", "WarmPool": "warmpools"}
 GATEWAY = "gateway"
 
 RELEARNING = timedelta(seconds=10)  # of its roles, by an API server that has just started
@@ -131,7 +132,12 @@ class Slipway:
 
     def service(self, name: str, namespace: str = USER_NAMESPACE) -> Json:
         """The InferenceService as the API server has it now."""
-        found: Json = self.objects.get_namespaced_custom_object(names.GROUP, names.VERSION, namespace, PLURAL, name)
+        return self.custom("InferenceService", name, namespace)
+
+    def custom(self, kind: str, name: str, namespace: str = USER_NAMESPACE) -> Json:
+        """An object of one of Slipway's kinds as the API server has it now."""
+        plural = PLURALS[kind]
+        found: Json = self.objects.get_namespaced_custom_object(names.GROUP, names.VERSION, namespace, plural, name)
         return found
 
     def services(self, namespace: str = USER_NAMESPACE) -> list[str]:
@@ -179,9 +185,9 @@ class Slipway:
         selector = f"{names.LABEL_SERVICE}={name}"
         return list(self.core.list_namespaced_pod(namespace, label_selector=selector).items)
 
-    def events(self, name: str, namespace: str = USER_NAMESPACE) -> list[Event]:
-        """Slipway's events about the service, oldest first."""
-        about = f"regarding.kind=InferenceService,regarding.name={name}"  # its Service and its budget share the name
+    def events(self, name: str, namespace: str = USER_NAMESPACE, *, kind: str = "InferenceService") -> list[Event]:
+        """Slipway's events about the service, or about an object of another kind, oldest first."""
+        about = f"regarding.kind={kind},regarding.name={name}"  # its Service and its budget share the name
         path = f"/apis/events.k8s.io/v1/namespaces/{namespace}/events?fieldSelector={about}"
         items = self.access.api("GET", path)["items"]
         return sorted(map(Event.of, items), key=lambda event: event.at)

@@ -24,6 +24,8 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     CANARY_HEALTHY = "CanaryHealthy"
     ADAPTERS_READY = "AdaptersReady"
+    WITHIN_SLO = "WithinSLO"
+    MODEL_CACHED = "ModelCached"
 
 
 class ConditionStatus(StrEnum):
@@ -43,6 +45,7 @@ class Reason(StrEnum):
     # Stalled: a person has to act; reason and message are copied into Ready
     INVALID_SPEC = "InvalidSpec"
     DOES_NOT_FIT = "DoesNotFit"
+    CACHE_NOT_PERMITTED = "CacheNotPermitted"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MODEL_NOT_FOUND = "ModelNotFound"
     CREDENTIALS_INVALID = "CredentialsInvalid"
@@ -83,6 +86,16 @@ class Reason(StrEnum):
     # AdaptersReady
     ADAPTERS_LOADED = "AdaptersLoaded"
     ADAPTERS_MISSING = "AdaptersMissing"
+    # WithinSLO
+    WITHIN_LIMITS = "WithinLimits"
+    LIMIT_EXCEEDED = "LimitExceeded"
+    ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
+    ERROR_BUDGET_EXHAUSTED = "ErrorBudgetExhausted"
+    NO_REQUESTS = "NoRequests"
+    # ModelCached
+    CACHED = "Cached"
+    CACHING = "Caching"
+    CACHING_FAILED = "CachingFailed"
 
 
 class EventReason(StrEnum):
@@ -103,6 +116,7 @@ class EventReason(StrEnum):
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
     WARM_POD_CLAIMED = "WarmPodClaimed"
+    MODEL_CACHED = "ModelCached"
     WARM_POOL_MISS = "WarmPoolMiss"
     INVALID_SPEC = "InvalidSpec"
     METRICS_STALE = "MetricsStale"
@@ -122,6 +136,9 @@ class EventReason(StrEnum):
     CANARY_INCONCLUSIVE = "CanaryInconclusive"
     CANARY_ROLLED_BACK = "CanaryRolledBack"
     PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    SLO_EXCEEDED = "SLOExceeded"
+    ERROR_BUDGET_BURNING = "ErrorBudgetBurning"
+    ERROR_BUDGET_EXHAUSTED = "ErrorBudgetExhausted"
     ADVICE = "Advice"
 
     @property
@@ -147,6 +164,7 @@ _NORMAL_EVENTS = frozenset(
         EventReason.SUSPENDED,
         EventReason.RESUMED,
         EventReason.WARM_POD_CLAIMED,
+        EventReason.MODEL_CACHED,
     }
 )
 

@@ -74,9 +74,33 @@ class RevisionOutcomes(Body):
     """Tokens of the answers, by their usage where it was reported, else one for each event of a stream."""
 
 
+class ServiceOutcomes(Body):
+    """The requests of one service as its clients saw them at one gateway: retried and held ones count once.
+
+    Copies for a mirrored revision do not count. SLOs and cost are measured by these, canaries by `RevisionOutcomes`.
+    """
+
+    service: str
+    """<namespace>/<name>."""
+    requests: int = Field(default=0, ge=0)
+    """Requests that ended, those without a replica too; not those that their client left or that a limit of the caller
+    refused."""
+    errors: int = Field(default=0, ge=0)
+    """Of these, answered with a 5xx status or broken off."""
+    good: int = Field(default=0, ge=0)
+    """Of these, without an error and within the latency limits that `spec.slo` has."""
+    ttft: tuple[int, ...] = ()
+    """Of streams: from the whole request's arrival to the first token, as in `RevisionOutcomes`."""
+    itl: tuple[int, ...] = ()
+    """Time between two tokens of a stream, counted in the same way."""
+    output_tokens: int = Field(default=0, ge=0)
+    """Tokens of all answers, those that their client left included."""
+
+
 class OutcomesReport(Body):
     """The outcomes at one gateway, counted since its start; another `boot_id` means that they began anew."""
 
     boot_id: str
     uptime_seconds: float = Field(default=0.0, ge=0)
     revisions: tuple[RevisionOutcomes, ...] = ()
+    services: tuple[ServiceOutcomes, ...] = ()

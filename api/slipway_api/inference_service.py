@@ -13,13 +13,15 @@ from pydantic import Field
 
 from slipway_api.autoscaling import Autoscaling, ScalingMode
 from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.model_source import PRE_PULL_RULE, PrePull
 from slipway_api.model_spec import Model
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import ResourceMap, Template, resource_rules
 from slipway_api.rollout_spec import SPEC_RULES as ROLLOUT_RULES
 from slipway_api.rollout_spec import Rollout
 from slipway_api.runtime_spec import Runtime
-from slipway_api.types import ObjectMeta, Rule, ServiceKey, Struct, cel_rules
+from slipway_api.slo import SLO
+from slipway_api.types import DecimalString, ObjectMeta, Rule, ServiceKey, Struct, cel_rules, decimal_rule
 
 
 class GPU(Struct):
@@ -137,9 +139,22 @@ class Availability(Struct):
 class Budget(Struct):
     """What the service may cost."""
 
-    max_gpus: int = Field(alias="maxGPUs", ge=1, le=16_000)
+    model_config = cel_rules(
+        Rule(
+            "has(self.maxGPUs) || has(self.gpuHourCost)",
+            "a budget needs maxGPUs, gpuHourCost, or both",
+        ),
+        decimal_rule("gpuHourCost", "value > 0.0", "gpuHourCost must be above 0"),
+    )
+
+    max_gpus: int | None = Field(default=None, alias="maxGPUs", ge=1, le=16_000)
     """Most GPUs of all desired replicas together. It limits autoscaling also where minReplicas or a schedule asks for
-    more, and the number that is written through /scale; a rollout's surge comes on top."""
+    more, and the number that is written through /scale; a rollout's surge comes on top. Absent: no limit."""
+    gpu_hour_cost: DecimalString | None = None
+    """Price of one GPU for an hour, in units of currency: status.cost and the metrics of cost follow from it. Absent:
+    the service has no price."""
+    currency: str = Field(default="USD", pattern="^[A-Z]{3}$", max_length=3)
+    """Currency of gpuHourCost, three letters of ISO 4217."""
 
 
 RESTART_PATTERN = (
@@ -225,16 +240,17 @@ class InferenceServiceSpec(Struct):
             "then writes",
         ),
         Rule(
-            "!has(self.budget) || self.resources.gpu.count <= self.budget.maxGPUs",
+            "!has(self.budget) || !has(self.budget.maxGPUs) || self.resources.gpu.count <= self.budget.maxGPUs",
             "budget.maxGPUs must allow one replica: at least resources.gpu.count",
             ".budget.maxGPUs",
         ),
         Rule(
-            "!has(self.budget) || has(self.autoscaling) || !has(self.replicas) || "
+            "!has(self.budget) || !has(self.budget.maxGPUs) || has(self.autoscaling) || !has(self.replicas) || "
             "self.replicas * self.resources.gpu.count <= self.budget.maxGPUs",
             "replicas times resources.gpu.count must not exceed budget.maxGPUs",
             ".replicas",
         ),
+        PRE_PULL_RULE,
         *ROLLOUT_RULES,
     )
 
@@ -261,10 +277,12 @@ class InferenceServiceSpec(Struct):
     routing: Routing = Routing()
     """How requests reach the replicas."""
     availability: Availability = Availability()
-    """How failed replicas are replaced."""
+    """How replicas are protected from disruptions, and how failed ones are replaced."""
     budget: Budget | None = None
     """What the service may cost."""
-    """How replicas are protected from disruptions, and how failed ones are replaced."""
+    slo: SLO | None = None
+    """Service level objectives: they are measured, their error budget is kept in status, and while it is spent new
+    revisions wait. Absent: nothing is measured against objectives."""
     restart_at: str = Field(default="", pattern=RESTART_PATTERN, max_length=40)
     """A moment in RFC 3339, such as 2026-05-01T12:00:00Z: from then on replicas that are older are replaced, one after
     the other. A moment in the future waits until then."""
@@ -272,6 +290,8 @@ class InferenceServiceSpec(Struct):
     """true: all replicas drain and none is started, whatever replicas and autoscaling say."""
     warm_pool: WarmPoolReference | None = None
     """Take replicas from this WarmPool. Absent: every replica is started cold."""
+    pre_pull: PrePull | None = None
+    """Bring image and model to every node that a replica may run on, before it does. Absent: replicas bring them."""
 
 
 class InferenceService(Struct):

@@ -5,6 +5,8 @@ from typing import Annotated
 from pydantic import Field
 
 from slipway_api.conditions import Condition
+from slipway_api.model_spec import Shape
+from slipway_api.slo import CostStatus, SLOStatus
 from slipway_api.types import DecimalString, Struct, Time, bounded_list
 
 
@@ -61,7 +63,7 @@ class CanaryStatus(Struct):
     started_time: Time | None = None
     """When the present step began."""
     gate: str = Field(default="", max_length=64)
-    """Passed: the smoke tests are passed; absent: not yet, or there are none."""
+    """Passed: the tests of rollout.gates are passed; absent: not yet, or there are none."""
     failures: int = Field(default=0, ge=0)
     """Failures of the analysis in this step."""
     failed_time: Time | None = None
@@ -175,6 +177,41 @@ class AdaptersStatus(Struct):
     """Those of them that answer requests."""
 
 
+class ModelCacheStatus(Struct):
+    """Which nodes have the model."""
+
+    nodes_ready: int = Field(default=0, ge=0)
+    """Nodes that have it: a pod of prePull has brought it, or a replica serves it there."""
+    nodes_total: int = Field(default=0, ge=0)
+    """Nodes that should: with prePull those that replicas may run on, else those that have one. A shared claim is 1."""
+    bytes: int = Field(default=0, ge=0)
+    """Size of the model as prePull found it; 0: not known."""
+
+
+class ModelFacts(Struct):
+    """Sizes of the model as its hub has them, for planning memory before the first replica starts."""
+
+    uri: str = Field(max_length=512)
+    """The address that they are of."""
+    hub_endpoint: str = Field(default="", max_length=256)
+    """The hub that was asked; absent: the public one."""
+    shape: Shape
+    """The sizes."""
+
+
+class PendingUpgrade(Struct):
+    """An upgrade of the runtime image that the installation offers, and that has not begun."""
+
+    image: str = Field(max_length=512)
+    """The runtime image of the installation."""
+    from_image: str = Field(default="", max_length=512)
+    """The runtime image of the present revision."""
+    not_before: Time | None = None
+    """When the next upgradeWindow opens; absent: the policy waits for no moment."""
+    reason: str = Field(default="", max_length=256)
+    """What it waits for."""
+
+
 class InferenceServiceStatus(Struct):
     """The state of the service that the operator last observed."""
 
@@ -218,5 +255,15 @@ class InferenceServiceStatus(Struct):
     """The capacity of one replica."""
     performance: PerformanceStatus | None = None
     """Measured times of the replicas."""
+    slo: SLOStatus | None = None
+    """The measured service levels, and what is left of the error budget; absent: spec.slo is."""
+    cost: CostStatus | None = None
+    """What the service costs; absent: spec.budget has no gpuHourCost, or its replicas have no GPUs."""
     adapters: AdaptersStatus | None = None
     """The LoRAAdapters of the service; absent: it has none."""
+    model_cache: ModelCacheStatus | None = None
+    """Which nodes have the model; absent: it is neither cached nor pulled before replicas start."""
+    model: ModelFacts | None = None
+    """Sizes of the model as its hub has them; absent: spec.model.shape has them, or they could not be read."""
+    pending_upgrade: PendingUpgrade | None = None
+    """A newer runtime image that the installation offers, and what it waits for; absent: none."""

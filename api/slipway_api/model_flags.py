@@ -27,7 +27,7 @@ FIRST_RELEASE: Final = (
     "tokenizer_sha256",
     "chat_template",
 )
-LATER: Final = ("quantization", "kv_cache_dtype", "kv_cache_host_bytes")
+LATER: Final = ("quantization", "kv_cache_dtype", "kv_cache_host_bytes", "task", "pooling")
 OF_SPECULATION: Final = ("speculation", "speculation_max_tokens")
 OF_ADAPTERS: Final = ("max_adapters", "max_cpu_adapters", "max_rank")
 

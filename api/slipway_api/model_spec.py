@@ -6,6 +6,7 @@
 | `s3://bucket/prefix`         | the objects under a prefix               | AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY |
 | `https://host/path`          | files over HTTP                          | HTTP_BEARER_TOKEN                        |
 | `pvc://claim/path`           | a directory of a claim, read-only        |                                          |
+| `oci://registry/name:tag`    | an image volume, pulled by the kubelet   | (imagePullSecrets of the template)       |
 | `file:///path`               | a directory of the image, or of a volume |                                          |
 """
 
@@ -14,6 +15,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
+from slipway_api.model_source import CACHE_RULE, ModelCache, ModelNetwork
 from slipway_api.types import DecimalString, LocalReference, Rule, Struct, bounded_list, cel_rules, decimal_rule
 
 _HF = "hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?"
@@ -21,6 +23,11 @@ _S3 = "s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^ ]*)?"
 _HTTP = "https?://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]{1,5})?/[^ ]+"  # no user:password@, which would leak
 _FILE = "file:///[^ ]+"
 _PVC = "pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?([.][a-z0-9]([a-z0-9-]*[a-z0-9])?)*(/[^ ]*)?"
+# A reference to an image; after # a directory in it.
+_OCI = (
+    "oci://[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]{1,5})?(/[a-z0-9][a-z0-9._-]*)+(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
+    "(@sha256:[0-9a-f]{64})?(#[A-Za-z0-9_][A-Za-z0-9._/-]*)?"
+)
 _URI_HELP = (
     "must be hf://organisation/model, hf://organisation/model@revision, s3://bucket/prefix, https://host/path{} or "
     "file:///absolute/path"
@@ -164,10 +171,11 @@ class Model(Struct):
 
     model_config = cel_rules(
         Rule(
-            _is_uri("self.uri", _HF, _S3, _HTTP, _PVC, _FILE),
-            f"uri {_URI_HELP.format(', pvc://claim/path')}",
+            _is_uri("self.uri", _HF, _S3, _HTTP, _PVC, _OCI, _FILE),
+            f"uri {_URI_HELP.format(', pvc://claim/path, oci://registry/name:tag')}",
             ".uri",
         ),
+        CACHE_RULE,
         Rule(
             "!has(self.servedName) || self.servedName.matches('^([A-Za-z0-9][A-Za-z0-9._:/-]*)?$')",
             "servedName must be letters, digits and . _ : / -, starting with a letter or digit",
@@ -182,7 +190,8 @@ class Model(Struct):
 
     uri: str = Field(min_length=1, max_length=512)
     """Address of the checkpoint: hf://organisation/model@revision, s3://bucket/prefix, https://host/path,
-    pvc://claim/path of a PersistentVolumeClaim, or file:///path of the image or of a mounted volume."""
+    pvc://claim/path of a PersistentVolumeClaim, oci://registry/name:tag#folder of an image that is mounted as a volume,
+    or file:///path of the runtime's image or of a mounted volume."""
     credentials_secret_ref: LocalReference | None = None
     """A Secret of the same namespace with the credentials for the address. Its keys: HF_TOKEN for hf://;
     AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and if needed AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL,
@@ -200,5 +209,9 @@ class Model(Struct):
     shape: Shape | None = None
     """Sizes of the model, for planning before any replica starts. Absent: the runtime plans when it has loaded the
     configuration. Not part of the revision."""
+    cache: ModelCache = ModelCache()
+    """Where replicas keep the model that they download, so that others need not download it again."""
+    network: ModelNetwork = ModelNetwork()
+    """How replicas reach the sources of models and adapters from a private network."""
     warm_prompts: Annotated[tuple[WarmPrompt, ...], bounded_list(at_most=16)] = ()
     """Prefixes that many requests share, such as a system message: computed before a replica is ready."""

@@ -14,6 +14,7 @@ LABEL_ATTEMPT: Final = f"{GROUP}/attempt"
 LABEL_STATE: Final = f"{GROUP}/state"
 LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_POOL: Final = f"{GROUP}/pool"  # the WarmPool that made the pod; a claimed pod keeps it
+LABEL_PRE_PULL: Final = f"{GROUP}/pre-pull"  # the service for which the pod brings image and model to a node
 LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 MANAGED_BY: Final = "slipway"
 MANAGED_SELECTOR: Final = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
@@ -42,11 +43,16 @@ ANNOTATION_WARM_SHAPE: Final = f"{GROUP}/warm-shape"
 ANNOTATION_CLAIMED_AT: Final = f"{GROUP}/claimed-at"
 ANNOTATION_POOL_MISSED: Final = f"{GROUP}/pool-missed"
 
+# On a pod that brings image and model to a node: what it brings, as a digest, and to which node.
+ANNOTATION_PRE_PULL_DIGEST: Final = f"{GROUP}/pre-pull-digest"
+ANNOTATION_PRE_PULL_NODE: Final = f"{GROUP}/pre-pull-node"
+
 # Annotations on an InferenceService, written by its user; each acts only while the revision that it names is the update
 # (rollback-to: while it is in status.revisions).
 ANNOTATION_PROMOTE: Final = f"{GROUP}/promote"
 ANNOTATION_ABORT: Final = f"{GROUP}/abort"
 ANNOTATION_ROLLBACK_TO: Final = f"{GROUP}/rollback-to"
+ANNOTATION_WAKE: Final = f"{GROUP}/wake"  # RFC 3339: a service at zero starts a replica then
 
 # On a pod: comma-separated names of the adapters that were loaded and answered a probe; the gateway routes by it.
 ANNOTATION_ADAPTERS: Final = f"{GROUP}/adapters"
@@ -113,6 +119,11 @@ RUN_DIRECTORY: Final = "/run/slipway"
 DRAIN_SOCKET: Final = f"{RUN_DIRECTORY}/drain.sock"
 CACHE_DIRECTORY: Final = "/var/cache/slipway"
 PVC_DIRECTORY: Final = "/mnt/slipway/pvc"  # where the claim of a pvc:// model is mounted, read-only
+IMAGE_DIRECTORY: Final = "/mnt/slipway/image"  # where the image of an oci:// model is mounted, read-only
+MODEL_CACHE_DIRECTORY: Final = "/mnt/slipway/models"  # where the cache that pods share is mounted
+CA_DIRECTORY: Final = "/etc/slipway/ca"  # where the ConfigMap of spec.model.network.caBundleRef is mounted
+# Set in pods that bring a model to a node: the address of its tokenizer, or empty.
+ENV_PRE_PULL_TOKENIZER: Final = "SLIPWAY_PRE_PULL_TOKENIZER"
 ADAPTERS_DIRECTORY: Final = "/etc/slipway/adapters"  # where the ConfigMap <service>-adapters is mounted, read-only
 ADAPTERS_FILE: Final = "adapters.json"  # its key: a BootList, which the runtime loads at every start
 EMBEDDED_MODEL: Final = "file:///opt/slipway/models/tiny"

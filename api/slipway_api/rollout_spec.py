@@ -39,11 +39,39 @@ class SmokeTest(Struct):
     """Text that the answer must contain, letter for letter."""
 
 
+CONFIG_MAP_URI = r"^configmap://[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+$"
+
+
+class GoldenGate(Struct):
+    """Prompts whose answers by the new revision are compared with those of the stable one, and with stored answers."""
+
+    model_config = cel_rules(
+        decimal_rule("maxDropPercent", "value <= 100.0", 'maxDropPercent is in points, such as "2.0": at most 100'),
+        decimal_rule(
+            "maxDisagreementPercent",
+            "value <= 100.0",
+            'maxDisagreementPercent is a share of the prompts, such as "5.0": at most 100',
+        ),
+    )
+
+    uri: str = Field(pattern=CONFIG_MAP_URI, max_length=512)
+    """configmap://NAME/KEY of the same namespace: at most 200 JSON Lines with `prompt`, and optionally `answer`, a text
+    that a right answer contains, and `maxTokens` (16 where absent). Nothing of it is logged."""
+    max_drop_percent: DecimalString = decimal("2.0")
+    """How many points fewer of the stored answers the new revision may give than the stable one; without a ready
+    replica of the stable one, than all of them."""
+    max_disagreement_percent: DecimalString = decimal("5.0")
+    """Share of the prompts to which both revisions may give different texts; needs a ready stable replica."""
+
+
 class Gates(Struct):
     """Tests that a new revision passes before it gets any traffic."""
 
     smoke: Annotated[tuple[SmokeTest, ...], bounded_list(at_most=16)] = ()
     """Prompts that one ready replica of the new revision answers; one wrong answer rolls the revision back."""
+    golden: GoldenGate | None = None
+    """Prompts that are asked after the smoke tests, of the new and of the stable revision; answers that are worse than
+    the limits allow roll the revision back."""
 
 
 class Analyze(Struct):
@@ -217,8 +245,9 @@ SPEC_RULES = (
     ),
     Rule(
         "!(self.rollout.strategy in ['Canary', 'BlueGreen']) || self.runtime.quantization == 'none' || "
-        "(has(self.rollout.gates) && has(self.rollout.gates.smoke) && size(self.rollout.gates.smoke) > 0)",
-        "a quantized revision is promoted only with a gate result: add rollout.gates.smoke",
+        "(has(self.rollout.gates) && (has(self.rollout.gates.golden) || "
+        "(has(self.rollout.gates.smoke) && size(self.rollout.gates.smoke) > 0)))",
+        "a quantized revision is promoted only with a gate result: add rollout.gates.smoke or rollout.gates.golden",
         ".rollout.gates",
     ),
     Rule(

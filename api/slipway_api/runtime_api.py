@@ -26,7 +26,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from pydantic.alias_generators import to_camel
 
-from slipway_api.runtime_spec import Dtype, KVDtype, Quantization, SpeculationMethod
+from slipway_api.runtime_spec import Dtype, KVDtype, Pooling, Quantization, SpeculationMethod, Task
 
 MOST_TENANTS = 50  # that a body names
 
@@ -265,6 +265,8 @@ class ModelSpec(Body):
     tensor_parallel_size: int = 0
     speculation: SpeculationMethod = SpeculationMethod.NONE
     speculation_max_tokens: int = 0
+    task: Task = Task.GENERATE
+    pooling: Pooling = Pooling.AUTO
     max_adapters: int = 0
     max_cpu_adapters: int = Field(default=0, alias="maxCPUAdapters")
     max_rank: int = 0

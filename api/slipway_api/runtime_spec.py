@@ -22,6 +22,7 @@ from slipway_api.types import (
     decimal_rule,
     parse_quantity,
 )
+from slipway_api.upgrade_spec import UPGRADE_RULES, UpgradePolicy, UpgradeWindow
 
 
 class Dtype(StrEnum):
@@ -118,6 +119,21 @@ class LoRA(Struct):
     """The largest rank that an adapter may have."""
 
 
+class Task(StrEnum):
+    """What the replicas of a service compute."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
+class Pooling(StrEnum):
+    """How an embedding is made of the hidden states of a text."""
+
+    AUTO = "auto"
+    LAST_TOKEN = "lastToken"  # noqa: S105  no secret
+    MEAN = "mean"
+
+
 class Runtime(Struct):
     """How a replica runs the model."""
 
@@ -132,12 +148,23 @@ class Runtime(Struct):
             "lora needs tensorParallelSize 1: adapters cannot be divided between GPUs yet",
             ".tensorParallelSize",
         ),
+        Rule(
+            "self.pooling == 'auto' || self.task == 'embed'",
+            "pooling is only for task embed: a service that generates pools nothing",
+            ".pooling",
+        ),
+        Rule(
+            "self.task != 'embed' || self.speculation.method == 'none'",
+            "task embed computes prompts only: speculation must be none",
+            ".speculation",
+        ),
         Rule("self.blockSize in [8, 16, 32, 64, 128]", "blockSize must be 8, 16, 32, 64 or 128", ".blockSize"),
         Rule(
             "self.maxOutputTokens == 0 || self.maxModelLen == 0 || self.maxOutputTokens < self.maxModelLen",
             "maxOutputTokens must be below maxModelLen, so that a prompt fits beside the answer",
             ".maxOutputTokens",
         ),
+        *UPGRADE_RULES,
     )
 
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
@@ -146,6 +173,10 @@ class Runtime(Struct):
     """Further arguments of slipway-runtime serve."""
     env: Annotated[tuple[EnvVar, ...], bounded_list(at_most=64, key="name")] = ()
     """Environment variables of the runtime, as in a pod."""
+    task: Task = Task.GENERATE
+    """generate: text; embed: embeddings at /v1/embeddings and nothing else."""
+    pooling: Pooling = Pooling.AUTO
+    """For task embed: lastToken, mean, or auto: as the checkpoint's 1_Pooling/config.json says, else lastToken."""
     dtype: Dtype = Dtype.AUTO
     """Number format of weights and arithmetic; auto: the checkpoint's on a GPU, fp32 on a CPU."""
     quantization: Quantization = Quantization.NONE
@@ -172,3 +203,8 @@ class Runtime(Struct):
     """Room for LoRA adapters beside the model. Absent: none can be loaded."""
     startup_timeout_seconds: int = Field(default=1800, ge=10, le=86_400)
     """How long a replica may take to become ready before it is started over."""
+    upgrade_policy: UpgradePolicy = UpgradePolicy.ON_SPEC_CHANGE
+    """When a service without runtime.image takes the image of a newer installation. OnSpecChange: with the next new
+    revision. Auto: at once. Window: in upgradeWindow. The upgrade is a rollout by spec.rollout, with its gates."""
+    upgrade_window: UpgradeWindow | None = None
+    """When an upgrade may begin; only with upgradePolicy Window."""

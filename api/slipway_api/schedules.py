@@ -34,13 +34,15 @@ CRON_PATTERN: Final = "^" + " ".join(
     )
 ) + "$"  # fmt: skip
 
+TIME_ZONE_PATTERN: Final = r"^[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*$"
+
 
 class Schedule(Struct):
     """A time that returns, at which the service keeps at least so many replicas."""
 
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)
     """Name of the schedule, which is in status.autoscaling.activeSchedule while it is active."""
-    time_zone: str = Field(default="UTC", pattern=r"^[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*$", max_length=64)
+    time_zone: str = Field(default="UTC", pattern=TIME_ZONE_PATTERN, max_length=64)
     """Time zone of the start, such as Europe/Berlin; changes of daylight saving time are followed."""
     start: str = Field(pattern=CRON_PATTERN, max_length=64)
     """Cron expression of five fields: minute, hour, day of month, month, day of week. "0 8 * * 1-5" is 8:00 from Monday
@@ -53,16 +55,26 @@ class Schedule(Struct):
     @field_validator("time_zone")
     @classmethod
     def _exists(cls, name: str) -> str:
-        if not _is_time_zone(name):
-            raise ValueError(f"{name} is not a time zone such as Europe/Berlin")
-        return name
+        return checked_time_zone(name)
 
     @field_validator("start")
     @classmethod
     def _occurs(cls, expression: str) -> str:
-        if not _occurs_at_all(expression):
-            raise ValueError(f"{expression!r} is no cron expression that ever starts")
-        return expression
+        return checked_expression(expression)
+
+
+def checked_time_zone(name: str) -> str:
+    """The name of a time zone; raises ValueError where there is none of that name."""
+    if not _is_time_zone(name):
+        raise ValueError(f"{name} is not a time zone such as Europe/Berlin")
+    return name
+
+
+def checked_expression(expression: str) -> str:
+    """A cron expression; raises ValueError where it never starts."""
+    if not _occurs_at_all(expression):
+        raise ValueError(f"{expression!r} is no cron expression that ever starts")
+    return expression
 
 
 @lru_cache(maxsize=1024)

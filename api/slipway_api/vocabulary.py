@@ -24,6 +24,7 @@ class ConditionMeaning(NamedTuple):
 STALLED_MEANINGS: Final = {
     Reason.INVALID_SPEC: "The spec breaks a rule, or the API server refuses the pods that it asks for.",
     Reason.DOES_NOT_FIT: "Weights, reserve and one request exceed the memory; the message has the arithmetic.",
+    Reason.CACHE_NOT_PERMITTED: "model.cache.policy Node, but the chart names no folder, or PodSecurity forbids it.",
     Reason.IMAGE_PULL_FAILED: "The kubelet cannot pull the runtime image.",
     Reason.MODEL_NOT_FOUND: "There is nothing at spec.model.uri, or its claim does not exist.",
     Reason.CREDENTIALS_INVALID: "The credentials' Secret or its key is missing, or the source refuses them.",
@@ -86,6 +87,18 @@ _MEANINGS: Final = {
         (_TRUE, Reason.ADAPTERS_LOADED, "Every LoRAAdapter of the service answers requests."),
         (_FALSE, Reason.ADAPTERS_MISSING, "Some LoRAAdapters of the service do not answer."),
     ),
+    ConditionType.WITHIN_SLO: (
+        (_TRUE, Reason.WITHIN_LIMITS, "Error budget is left, and the last hour is within the limits of spec.slo."),
+        (_FALSE, Reason.LIMIT_EXCEEDED, "The last hour is above a limit of spec.slo; which, with its numbers."),
+        (_FALSE, Reason.ERROR_BUDGET_BURNING, "An error budget is spent so fast that it will not last; the burn rate."),
+        (_FALSE, Reason.ERROR_BUDGET_EXHAUSTED, "An error budget of the window is spent: new revisions wait."),
+        (_UNKNOWN, Reason.NO_REQUESTS, "No gateway has counted a request in the window."),
+    ),
+    ConditionType.MODEL_CACHED: (
+        (_TRUE, Reason.CACHED, "With prePull every node that replicas may run on, else every node that has one."),
+        (_FALSE, Reason.CACHING, "Image and model are on their way to some nodes."),
+        (_FALSE, Reason.CACHING_FAILED, "A node could not get the model; why. It is tried again."),
+    ),
 }
 
 CONDITIONS: Final = tuple(ConditionMeaning(type, *row) for type, rows in _MEANINGS.items() for row in rows)
@@ -109,6 +122,7 @@ EVENTS: Final = {
     EventReason.SUSPENDED: "spec.suspend became true: all replicas drain.",
     EventReason.RESUMED: "spec.suspend became false: replicas start again.",
     EventReason.WARM_POD_CLAIMED: "A pod of the warm pool became a replica, and for which slot.",
+    EventReason.MODEL_CACHED: "All nodes that replicas may run on have the model; how many.",
     EventReason.WARM_POOL_MISS: "The warm pool has no pod for a replica; why, and what happens instead.",
     EventReason.INVALID_SPEC: "The spec breaks a rule.",
     EventReason.METRICS_STALE: "Some ready replicas do not report their load.",
@@ -124,6 +138,9 @@ EVENTS: Final = {
     EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",
+    EventReason.SLO_EXCEEDED: "The last hour is above a limit of spec.slo; which, with its numbers.",
+    EventReason.ERROR_BUDGET_BURNING: "An error budget is spent much faster than it lasts; the burn rates.",
+    EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or are promoted by hand.",
     EventReason.ADVICE: "A setting is likely to be regretted; or in mode Advisory: the number that Slipway would set.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
 }

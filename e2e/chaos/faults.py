@@ -23,6 +23,7 @@ class Fault:
 
     name: str
     inject: Callable[[Stage], None]
+    on_node: bool = False  # it hits node-b, which must have a replica, a gateway and an operator then
 
 
 # Operators
@@ -335,11 +336,11 @@ FAULTS = (
     Fault("replica deleted", delete_replica),
     Fault("replica deleted by force", delete_replica_by_force),
     Fault("replica evicted", evict_replica),
-    Fault("kubectl drain of a node", drain_node),
-    Fault("node loses power, and returns", kill_node),
-    Fault("node off the network 30 s", cut_node),
-    Fault("node off the network 4 s", cut_node_briefly),
-    Fault("kubelet away 20 s", stop_kubelet),
+    Fault("kubectl drain of a node", drain_node, on_node=True),
+    Fault("node loses power, and returns", kill_node, on_node=True),
+    Fault("node off the network 30 s", cut_node, on_node=True),
+    Fault("node off the network 4 s", cut_node_briefly, on_node=True),
+    Fault("kubelet away 20 s", stop_kubelet, on_node=True),
     Fault("API server away 20 s", stop_apiserver),
     Fault("API server hangs 20 s", hang_apiserver),
     Fault("etcd away 20 s", stop_etcd),
@@ -359,7 +360,7 @@ FAULTS = (
     Fault("200 header dribblers", dribble_headers),
     Fault("16 stalled uploads", stall_uploads),
     Fault("replica and leader killed, API server away", kill_replica_and_leader_without_apiserver),
-    Fault("rollout while a node is off the network", roll_out_while_node_is_cut),
+    Fault("rollout while a node is off the network", roll_out_while_node_is_cut, on_node=True),
 )
 
 # One of each part, short ones: in `make test` (e2e/stories/test_chaos.py).

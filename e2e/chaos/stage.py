@@ -17,6 +17,7 @@ from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway, wait_for
 FIXED, AUTO, SPARE = "fixed", "auto", "spare"  # three replicas; one to three; made and deleted by faults
 REPLICAS = 3
 ENGINE = "slipway_runtime.engine"  # in the command line of the engine process
+TAINT = "e2e.slipway.dev/full"  # keeps new pods away; a cordoned node would be emptied by the operator
 SETTLED_SECONDS = 240.0  # how long recovery may take
 STEADY_SECONDS = 8.0  # how long it must stay settled
 
@@ -86,6 +87,41 @@ class Stage:
         """Double slots and orphans, as sentences."""
         doubles = [slot for name in (FIXED, AUTO) for slot in checks.double_slots(self.slipway, name)]
         return [f"double slot {slot}" for slot in doubles] + [f"orphan {pod}" for pod in checks.orphans(self.slipway)]
+
+    def spread(self) -> None:
+        """Move pods until the fixed service, the gateway and the operator have one on each node.
+
+        A node that was drained or lost is empty when it is back, and a fault of an empty node shows nothing.
+        """
+        for node in self.cluster.nodes:
+            empty_for = [pods for pods in self._nodes_of_pods().values() if node not in pods.values()]
+            if not empty_for:
+                continue
+            others = [other for other in self.cluster.nodes if other != node]
+            for other in others:
+                self.kubectl("taint", "node", other, f"{TAINT}:NoSchedule")
+            try:
+                for pods in empty_for:
+                    name = sorted(pods)[-1]
+                    where = USER_NAMESPACE if name.startswith(f"{FIXED}-") else RELEASE_NAMESPACE
+                    self.kubectl("-n", where, "delete", "pod", "--wait=false", name)
+                wait_for(f"{node} has one pod of each", lambda node=node: self._is_on(node), timeout=120)  # type: ignore[misc]
+            finally:
+                for other in others:
+                    self.kubectl("taint", "node", other, f"{TAINT}:NoSchedule-")
+            self.wait_settled()
+
+    def _is_on(self, node: str) -> bool:
+        return all(node in pods.values() for pods in self._nodes_of_pods().values())
+
+    def _nodes_of_pods(self) -> dict[str, dict[str, str]]:
+        """Pod name -> node, of the ready pods of the fixed service and of both components, without those that go."""
+        found = {FIXED: checks.ready_pods(self.slipway, FIXED)}
+        for component in ("gateway", "operator"):
+            selector = f"app.kubernetes.io/component={component}"
+            pods = self.slipway.core.list_namespaced_pod(RELEASE_NAMESPACE, label_selector=selector).items
+            found[component] = [pod for pod in pods if not pod.metadata.deletion_timestamp and checks.is_ready(pod)]
+        return {name: {pod.metadata.name: pod.spec.node_name for pod in pods} for name, pods in found.items()}
 
     # Targets
 

@@ -24,6 +24,7 @@ class Image:
     user: int
     env: dict[str, str]
     binds: dict[str, str]  # path in the container -> path on the machine
+    files: str = ""  # the folder of the machine that an image volume shows
 
     @property
     def id(self) -> str:
@@ -79,8 +80,9 @@ def _image(name: str, entry: Mapping[str, Any], environment: Environment) -> Ima
     path = f"{environment.python.parent}:{SYSTEM_PATH}" if entry.get("code") else SYSTEM_PATH
     return Image(
         name=name,
-        command=[environment.fill(word) for word in entry["command"]],
+        command=[environment.fill(word) for word in entry.get("command", [])],
         user=entry.get("user", DEFAULT_USER),
         env={"PATH": path, "LANG": "C.UTF-8", **entry.get("env", {})},
         binds=own | extra,
+        files=environment.fill(entry.get("files", "")),
     )

@@ -116,6 +116,8 @@ class Cluster(Access):
         """End every process; namespaces, mounts and interfaces go with them. The folder with the logs stays."""
         if self._lock:
             (self.folder / STATE).unlink(missing_ok=True)
+        for program in self.programs.values():
+            program.resume_nsenter()
         if cluster := self._spaces.pop("cluster", None):
             cluster.close()
         for space in self._spaces.values():
@@ -170,7 +172,7 @@ class Cluster(Access):
 
     def signal_program(self, name: str, how: int) -> None:
         """Signal a component, such as "kube-apiserver": SIGSTOP makes it hang, SIGCONT lets it go on."""
-        os.kill(self.programs[name].pid, how)
+        self.programs[name].send_signal(how)
 
     def is_up(self, node: str) -> bool:
         """Whether the node has power; one that is cut off has."""

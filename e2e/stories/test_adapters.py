@@ -7,7 +7,7 @@ import pytest
 
 from e2e.cluster.launch import Cluster
 from e2e.manifests import as_yaml, static
-from e2e.slipway import USER_NAMESPACE, Event, Slipway, wait_for
+from e2e.slipway import USER_NAMESPACE, Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -81,16 +81,10 @@ def test_an_adapter_comes_to_running_replicas_survives_a_restart_changes_its_sou
 
     clean.access.kubectl("delete", "lora", "sailor", "-n", USER_NAMESPACE, "--timeout=60s")
     assert routed(clean, "many", "sailor") == set()
-    reasons = {event.reason for event in adapter_events(clean, "sailor")}
+    reasons = {event.reason for event in clean.events("sailor", kind="LoRAAdapter")}
     assert {"AdapterLoaded", "AdapterSwapped", "AdapterUnloaded"} <= reasons
 
 
 def restarts(slipway: Slipway, name: str) -> int:
     (pod,) = [pod for pod in slipway.pods("many") if pod.metadata.name == name]
     return int(pod.status.container_statuses[0].restart_count)
-
-
-def adapter_events(slipway: Slipway, name: str) -> list[Any]:
-    about = f"regarding.kind=LoRAAdapter,regarding.name={name}"
-    path = f"/apis/events.k8s.io/v1/namespaces/{USER_NAMESPACE}/events?fieldSelector={about}"
-    return [Event.of(one) for one in slipway.access.api("GET", path)["items"]]

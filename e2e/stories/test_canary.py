@@ -1,59 +1,22 @@
 """A new revision takes its share by canary; one that answers wrongly or slowly is rolled back."""
 
 from collections import Counter
-from typing import Any
 
 import httpx
 import pytest
 
-from e2e.manifests import as_yaml, static
-from e2e.slipway import USER_NAMESPACE, Slipway, wait_for
+from e2e.canary import edit, manifest, wait_served, weights
+from e2e.manifests import as_yaml
+from e2e.slipway import USER_NAMESPACE, Json, Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-ANALYSIS = {
-    "intervalSeconds": 5,
-    "minRequests": 20,
-    "failureLimit": 1,
-    # On a shared machine, equal replicas differ by more than a fifth; the slow one here is slower by far more.
-    "metrics": [{"type": "ErrorRate", "max": "0.05"}, {"type": "TTFTP95", "maxRegressionPercent": 200}],
-}
 
-
-def manifest(name: str, *steps: dict[str, Any], **rollout: Any) -> dict[str, Any]:
-    return static(
-        name, 1, rollout={"strategy": "Canary", "canary": {"steps": list(steps), "analysis": ANALYSIS}, **rollout}
-    )
-
-
-def serve(slipway: Slipway, spec: dict[str, Any]) -> str:
+def serve(slipway: Slipway, spec: Json) -> str:
     """Apply it and wait until its revision has served completely; the hash."""
     slipway.apply(as_yaml(spec))
-    name = spec["metadata"]["name"]
-
-    def served() -> str | None:
-        status = slipway.service(name).get("status", {})
-        return next((one["hash"] for one in status.get("revisions", []) if one.get("served")), None)
-
-    return wait_for("the first revision has served", served, timeout=120)
-
-
-def edit(slipway: Slipway, spec: dict[str, Any], **runtime: Any) -> str:
-    """Change the runtime's settings; the hash of the new revision."""
-    name, before = spec["metadata"]["name"], slipway.service(spec["metadata"]["name"])["status"]["updateRevision"]
-    spec["spec"].setdefault("runtime", {}).update(runtime)
-    slipway.apply(as_yaml(spec))
-
-    def changed() -> str | None:
-        update = slipway.service(name)["status"]["updateRevision"]
-        return update if update != before else None
-
-    return wait_for("the new revision is known", changed)
-
-
-def weights(slipway: Slipway, name: str) -> dict[str, int]:
-    return {one["hash"]: one.get("weight", 0) for one in slipway.service(name)["status"]["revisions"]}
+    return wait_served(slipway, spec["metadata"]["name"])
 
 
 def ask(slipway: Slipway, name: str, pin: str = "") -> httpx.Response:

@@ -5,7 +5,7 @@ import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
@@ -13,6 +13,7 @@ from slipway_gateway.health import AttemptFailure
 from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
 from slipway_gateway.mirror import Capture
 from slipway_gateway.outcomes import Outcomes, Pace
+from slipway_gateway.picker.endpoints import NO_LIMITS, LatencyLimits
 
 log = structlog.get_logger()
 
@@ -22,10 +23,15 @@ USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
-_FINISH = re.compile(rb'"finish_reason":\s*"([a-z_]{1,32})"')
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
-_OUTPUT_TOKENS = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
+# The second names are those of the responses API, the third those of Anthropic's messages.
+_FINISH = re.compile(
+    rb'(?:"finish_reason":\s*"|"status":\s*"(?=completed|incomplete|failed)'
+    rb'|"stop_reason":\s*"(?=end_turn|max_tokens|stop_sequence|tool_use))([a-z_]{1,32})"'
+)
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})')
+_OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+_READ_TOKENS = re.compile(rb'"cache_read_input_tokens":\s*(\d{1,9})')  # those that `input_tokens` does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,29 @@ class TokenUsage:
 
 
 NOTHING_USED: Final = TokenUsage()
+
+
+class RequestTrace(Protocol):
+    """The spans of one request (see `tracing`)."""
+
+    def start_attempt(self, endpoint: str, revision: str, failure: str = "") -> dict[str, str]:
+        """Start the span of an attempt, after one that ended with `failure`; the headers for the replica."""
+
+    def finish(self, record: "RequestRecord") -> None:
+        """Export the spans of a request that has ended, if they are wanted."""
+
+
+class _NoTrace:
+    """The trace of a request while tracing is off."""
+
+    def start_attempt(self, endpoint: str, revision: str, failure: str = "") -> dict[str, str]:
+        return {}
+
+    def finish(self, record: "RequestRecord") -> None:
+        pass
+
+
+NO_TRACE: Final[RequestTrace] = _NoTrace()
 
 
 @dataclass(slots=True)
@@ -81,7 +110,9 @@ class RequestRecord:
     request_key: str = field(default_factory=lambda: f"{random.getrandbits(64):x}")  # of its draws that last
     pace: Pace | None = None  # of a stream, from its first token on
     copied: bool = False  # it was considered for a copy
+    latency_limits: LatencyLimits = NO_LIMITS  # of its service's spec.slo
     capture: Capture | None = None  # of an answer that is compared with its copy's
+    trace: RequestTrace = NO_TRACE
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -95,7 +126,7 @@ class RequestRecord:
         elif not self.forwarded:
             self.forwarded = time.monotonic()
             if self.outcomes is not None and self.stream and self.status == 200:
-                self.pace = self.outcomes.pace(self.service, self.revision, self.first_byte)
+                self.pace = self.outcomes.client_pace(self.service, self.revision, self.first_byte)
         self.response_bytes += len(piece)
         if self.capture is not None:
             self.capture.add(piece)
@@ -117,7 +148,8 @@ class RequestRecord:
         end = b"".join(self.tail)[-USAGE_BYTES:]
         prompt, output = _last_number(_PROMPT_TOKENS, end), _last_number(_OUTPUT_TOKENS, end)
         if prompt is not None:
-            return TokenUsage(prompt, _last_number(_CACHED_TOKENS, end) or 0, output or 0)
+            read = _last_number(_READ_TOKENS, end) or 0
+            return TokenUsage(prompt + read, read or _last_number(_CACHED_TOKENS, end) or 0, output or 0)
         # The last events of a stream are its finish and [DONE].
         return TokenUsage(self.request_bytes // BYTES_PER_TOKEN, 0, max(0, self.events - 2), is_estimated=True)
 
@@ -135,6 +167,33 @@ class RequestRecord:
     def ttft_seconds(self) -> float | None:
         """Of a stream: from the last attempt's start to its first byte."""
         return self.first_byte - self.sent if self.pace is not None else None
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the client got a 5xx status, or an answer that broke off."""
+        return self.status >= 500 or self.finish == "error"
+
+    @property
+    def counts_for_service(self) -> bool:
+        """Whether it ended with a success or a 5xx: others are the client's doing, or refused by a limit."""
+        return 200 <= self.status < 300 or self.status >= 500
+
+    @property
+    def client_ttft_seconds(self) -> float | None:
+        """Of a stream: from the whole request's arrival to the first byte, held and retried time included."""
+        return self.first_byte - self.arrived if self.pace is not None else None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it has no error and is within the latency limits of its service; what was not streamed has none."""
+        if self.is_error:
+            return False
+        ttft, itl = self.client_ttft_seconds, self.pace.mean_seconds if self.pace is not None else None
+        limits = self.latency_limits
+        return not (
+            (ttft is not None and limits.ttft_seconds is not None and ttft > limits.ttft_seconds)
+            or (itl is not None and limits.itl_seconds is not None and itl > limits.itl_seconds)
+        )
 
     def set_cancelled(self) -> None:
         """The client left before the end."""
@@ -165,10 +224,19 @@ class AccessLog:
             record.outcomes.record(
                 record.service,
                 record.revision,
-                is_error=record.status >= 500 or record.finish == "error",
+                is_error=record.is_error,
                 failed=record.failed,
                 ttft_seconds=record.ttft_seconds,
                 output_tokens=record.events if output_tokens is None else output_tokens,
+            )
+        if record.outcomes is not None and record.service:
+            record.outcomes.record_service(
+                record.service,
+                counts=record.counts_for_service,
+                is_error=record.is_error,
+                is_good=record.is_good,
+                ttft_seconds=record.client_ttft_seconds,
+                output_tokens=record.usage().output,
             )
         log.info(
             "request",

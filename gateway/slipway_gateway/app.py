@@ -14,6 +14,7 @@ from slipway_api.names import (
     PATH_OUTCOMES,
     PATH_READY,
 )
+from slipway_gateway.apis import COUNT_TOKENS_PATH, GENERATING_PATHS, refusal_response
 from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.metrics import Metrics
@@ -23,7 +24,7 @@ from slipway_gateway.requests import Requests
 from slipway_gateway.tenancy import Tenancy
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
-SERVING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+SERVING_PATHS: Final = (*GENERATING_PATHS, COUNT_TOKENS_PATH, "/v1/embeddings", "/tokenize", "/detokenize")
 MODELS_PATH: Final = "/v1/models"
 PATH_ROUTES: Final = "/debug/routes"
 
@@ -40,7 +41,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
         try:
             return await handler(request)
         except Refusal as refusal:
-            return refusal.response()
+            return refusal_response(refusal, request.path)
 
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
@@ -65,8 +66,8 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
 
     async def reject_path(request: web.Request) -> web.StreamResponse:
         if request.path in (*SERVING_PATHS, MODELS_PATH):
-            return wrong_method(request.method, request.path).response()
-        return unknown_path(request.path).response()
+            raise wrong_method(request.method, request.path)
+        raise unknown_path(request.path)
 
     async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "slipway"  # does not reveal the library and its version
@@ -167,7 +168,7 @@ class Admin:
                 "service": route.service.key,
                 "model": name,
                 "weights": dict(route.service.weights),
-                "endpoints": [self._endpoint(endpoint) for endpoint in route.endpoints],
+                "endpoints": [self._endpoint(endpoint) for endpoint in route.ready],
             }
             for name, route in self._fleet.table.served_models()
         ]

@@ -47,6 +47,7 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.closes_connection = False  # another connection may reach another gateway
 
     def response(self) -> web.Response:
         """The HTTP response."""
@@ -57,6 +58,8 @@ class Refusal(Exception):  # noqa: N818  a refusal is an answer, not a mistake
             response.headers["retry-after-ms"] = str(self.retry_after * 1000)
         if self.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
+        if self.closes_connection:
+            response.force_close()
         return response
 
 
@@ -186,7 +189,9 @@ def waiting_room_full(service: str, limit: str, retry_after: int) -> Refusal:
 
 def not_synced() -> Refusal:
     """After a restart, until the API server has listed all services: an unknown name may well exist."""
-    return not_ready("this gateway has not listed the services yet", retry_after=1)
+    refusal = not_ready("this gateway has not listed the services yet", retry_after=1)
+    refusal.closes_connection = True
+    return refusal
 
 
 def deadline_exceeded(seconds: float) -> Refusal:

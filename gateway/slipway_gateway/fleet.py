@@ -7,7 +7,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -26,7 +26,7 @@ from slipway_gateway.health import (
 )
 from slipway_gateway.load_reports import LoadReports
 from slipway_gateway.outliers import LatencyOutliers
-from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
+from slipway_gateway.picker.endpoints import STATIC_REVISION, Adapter, Endpoint, Route, Service
 from slipway_gateway.picker.pick import IDLE, Load, Pick, Picked, pick
 from slipway_gateway.picker.prefix import PrefixIndex
 from slipway_gateway.picker.scorers import RoutingRequest
@@ -124,8 +124,7 @@ class Fleet:
         """The endpoint for the next attempt of `request`, which is sent there at once."""
         destination = self.destination(route.service.key)
         now = self._clock()
-        if request.pin in route.service.mirrors:  # nobody is sent there by chance, but a client may insist
-            route = replace(route, endpoints=(*route.endpoints, *route.mirrors))
+        route = route.for_pin(request.pin)  # nobody is sent to a reserved replica by chance, but a client may insist
         picked = pick(
             route,
             request,
@@ -179,7 +178,7 @@ class Fleet:
             return False
         return any(
             other.name != endpoint.name and other.revision == endpoint.revision and not self.is_ejected(other)
-            for other in self.table.route(endpoint.service).endpoints
+            for other in self.table.route(endpoint.service).ready
         )
 
     def record_unavailable(self, endpoint: Endpoint, seconds: float) -> None:
@@ -224,7 +223,7 @@ class Fleet:
         return destination is not None and endpoint.name in destination.slowness.ejected(self._clock())
 
     def _has_endpoints(self, service: str) -> bool:
-        return service in self.table.services and bool(self.table.route(service).endpoints)
+        return service in self.table.services and bool(self.table.route(service).ready)
 
     def _health(self, endpoint: Endpoint) -> Health:
         destination = self._destinations.get(endpoint.service)
@@ -297,5 +296,5 @@ def static_fleet(models: Iterable[tuple[str, str]]) -> Fleet:
         key = f"{STATIC_NAMESPACE}/{model}"
         fleet.set_service(key, Service(key=key, served_name=model))
         name = f"{STATIC_NAMESPACE}/{model}-{number}"
-        fleet.set_endpoint(name, Endpoint(name=name, service=key, revision="static", url=url.rstrip("/")))
+        fleet.set_endpoint(name, Endpoint(name=name, service=key, revision=STATIC_REVISION, url=url.rstrip("/")))
     return fleet

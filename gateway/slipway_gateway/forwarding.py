@@ -15,11 +15,12 @@ from aiohttp import web
 
 from slipway_api.names import HEADER_ADAPTER, HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
 from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
+from slipway_gateway.apis import error_event
 from slipway_gateway.fleet import Lease
 from slipway_gateway.journal import Journal
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.request_body import OUTPUT_WEIGHT
-from slipway_gateway.sse import Events, EventSplitter, MarkedEvents, error_event
+from slipway_gateway.sse import Events, EventSplitter, MarkedEvents
 from slipway_gateway.upstream import DEADLINE, DeadlineError, HungError, Reply, UpstreamError
 
 R = TypeVar("R", bound=web.StreamResponse)
@@ -55,6 +56,9 @@ class Forwarder:
         response.headers.setdefault(HEADER_REVISION, record.revision)
         if record.adapter:
             response.headers.setdefault(HEADER_ADAPTER, record.adapter)
+        if reply.is_stream:
+            response.headers["X-Accel-Buffering"] = "no"  # nginx would hold events back; not every engine says so
+            response.headers.setdefault("Cache-Control", "no-cache")
         self.sign(response, record)
         async with self.answering(request, record):
             await response.prepare(request)
@@ -144,7 +148,7 @@ class Forwarder:
             self._metrics.broken_streams.labels(*record.labels).inc()
             record.set_broken(broken)
             status, kind = (504, "GatewayTimeoutError") if broken == DEADLINE else (502, "BadGatewayError")
-            await response.write(error_event(f"The answer broke off: {broken}.", kind, status))
+            await response.write(error_event(record.path, f"The answer broke off: {broken}.", kind, status))
         await response.write_eof()
 
     async def _forward_bytes(self, response: web.StreamResponse, reply: Reply, record: RequestRecord) -> None:

@@ -21,6 +21,7 @@ from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import Tenancy
 from slipway_gateway.tenants import TenantFiles
 from slipway_gateway.tls import Certificate
+from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import Upstream
 from slipway_gateway.watch import Watch
 from slipway_kube import auth
@@ -76,6 +77,12 @@ class Gateway:
                 max_bytes=settings.max_handover_bytes, max_stream_bytes=settings.max_handover_stream_bytes
             ),
             handover_seconds=settings.handover_seconds,
+            tracing=Tracing(
+                settings.otlp_endpoint,
+                ratio=settings.trace_ratio,
+                slow_seconds=settings.trace_slow_seconds,
+                instance=settings.pod_name,
+            ),
         )
         self.metrics.add_outcomes(self.requests.outcomes.report)
         self.admin = Admin(
@@ -112,6 +119,7 @@ class Gateway:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.upstream)
             stack.push_async_callback(self.requests.mirror.close)
+            stack.push_async_callback(self.requests.tracing.close)
             if self._watches:
                 self.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
                 client = await stack.enter_async_context(Client(auth.load(), user_agent="slipway-gateway"))

@@ -23,10 +23,11 @@ from aiohttp import web
 from slipway_api.names import HEADER_DEADLINE, HEADER_TOKEN_IDS
 from slipway_api.stream_marks import REPORT, RESUME
 from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
+from slipway_gateway.apis import GENERATING_PATHS
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.health import AttemptFailure
-from slipway_gateway.journal import RESUMABLE_PATHS, Journal, JournalMemory, prepare
+from slipway_gateway.journal import Journal, JournalMemory, prepare
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import Picked
@@ -95,7 +96,7 @@ class Handover:
 
     def seed(self, path: str, inference: InferenceRequest, body: Body, service: str) -> int:
         """Give the body a seed if its stream may be handed over; the number of its answers, 0 if it may not."""
-        if not (inference.stream and path in RESUMABLE_PATHS and self._is_on(service)):
+        if not (inference.stream and path in GENERATING_PATHS and self._is_on(service)):
             return 0
         body.content, answers = prepare(body.content)
         return answers
@@ -179,6 +180,7 @@ class Handover:
             SilentError("timed out: no first byte"),
         )
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
+        headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, broken)
         headers[HEADER_TOKEN_IDS] = RESUME if journal.has_begun else REPORT
         headers[HEADER_DEADLINE] = f"{max(stream.deadline - now, 0.001):.3f}"
         until = stream.deadline + DEADLINE_GRACE_SECONDS

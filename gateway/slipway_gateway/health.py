@@ -90,6 +90,7 @@ class AttemptFailure(Enum):
     UNAVAILABLE = "unavailable"  # 503: that replica is draining or loading
     ENGINE_DEAD = "engine_dead"  # 500 or 503, and the runtime says that its engine has died
     INTERRUPTED = "interrupted"  # 503: the replica had begun and could not finish
+    WRONG_REVISION = "wrong_revision"  # the answer is of another revision than the pod's label says
 
     @property
     def may_be_the_requests_fault(self) -> bool:

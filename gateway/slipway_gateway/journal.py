@@ -15,7 +15,6 @@ import msgspec
 
 from slipway_gateway.shares import SharedCapacity
 
-RESUMABLE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 MAX_SEED: Final = 2**53  # what any JSON parser keeps exactly
 STEP_BYTES: Final = 1024  # tokens are counted in steps
 OVERHEAD_BYTES: Final = 1024  # the objects of one journal
@@ -23,7 +22,7 @@ BYTES_PER_TOKEN_ID: Final = 4
 MAX_ANSWERS: Final = 1024  # of one request
 
 _ID = re.compile(rb'"id":\s*"([A-Za-z0-9._-]{1,160})"')
-_CREATED = re.compile(rb'"created":\s*(\d{1,15})')
+_CREATED = re.compile(rb'"created(?:_at)?":\s*(\d{1,15})')
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 

@@ -15,6 +15,7 @@ import structlog
 from slipway_api.logs import configure
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
+from slipway_gateway.tracing import NoOpenTelemetryError
 from slipway_kube.errors import KubeError
 
 log = structlog.get_logger()
@@ -56,7 +57,7 @@ def main() -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, and no dashboard shows them
         raise_descriptor_limit()
         status = asyncio.run(serve(settings))
-    except (SettingsError, KubeError, OSError) as error:
+    except (SettingsError, NoOpenTelemetryError, KubeError, OSError) as error:
         sys.exit(f"slipway-gateway: {error}")
     sys.exit(status)
 

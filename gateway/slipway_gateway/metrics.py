@@ -17,6 +17,7 @@ UNKNOWN_MODEL: Final = ""  # a client's text never becomes a label
 
 # The metrics that canary analysis compares; series of a revision that its service no longer has are removed.
 _REVISION: Final = ("model", "service", "revision")
+_SERVICE: Final = ("model", "service")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _OVERHEAD = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -167,7 +168,7 @@ class _ListenerCollector(Collector):
 
 
 class _OutcomesCollector(Collector):
-    """Time to first token and time between tokens, as separate histograms.
+    """Requests of each service; of each revision, time to first token and between tokens, as separate histograms.
 
     They have no sums: an average of latencies is nothing to act on, and `histogram_quantile` needs none.
     """
@@ -185,8 +186,30 @@ class _OutcomesCollector(Collector):
             "slipway_gateway_inter_token_latency_seconds", "Of streams: between two tokens, by the revision",
             labels=_REVISION,
         )  # fmt: skip
-        table = self._fleet.table
-        for one in self._report().revisions:
+        requests = CounterMetricFamily(
+            "slipway_gateway_service_requests", "Requests that ended with a success or a 5xx, as clients saw them",
+            labels=_SERVICE,
+        )  # fmt: skip
+        errors = CounterMetricFamily(
+            "slipway_gateway_service_errors", "Of these, answered with a 5xx or broken off", labels=_SERVICE
+        )
+        good = CounterMetricFamily(
+            "slipway_gateway_service_good_requests", "Of these, without an error and within the limits of spec.slo",
+            labels=_SERVICE,
+        )  # fmt: skip
+        tokens = CounterMetricFamily(
+            "slipway_gateway_service_output_tokens", "Tokens of all answers, unfinished ones included", labels=_SERVICE
+        )
+        table, report = self._fleet.table, self._report()
+        for whole in report.services:
+            if whole.service in table.services:
+                names = (table.services[whole.service].served_name, whole.service)
+                requests.add_metric(names, whole.requests)
+                errors.add_metric(names, whole.errors)
+                good.add_metric(names, whole.good)
+                tokens.add_metric(names, whole.output_tokens)
+        yield from (requests, errors, good, tokens)
+        for one in report.revisions:
             if table.has_revision(one.service, one.revision):
                 labels = (table.services[one.service].served_name, one.service, one.revision)
                 ttft.add_metric(labels, cumulated(one.ttft), sum_value=None)
@@ -222,7 +245,7 @@ class _FleetCollector(Collector):
         )
         for model, route in self._fleet.table.served_models():
             for revision in sorted(route.revisions):
-                endpoints = [endpoint for endpoint in route.endpoints if endpoint.revision == revision]
+                endpoints = [endpoint for endpoint in route.ready if endpoint.revision == revision]
                 labels = (model, route.service.key, revision)
                 ready.add_metric(labels, len(endpoints))
                 ejected.add_metric(labels, sum(self._fleet.is_ejected(endpoint) for endpoint in endpoints))

@@ -19,7 +19,7 @@ from slipway_gateway.fleet import Fleet
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.shares import SharedCapacity
-from slipway_gateway.upstream import FirstByteWait, SilentError, Upstream, UpstreamError
+from slipway_gateway.upstream import FirstByteWait, SilentError, Upstream, UpstreamError, answers_for_other
 
 MAX_COPIES: Final = 64  # at once, over all services
 MAX_BYTES: Final = 64 << 20  # of their requests and of the answers that are compared
@@ -146,7 +146,7 @@ class Mirror:
         return capture
 
     def _least_loaded(self, route: Route, revision: str) -> Endpoint | None:
-        endpoints = [one for one in (*route.mirrors, *route.endpoints) if one.revision == revision]
+        endpoints = [one for one in route.ready if one.revision == revision]
         return min(endpoints, key=lambda one: self._fleet.load(one).tokens, default=None)
 
     async def _send(
@@ -186,6 +186,8 @@ class Mirror:
                 async with self._upstream.attempt(endpoint, path, content, headers, wait) as reply:
                     lease.answered()
                     status, kept = reply.status, reply.first
+                    if answers_for_other(endpoint, reply):
+                        return None
                     if status == 429 or (status == 503 and "Retry-After" in reply.headers):
                         return None  # it is full or drains: that is no fault, and says nothing of its answers
                     pace = None
@@ -220,14 +222,14 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None  # None: of another API
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def text_of(answer: bytes) -> dict[int, str] | None:
-    """The text of each choice of an answer, streamed or whole; None: it cannot be read."""
+    """The text of each choice of an answer, streamed or whole; None: it cannot be read, or is of another API."""
     bodies = [answer]
     if answer.lstrip().startswith(b"data:"):
         lines = (line for line in answer.splitlines() if line.startswith(b"data:"))
@@ -235,7 +237,10 @@ def text_of(answer: bytes) -> dict[int, str] | None:
     texts: dict[int, str] = {}
     try:
         for body in bodies:
-            for choice in _decode(body).choices:
+            choices = _decode(body).choices
+            if choices is None:
+                return None
+            for choice in choices:
                 part = choice.delta or choice.message
                 texts[choice.index] = texts.get(choice.index, "") + (choice.text or (part and part.content) or "")
     except (msgspec.DecodeError, UnicodeDecodeError):

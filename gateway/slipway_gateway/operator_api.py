@@ -28,5 +28,6 @@ class OperatorApi:
 
     async def outcomes(self, request: web.Request) -> web.Response:
         """The outcomes since the gateway's start."""
-        report = self._outcomes.report(self._fleet.table.has_revision)
+        table = self._fleet.table
+        report = self._outcomes.report(table.has_revision, table.services.__contains__)
         return web.Response(body=report.wire(), content_type="application/json")

@@ -35,9 +35,12 @@ class _Fields(msgspec.Struct):
     stream: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     n: Any = None
     # The prompt, undecoded, in the order in which chat templates write it; and what names the session.
     tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
@@ -182,7 +185,8 @@ def parse(content: bytes, request: web.Request, *, tenant: str = "") -> Inferenc
         raise bad_request("The body is not a JSON object.") from error
     if not isinstance(fields.model, str) or not fields.model:
         raise bad_request("The body needs a `model`: a string that names what shall answer.", param="model")
-    asked_for = fields.max_completion_tokens if fields.max_tokens is None else fields.max_tokens
+    limits = (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
+    asked_for = next((limit for limit in limits if limit is not None), None)
     max_tokens = asked_for if isinstance(asked_for, int) and asked_for > 0 else None
     expected = min(max_tokens or EXPECTED_OUTPUT_TOKENS, MAX_EXPECTED_OUTPUT_TOKENS)
     answers = fields.n if isinstance(fields.n, int) and 0 < fields.n <= 128 else 1
@@ -204,7 +208,8 @@ def parse(content: bytes, request: web.Request, *, tenant: str = "") -> Inferenc
 
 def _prompt(fields: _Fields) -> list[memoryview]:
     """The parts of the body that become the prompt: a conversation's next turn begins with the same bytes."""
-    return [memoryview(part) for part in (fields.tools, fields.messages, fields.prompt, fields.input)]
+    parts = (fields.tools, fields.system, fields.instructions, fields.messages, fields.prompt, fields.input)
+    return [memoryview(part) for part in parts]
 
 
 def _session(fields: _Fields, request: web.Request, tenant: str) -> str:

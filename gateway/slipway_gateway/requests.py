@@ -22,6 +22,7 @@ from multidict import CIMultiDict
 from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_MODEL, HEADER_NOT_STARTED, HEADER_TOKEN_IDS
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
+from slipway_gateway.apis import refusal_response
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -48,6 +49,7 @@ from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
 from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import Tenancy, internal_headers
+from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import (
     DEADLINE,
     DeadlineError,
@@ -55,10 +57,12 @@ from slipway_gateway.upstream import (
     LostError,
     MovedError,
     Reply,
+    RevisionError,
     SilentError,
     UnreachableError,
     Upstream,
     UpstreamError,
+    answers_for_other,
     request_headers,
 )
 from slipway_gateway.waiting_room import WaitingRoom
@@ -75,6 +79,7 @@ _FAILURES: dict[type[UpstreamError], AttemptFailure] = {
     LostError: AttemptFailure.LOST,
     SilentError: AttemptFailure.SILENT,
     MovedError: AttemptFailure.MOVED,
+    RevisionError: AttemptFailure.WRONG_REVISION,
 }
 
 
@@ -113,6 +118,7 @@ class Requests:
         policy: RetryPolicy | None = None,
         loading_seconds: float = 0.0,
         tenancy: Tenancy | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._fleet = fleet
         self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
@@ -132,6 +138,7 @@ class Requests:
         self._connections = connections
         self._policy = policy or RetryPolicy()
         self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
+        self.tracing = tracing or Tracing("")
         self._forwarder = Forwarder(metrics)
         self._handover = Handover(
             fleet, upstream, self._forwarder, metrics, memory=journals, wait_seconds=handover_seconds
@@ -161,6 +168,7 @@ class Requests:
         task = asyncio.current_task()
         assert task is not None
         record = RequestRecord(request_id=request_id(request), path=request.path, outcomes=self.outcomes)
+        record.trace = self.tracing.start(request.headers, request.path)
         self._open.add(task)
         self.idle.clear()
         self._metrics.open_requests.inc()
@@ -185,6 +193,7 @@ class Requests:
             self._metrics.open_requests.dec()
             self._access_log.write(record)
             self.tenancy.account(record)
+            record.trace.finish(record)
 
     async def _read_and_answer(self, request: web.Request, record: RequestRecord) -> web.StreamResponse:
         if not self._fleet.view().synced:
@@ -209,7 +218,7 @@ class Requests:
                 raise service_requests_full(record.model)
             try:
                 with self.tenancy.admit(caller, inference, record):
-                    async with self._waiting_room.admit(route, len(body.content)):
+                    async with self._waiting_room.admit(route, len(body.content), inference.routing.pin):
                         record.admitted = time.monotonic()
                         return await self._answer(request, inference, body, record)
             finally:
@@ -268,6 +277,7 @@ class Requests:
         served_name = record.adapter or endpoint.served_name or record.model
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
+        headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, record.error)
         headers[HEADER_DEADLINE] = f"{max(deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
         journal = self._handover.journal(content, answers, record.service, headers)
         wait = self._first_byte_wait(inference, deadline)
@@ -280,6 +290,8 @@ class Requests:
                     lease.answered()
                     lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
                     record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
+                    if answers_for_other(endpoint, reply):
+                        raise RevisionError("the replica answered for another revision")
                     self._fleet.record_load(endpoint, reply.load_report)
                     if reply.is_stream:
                         self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
@@ -350,6 +362,7 @@ class Requests:
         if route is None:
             raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key
+        record.latency_limits = route.service.latency_limits
         record.adapter = route.adapter.name if route.adapter is not None else ""
         return route
 
@@ -429,7 +442,7 @@ class Requests:
         record.status = refusal.status
         record.finish = record.finish or "refused"
         record.error = record.error or refusal.kind
-        return self._forwarder.sign(refusal.response(), record)
+        return self._forwarder.sign(refusal_response(refusal, record.path), record)
 
 
 def _says_engine_dead(body: bytes) -> bool:

@@ -162,8 +162,8 @@ class RoutingTable:
             own = sorted((one for one in endpoints if one.owner_uid == service.uid), key=lambda one: one.name)
             route = self._routes[key] = Route(
                 service,
-                tuple(one for one in own if not _is_mirror_only(service, one)),
-                tuple(one for one in own if _is_mirror_only(service, one)),
+                tuple(one for one in own if not _is_reserved(service, one)),
+                tuple(one for one in own if _is_reserved(service, one)),
             )
             self.built_routes += 1
         return route
@@ -177,7 +177,7 @@ class RoutingTable:
             route = self._adapter_routes[key] = Route(
                 base.service,
                 tuple(one for one in base.endpoints if adapter.name in one.adapters),
-                tuple(one for one in base.mirrors if adapter.name in one.adapters),
+                tuple(one for one in base.reserved if adapter.name in one.adapters),
                 adapter,
                 bool(base.endpoints),
             )
@@ -269,6 +269,7 @@ class RoutingTable:
             del self._former[endpoint.served_name]
 
 
-def _is_mirror_only(service: Service, endpoint: Endpoint) -> bool:
-    """Whether the endpoint's revision gets copies of requests and no share of them: no user may depend on it."""
-    return service.mirrors.get(endpoint.revision, 0) > 0 and not service.weights.get(endpoint.revision, 0)
+def _is_reserved(service: Service, endpoint: Endpoint) -> bool:
+    """Whether no user may depend on the endpoint's revision: it gets only copies of requests, or is withheld."""
+    is_mirror = service.mirrors.get(endpoint.revision, 0) > 0 and not service.weights.get(endpoint.revision, 0)
+    return is_mirror or endpoint.revision in service.withheld

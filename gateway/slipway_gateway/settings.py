@@ -85,6 +85,11 @@ class GatewaySettings(BaseSettings):
     loading_wait_seconds: NonNegativeFloat = 10.0
     hang_seconds: PositiveFloat = _TIMEOUTS.hang_seconds
 
+    # Traces: the base URL of a collector that takes OTLP over HTTP; empty: none are made (see `tracing`).
+    otlp_endpoint: str = ""
+    trace_ratio: float = Field(0.01, ge=0, le=1)
+    trace_slow_seconds: PositiveFloat = 10.0
+
     # Handover of streams: how long one may wait for another replica (0: never), and what is kept for it.
     handover_seconds: NonNegativeFloat = 15.0
     max_handover_bytes: PositiveInt = 128 << 20

@@ -14,6 +14,11 @@ from slipway_api.stream_marks import HANDOVER_MARK, TOKENS_MARK
 
 DONE: Final = b"data: [DONE]"
 ERROR_PREFIX: Final = b'data: {"error"'
+# The last events of the APIs whose events have types.
+TYPED_ENDS: Final = (
+    b"event: message_stop", b"event: response.completed", b"event: response.incomplete", b"event: response.failed",
+    b"event: error",
+)  # fmt: skip
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 MAX_PENDING: Final = 1 << 20  # an event longer than this is let through in pieces
 
@@ -88,7 +93,7 @@ class MarkedEvents:
         self._last = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that a mark covers; behind the last answer's end, whole events."""
+        """The events that a mark covers; the usage and whatever else follows the last answer, once it is complete."""
         if self._held:
             chunk = self._held + chunk
         covered, end = [], 0
@@ -102,8 +107,9 @@ class MarkedEvents:
                 self._open_answers -= 1
             self._on_tokens(int(index), token_ids, ended is not None)
         if not self._open_answers:
+            # All or nothing: what stands behind the last answer would be said again by a replica that continues.
             whole = chunk.rfind(b"\n\n", end) + 2
-            if whole >= end + 2:
+            if whole >= end + 2 and says_its_end(chunk[end:whole]):
                 covered.append(chunk[end:whole])
                 end = whole
         self._held = chunk[end:]
@@ -128,11 +134,11 @@ class MarkedEvents:
 
 
 def says_its_end(events: bytes) -> bool:
-    """Whether the last of these whole events is [DONE] or an error."""
+    """Whether the last of these whole events is the last of its stream, or an error."""
     if not events.endswith(EVENT_ENDS):
         return False
     last = events.rstrip().replace(b"\r\n", b"\n").rsplit(b"\n\n", 1)[-1]
-    return last.startswith((DONE, ERROR_PREFIX))
+    return last.startswith((DONE, ERROR_PREFIX, *TYPED_ENDS))
 
 
 def error_event(message: str, kind: str, code: int) -> bytes:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from slipway_api.names import HEADER_PRIORITY, HEADER_TENANT
 from slipway_gateway.access_log import BYTES_PER_TOKEN, RequestRecord
 from slipway_gateway.accounting import Accounting
+from slipway_gateway.apis import GENERATING_PATHS, limit_field
 from slipway_gateway.errors import (
     bad_request,
     invalid_key,
@@ -32,8 +33,6 @@ from slipway_gateway.limits import Denied, Limits
 from slipway_gateway.metrics import UNKNOWN_MODEL
 from slipway_gateway.request_body import EXPECTED_OUTPUT_TOKENS, Body, InferenceRequest
 from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFiles, digest_of
-
-GENERATING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -101,9 +100,8 @@ class Tenancy(Collector):
         directory = self._files.refresh(self._clock())
         if directory is None:
             raise tenants_unreadable()
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        key = key.strip()
-        if scheme.lower() != "bearer" or not key:
+        key = _shown_key(request)
+        if not key:
             self._accounting.unauthenticated("missing")
             raise missing_key()
         digest = digest_of(key) if len(key) <= MAX_KEY_CHARACTERS else ""
@@ -130,10 +128,11 @@ class Tenancy(Collector):
         default = caller.tenant.default_max_tokens or self._default_max_tokens or most
         if inference.max_tokens is None:
             if default:
-                set_default_max_tokens(body, min(default, most or default))
+                set_default_max_tokens(body, min(default, most or default), limit_field(record.path))
         elif most and inference.max_tokens > most:
-            message = f"max_tokens is {inference.max_tokens}; this caller may ask for at most {most}."
-            raise bad_request(message, param="max_tokens")
+            name = limit_field(record.path)
+            message = f"{name} is {inference.max_tokens}; this caller may ask for at most {most}."
+            raise bad_request(message, param=name)
 
     @contextmanager
     def admit(self, caller: Caller, inference: InferenceRequest, record: RequestRecord) -> Iterator[None]:
@@ -183,9 +182,17 @@ def internal_headers(caller: Caller) -> dict[str, str]:
     return {HEADER_TENANT: caller.tenant.label, HEADER_PRIORITY: str(caller.tenant.priority)}
 
 
-def set_default_max_tokens(body: Body, limit: int) -> None:
+def _shown_key(request: web.Request) -> str:
+    """The key that a request shows: as OpenAI's clients do, or in `x-api-key` as Anthropic's do; empty: none."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return request.headers.get("x-api-key", "").strip()
+
+
+def set_default_max_tokens(body: Body, limit: int, name: str = "max_tokens") -> None:
     """Write the limit into a body that has none. Every other field stays as the client wrote it."""
     fields: dict[str, Any] = _decode_raw(body.content)
     fields.pop("max_completion_tokens", None)  # null, or not a number: the runtime would refuse both together
-    fields["max_tokens"] = msgspec.Raw(b"%d" % limit)
+    fields[name] = msgspec.Raw(b"%d" % limit)
     body.content = msgspec.json.encode(fields)

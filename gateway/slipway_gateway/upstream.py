@@ -6,6 +6,7 @@ UpstreamError
 ├── SilentError        nothing came for too long: no first byte of a stream, or a pause within it
 │   └── HungError      within a stream, when all streams of the replica have stopped and another replica could go on
 ├── MovedError         the replica left the routing table before its first byte
+├── RevisionError      the answer is of another revision than the pod's label says
 └── DeadlineError      the request's own deadline passed: not the replica's failure
 """
 
@@ -24,9 +25,9 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from slipway_api.names import HEADER_REQUEST_ID, HEADER_TOKEN_IDS, INTERNAL_HEADERS
+from slipway_api.names import HEADER_REQUEST_ID, HEADER_REVISION, HEADER_TOKEN_IDS, INTERNAL_HEADERS
 from slipway_gateway.load_reports import LOAD_FORMAT, LOAD_FORMAT_HEADER, LOAD_HEADER
-from slipway_gateway.picker.endpoints import Endpoint
+from slipway_gateway.picker.endpoints import STATIC_REVISION, Endpoint
 
 # Response headers that are forwarded to the client. All others (Server, Date, Connection …) are dropped.
 RESPONSE_HEADERS: Final = frozenset(
@@ -63,6 +64,10 @@ class HungError(SilentError):
 
 class MovedError(UpstreamError):
     """The replica left the routing table before its first byte."""
+
+
+class RevisionError(UpstreamError):
+    """The answer is of another revision than the pod's label says: it goes to nobody."""
 
 
 class DeadlineError(UpstreamError):
@@ -359,6 +364,12 @@ class Upstream:
             if hasattr(socket, option):
                 made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         return made
+
+
+def answers_for_other(endpoint: Endpoint, reply: Reply) -> bool:
+    """Whether the answer names another revision than the pod's label; engines that name none are believed."""
+    named = reply.headers.get(HEADER_REVISION, "")
+    return bool(named) and endpoint.revision not in (named, STATIC_REVISION)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

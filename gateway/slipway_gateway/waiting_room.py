@@ -97,10 +97,14 @@ class WaitingRoom:
         self._services: dict[str, _Service] = {}
 
     @asynccontextmanager
-    async def admit(self, route: Route, size: int) -> AsyncIterator[None]:
-        """Return when a request of `size` bytes may be sent, and count it until it has ended. Raises a Refusal."""
+    async def admit(self, route: Route, size: int, pin: str = "") -> AsyncIterator[None]:
+        """Return when a request of `size` bytes may be sent, and count it until it has ended. Raises a Refusal.
+
+        A request that pins a revision with a reserved replica waits for nothing: what the others wait for is another.
+        """
         service = route.service.key
-        if not self._must_wait(route) or not await self._wait(route, size):
+        has_reserved = any(one.revision == pin for one in route.reserved)
+        if has_reserved or not self._must_wait(route) or not await self._wait(route, size):
             yield
             return
         try:

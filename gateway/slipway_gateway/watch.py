@@ -7,7 +7,7 @@ watch never empties the routing table.
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -15,7 +15,7 @@ from slipway_api import names
 from slipway_api.inference_service import RoutingStrategy
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
-from slipway_gateway.picker.endpoints import Adapter, Endpoint, Service, WaitLimits
+from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, Service, WaitLimits
 from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Condition, Object, OwnerReference, Pod, Slim
@@ -35,12 +35,21 @@ class RevisionStatus(Slim, frozen=True, gc=False):
     mirror_percent: int = 0
 
 
+class CanaryStatus(Slim, frozen=True, gc=False):
+    """`status.canary`, as far as it says whether the gates are passed."""
+
+    gate: str = ""
+
+
 class ServiceStatus(Slim, frozen=True, gc=False):
     """The operator's status of a service."""
 
     served_name: str = ""
     desired_replicas: int = 0
     failed_revision: str = ""
+    current_revision: str = ""
+    update_revision: str = ""
+    canary: CanaryStatus = CanaryStatus()
     revisions: tuple[RevisionStatus, ...] = ()
 
 
@@ -71,6 +80,13 @@ class RuntimeSpec(Slim, frozen=True, gc=False):
     max_num_seqs: int = 64
 
 
+class RolloutSpec(Slim, frozen=True, gc=False):
+    """`spec.rollout`, as far as it says which revisions the operator has to admit to traffic."""
+
+    strategy: str = "RollingUpdate"
+    gates: dict[str, Any] | None = None
+
+
 class DrainSpec(Slim, frozen=True, gc=False):
     """`spec.drain`."""
 
@@ -92,6 +108,25 @@ class RoutingSpec(Slim, frozen=True, gc=False):
             return RoutingStrategy.PREFIX_CACHE
 
 
+class SLOSpec(Slim, frozen=True, gc=False):
+    """`spec.slo`; decimals are text."""
+
+    ttft_p95_seconds: str = ""
+    itl_p95_seconds: str = ""
+
+    @property
+    def latency_limits(self) -> LatencyLimits:
+        """The limits as numbers; text that is none limits nothing."""
+        return LatencyLimits(_seconds_of(self.ttft_p95_seconds), _seconds_of(self.itl_p95_seconds))
+
+
+def _seconds_of(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None
+
+
 class ServiceSpec(Slim, frozen=True, gc=False):
     """The fields of the spec that say how requests are routed, and which may wait for a replica."""
 
@@ -100,6 +135,8 @@ class ServiceSpec(Slim, frozen=True, gc=False):
     runtime: RuntimeSpec = RuntimeSpec()
     autoscaling: Autoscaling | None = None
     routing: RoutingSpec = RoutingSpec()
+    slo: SLOSpec = SLOSpec()
+    rollout: RolloutSpec = RolloutSpec()
 
 
 class InferenceService(Object, frozen=True, gc=False):
@@ -197,7 +234,7 @@ def service_of(resource: InferenceService) -> Service:
         uid=resource.uid,
         created=resource.metadata.creation_timestamp,
         weights={revision.hash: revision.weight for revision in revisions},
-        failed_revision=resource.status.failed_revision,
+        withheld=withheld_revisions(resource.spec.rollout, resource.status),
         mirrors={revision.hash: revision.mirror_percent for revision in revisions if revision.mirror_percent},
         desired_replicas=resource.status.desired_replicas,
         activation=activation_of(resource.spec.autoscaling),
@@ -206,7 +243,25 @@ def service_of(resource: InferenceService) -> Service:
         strategy=resource.spec.routing.known_strategy,
         request_seconds=resource.spec.routing.request_timeout_seconds,
         handover=resource.spec.drain.handover,
+        latency_limits=resource.spec.slo.latency_limits,
     )
+
+
+def withheld_revisions(rollout: RolloutSpec, status: ServiceStatus) -> frozenset[str]:
+    """Revisions that get no request by chance, also while no other one has a ready replica.
+
+    One that was rolled back; and a new one that has no weight, because the operator has not admitted it to traffic yet:
+    it waits for its gates, or for the first step of its strategy. Without gates and with RollingUpdate a weight of 0
+    only means that the status lags behind the pods.
+    """
+    withheld = {status.failed_revision}
+    weights = {one.hash: one.weight for one in status.revisions}
+    update = status.update_revision
+    if update != status.current_revision and status.current_revision and not weights.get(update, 0):
+        has_steps = rollout.strategy in ("Canary", "BlueGreen")
+        if has_steps or (rollout.gates is not None and status.canary.gate != "Passed"):
+            withheld.add(update)
+    return frozenset(withheld - {""})
 
 
 def activation_of(autoscaling: Autoscaling | None) -> WaitLimits | None:

@@ -199,6 +199,7 @@ class NodeStatus(Slim, frozen=True):
     """The status of a node."""
 
     conditions: tuple[Condition, ...] = ()
+    allocatable: dict[str, str] = {}  # msgspec copies it
 
 
 class Node(Object, frozen=True):

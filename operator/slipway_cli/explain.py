@@ -44,11 +44,24 @@ def explain_status(service: InferenceService) -> dict[str, Any]:
             }
             for one in status.revisions
         ],
+        "slo": _explain_slo(service),
+        "cost": status.cost.to_json() if status.cost is not None else None,
         "conditions": [
             {"type": one.type, "status": one.status.value, "reason": one.reason, "message": one.message}
             for one in status.conditions
         ],
     }
+
+
+def _explain_slo(service: InferenceService) -> dict[str, Any] | None:
+    """The objectives and what is measured of them, without the counts behind; None: the spec has none."""
+    slo, found = service.spec.slo, service.status.slo
+    if slo is None:
+        return None
+    condition = find_condition(service.status.conditions, ConditionType.WITHIN_SLO)
+    measured = found.to_json() if found is not None else {}
+    measured.pop("periods", None)
+    return {**measured, "windowDays": slo.window_days, "state": condition.reason if condition else "NotObserved"}
 
 
 def explain_scaling(service: InferenceService) -> dict[str, Any]:

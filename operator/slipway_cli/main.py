@@ -1,4 +1,4 @@
-"""The command `kubectl slipway`: status, promote, pause, abort, rollback, drain, why-scale, simulate, plan, bundle.
+"""The command `kubectl slipway`: status, rollouts, drain, wake, why-scale, simulate, plan, bundle, cleanup.
 
 Verbs that change something write what their user could write with kubectl: a field of the spec or an annotation. They
 need no access to the operator, and work while it is away.
@@ -7,7 +7,7 @@ need no access to the operator, and work while it is away.
 import json
 import sys
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -56,6 +56,19 @@ def status(name: Name, namespace: Namespace = "", context: Context = "", output:
         out.print("the operator has not followed the newest change of the spec yet")
     replicas = found["replicas"]
     out.print(f"replicas: {replicas['ready']} of {replicas['desired']} ready, {replicas['draining']} draining")
+    if (slo := found["slo"]) is not None:
+        out.print(
+            f"error budget: {slo.get('errorBudgetRemainingPercent', '?')} % of {slo['windowDays']} days left "
+            f"({slo['state']}); P95 of the last hour: first token {slo.get('ttftP95Seconds', '?')} s, "
+            f"between tokens {slo.get('itlP95Seconds', '?')} s",
+            soft_wrap=True,
+        )
+    if (cost := found["cost"]) is not None:
+        out.print(
+            f"cost: {cost.get('perHour', '?')} {cost['currency']} an hour for {cost['gpus']} GPUs; "
+            f"{cost.get('perMillionOutputTokens', '?')} {cost['currency']} for a million output tokens",
+            soft_wrap=True,
+        )
     _print_table(("REVISION", "ROLE", "TRAFFIC", "READY", "IMAGE"), found["revisions"], _revision_row)
     return _print_table(("CONDITION", "STATUS", "REASON", "MESSAGE"), found["conditions"], _values)
 
@@ -128,6 +141,20 @@ def drain(
         _fail(f"{pod} is no replica of {name}")
     cluster.evict(pod)
     out.print(f"{pod} is being evicted: it finishes its requests, and another replica takes its place")
+
+
+@app.command()
+def wake(name: Name, namespace: Namespace = "", context: Context = "") -> None:
+    """Start a service that is scaled to zero before a request comes; it stays up for its idleSeconds at least."""
+    cluster = Cluster(namespace, context)
+    spec = cluster.service(name).spec
+    rules = spec.autoscaling.scale_to_zero if spec.autoscaling else None
+    if rules is None:
+        _fail(f"{name} never scales to zero: it has no spec.autoscaling.scaleToZero")
+    if spec.suspend:
+        _fail(f"{name} is suspended: set spec.suspend to false")
+    moment = datetime.now(UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+    _annotate(cluster, name, names.ANNOTATION_WAKE, moment)
 
 
 @app.command(name="simulate")

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 
 import kopf
 import structlog
+from kopf._core.engines.peering import Identity
 from pydantic import ValidationError
 
 from slipway_api import __version__, logs, names
@@ -20,7 +21,7 @@ from slipway_kube.client import Client
 from slipway_kube.errors import NoCredentials
 from slipway_operator import handlers as handlers  # the import registers the handlers
 from slipway_operator.keepalive import KeptConnections
-from slipway_operator.manager import Manager
+from slipway_operator.manager import Manager, exempt_caches_from_collection
 from slipway_operator.masters import MissingKey
 from slipway_operator.metrics import OperatorMetrics
 from slipway_operator.probes import serve_probes
@@ -45,6 +46,7 @@ environment:
   SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
   SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port
   SLIPWAY_WATCH_NAMESPACES  comma-separated; empty means all
+  SLIPWAY_POD_USER          USER:GROUP of the replicas, or platform: neither is set (65532:65532)
   SLIPWAY_REPLICA_ACCESS    direct: connect to pods; proxy: through the API server, when running outside the cluster
   SLIPWAY_ADMIN_PORT        port of /livez, /readyz and /metrics (8080)
   SLIPWAY_LOG_LEVEL         DEBUG, INFO, WARNING or ERROR (INFO)
@@ -63,7 +65,15 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
             connections = KeptConnections()
             stack.callback(connections.close)
             dial, serving_dial = direct(connections), direct(connections, port=names.SERVING_PORT)
-        manager = Manager(settings, client, lease_client, dial, metrics, serving_dial=serving_dial)
+        manager = Manager(
+            settings,
+            client,
+            lease_client,
+            dial,
+            metrics,
+            serving_dial=serving_dial,
+            on_synced=exempt_caches_from_collection,
+        )
         admin_port = await stack.enter_async_context(
             serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
         )
@@ -71,6 +81,8 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None) 
         await kopf.operator(
             memo=kopf.Memo(manager=manager, connect=auth.load),
             standalone=True,
+            # kopf would ask for the name of the user, and on OpenShift a user has none.
+            identity=Identity(settings.identity),
             clusterwide=not settings.watch_namespaces,
             namespaces=settings.watch_namespaces,
             stop_flag=stop,

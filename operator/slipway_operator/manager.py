@@ -6,9 +6,11 @@ SIGTERM it finishes the passes that run and releases the Lease, so that the next
 """
 
 import asyncio
+import gc
 import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,13 +27,15 @@ from slipway_kube.writer import Write, Writer
 from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.adapter_client import AdapterClient
 from slipway_operator.clock import SYSTEM, Clock
+from slipway_operator.controller.children import Children
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.isolation import BackgroundCalls, FairSlots
 from slipway_operator.controller.kinds import Key, Kind
 from slipway_operator.controller.queue import QueueClosed, Urgency, WorkQueue
 from slipway_operator.controller.reconciler import Reconciler, Refused
 from slipway_operator.controller.resync import Resync
-from slipway_operator.core.observed import Defaults, Network
+from slipway_operator.core.observed import Defaults, Network, NodeCache, PodUser
+from slipway_operator.hub_reader import HubReader
 from slipway_operator.inputs.caches import Caches, Inputs, ReplicaTarget
 from slipway_operator.inputs.demand import Changed
 from slipway_operator.inputs.freshness import Freshness
@@ -57,6 +61,7 @@ DRAIN_CALLS, DRAIN_CALLS_OF_A_SERVICE = 64, 8
 SMOKE_TESTS = 16  # services whose replicas are asked at once
 LOAD_PASSES_PER_SECOND = 200.0  # 1,000 busy services: each gets a pass every 5 s; 20 of them: every 0.1 s
 RESYNC_SECONDS = (300.0, 600.0)
+FIRST_PASSES_SECONDS = 15.0  # scraping begins after the first pass of every object, or so late
 FINISH_SECONDS = 1.0  # after a clean stop the next leader starts within two seconds, so running passes get one
 
 
@@ -73,6 +78,12 @@ KINDS = (
     Registration(LORA_ADAPTERS, LoRAAdapters),
     Registration(WARM_POOLS, WarmPools),
 )
+
+
+def exempt_caches_from_collection() -> None:
+    """Keep the garbage collector from walking the filled caches again and again: each walk stops the event loop."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave_at_once(reason: str) -> None:
@@ -94,12 +105,17 @@ class Manager:
         *,
         serving_dial: Dial,
         on_lost: Callable[[str], None] = leave_at_once,
+        on_synced: Callable[[], None] = lambda: None,
         resync_seconds: tuple[float, float] = RESYNC_SECONDS,
         clock: Clock = SYSTEM,
         kinds: Sequence[Registration] = KINDS,
     ) -> None:
-        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports."""
+        """`dial` reaches the admin ports of replicas, `serving_dial` their serving ports.
+
+        `on_synced` is called once every object has had its first pass by this leader.
+        """
         self._metrics = metrics
+        self._on_synced = on_synced
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[Any]] = []
         self._election: list[asyncio.Task[Any]] = []  # ends last, when nothing writes any more
@@ -160,6 +176,7 @@ class Manager:
         self._gateway_pods = watch_pods(
             self._gateways, client, namespace=settings.namespace, selector=settings.gateway_selector
         )
+        self._hub = HubReader(settings.hub_endpoints, now=clock.now, on_done=self._queue.add)
         self._inputs = inputs = Inputs(
             caches=self.caches,
             wake=self._queue.add,
@@ -168,6 +185,8 @@ class Manager:
                 runtime_image=settings.runtime_image,
                 gateway_url=settings.gateway_url,
                 network=_network(settings),
+                node_cache=_node_cache(settings),
+                pod_user=_pod_user(settings),
             ),
             token_digests=masters.digests,
             serving_digests=gateway_keys.digests,
@@ -177,8 +196,10 @@ class Manager:
             now=clock.now,
             on_pool_sample=self._pool_listeners.append,
             adapter_calls=self._adapter_calls,
+            hub_answer=self._hub.answer,
             demand_of=self._gateways.demand,
             outcomes_of=self._gateways.outcomes_since,
+            service_outcomes_of=self._gateways.service_outcomes,
         )
         self._kinds: dict[str, Kind] = {kind.resource.kind: kind.build(inputs) for kind in kinds}
         self._drains: BackgroundCalls[Key] = BackgroundCalls(
@@ -187,14 +208,18 @@ class Manager:
             on_done=lambda _key, uid: self._scraper.ask_soon(uid),
         )
         self._smoke_tests = SmokeTests(
+            client,
             serving_dial,
             gateway_keys,
             BackgroundCalls(FairSlots(total=SMOKE_TESTS, per_owner=1), on_done=lambda key, _uid: self._queue.add(key)),
             now=clock.now,
         )
+        self._children = Children(client, writer, monotonic=clock.monotonic)
+        self._namespaces = settings.watch_namespaces
         executor = Executor(
             client,
             writer,
+            self._children,
             replicas,
             self._drains,
             self._smoke_tests,
@@ -202,7 +227,7 @@ class Manager:
             self.caches.stores,
             self.caches.pod_informer.get,
             metrics,
-            performers=self._adapter_calls.performers,
+            performers={**self._adapter_calls.performers, **self._hub.performers},
             now=clock.now,
             monotonic=clock.monotonic,
         )
@@ -242,7 +267,9 @@ class Manager:
         """For /readyz: a standby with full caches is ready too."""
         if not self._listed.is_set():
             return False, "the first lists are not complete"
-        return True, "leading" if self.elector.is_leader() else "standing by"
+        sentence = "leading" if self.elector.is_leader() else "standing by"
+        missing = self.caches.missing.describe()
+        return True, f"{sentence}, {missing}" if missing else sentence
 
     def heard(self, kind: str, type: str | None, body: Mapping[str, Any]) -> None:
         """Store a custom resource of an event of kopf's watch."""
@@ -260,6 +287,7 @@ class Manager:
         self._listed.set()
         self._tasks.append(self._spawn(self._resync.run(), "resync"))
         self._tasks.append(self._spawn(self._work_as_leader(), "leader"))
+        self._tasks.append(self._spawn(self._leave_for_new_kind(), "missing kinds"))
 
     async def stop(self) -> None:
         """Finish the running passes, release the Lease, and end all tasks."""
@@ -270,6 +298,7 @@ class Manager:
         await _end(*self._tasks)
         await self._drains.stop()
         await self._smoke_tests.stop()
+        await self._hub.stop()
         await self._adapter_calls.stop()
         await _end(*self._election)  # when cancelled, it releases the Lease if it holds it
 
@@ -287,11 +316,16 @@ class Manager:
             self._metrics.lease_transitions.labels("lost").inc()
         self._on_lost(f"{task.get_name()} ended: {error!r}")
 
+    async def _leave_for_new_kind(self) -> None:
+        kind = await self.caches.until_installed()
+        self._on_lost(f"the CRD of {kind} is installed now; the process starts again to watch it")
+
     async def _work_as_leader(self) -> None:
         await self.elector.leading.wait()
         self._metrics.lease_transitions.labels("gained").inc()
         log.info("leading", identity=self.elector.identity)
         await self.caches.refresh()
+        await self._children.list_all(self._namespaces)
         for key in self.caches.known():
             self._queue.add(key)
         for number in range(WORKERS):
@@ -301,6 +335,11 @@ class Manager:
             self._tasks.append(self._spawn(self._prometheus.run(), "prometheus"))
         self._tasks.append(self._spawn(self._gateway_pods.run(), "gateway pods"))
         self._tasks.append(self._spawn(self._gateways.run(), "gateways"))
+        # Every object gets its first pass before the replicas' answers take their share of the one core.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PASSES_SECONDS):
+                await self._queue.drained()
+        self._on_synced()
         await self._scraper.run()
 
     async def _finish_running_passes(self) -> None:
@@ -408,6 +447,14 @@ def _key_of(owner: ServiceKey | PoolKey) -> Key:
     return Key(WARM_POOLS.kind if isinstance(owner, PoolKey) else INFERENCE_SERVICES.kind, *owner)
 
 
+def _pod_user(settings: OperatorSettings) -> PodUser | None:
+    """User and group of the replicas' pods; None: the platform assigns them."""
+    if settings.pod_user == "platform":
+        return None
+    user, _, group = settings.pod_user.partition(":")
+    return PodUser(int(user), int(group))
+
+
 def _network(settings: OperatorSettings) -> Network | None:
     """The pods that a NetworkPolicy admits to the replicas; None: no policy is created."""
     if not settings.network_policy:
@@ -417,6 +464,13 @@ def _network(settings: OperatorSettings) -> Network | None:
         client_namespaces=settings.client_namespaces,
         metrics_namespaces=settings.metrics_namespaces,
     )
+
+
+def _node_cache(settings: OperatorSettings) -> NodeCache | None:
+    """The folder of the nodes in which models are kept; None: there is none."""
+    if not settings.model_cache_path:
+        return None
+    return NodeCache(path=settings.model_cache_path, limit=settings.model_cache_limit)
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from slipway_operator.account_metrics import AccountMetrics
+
 RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 AGE_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 
 
 class OperatorMetrics:
-    """All series of one operator process, under `slipway_operator_`."""
+    """All series of one operator process: `slipway_operator_` of its own work, `slipway_service_` of services."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -65,6 +67,8 @@ class OperatorMetrics:
         self.warm_pods = gauge(
             "warm_pool_pods", "Pods of each WarmPool: ready, warming, claimed.", "namespace", "pool", "state"
         )
+        self.accounts = AccountMetrics()
+        self.registry.register(self.accounts)
         self.loop_lag = gauge("event_loop_lag_seconds", "How late the event loop woke last time it was asked to.")
 
     def watch(self, gauge: Gauge, read: Callable[[], float]) -> None:

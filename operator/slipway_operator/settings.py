@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from slipway_api.types import BYTES_PATTERN
+
 ReplicaAccess = Literal["direct", "proxy"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -45,10 +47,22 @@ class OperatorSettings(BaseSettings):
     """Empty: all namespaces."""
     prometheus_url: str = Field("", validation_alias="SLIPWAY_PROMETHEUS_URL")
     """A Prometheus that scrapes the replicas; empty: the operator asks them itself, as it does where this one fails."""
+    pod_user: str = Field(
+        "65532:65532", pattern=r"^([1-9][0-9]{0,9}:[0-9]{1,10}|platform)$", validation_alias="SLIPWAY_POD_USER"
+    )
+    """User and group of the replicas' pods; `platform`: neither is set, since the platform assigns them (OpenShift)."""
     replica_access: ReplicaAccess = Field("direct", validation_alias="SLIPWAY_REPLICA_ACCESS")
     """`proxy` reaches pods through the API server: for an operator that runs outside the cluster."""
     admin_port: int = Field(8080, ge=0, le=65535, validation_alias="SLIPWAY_ADMIN_PORT")
     """The operator's own /livez, /readyz and /metrics."""
+    model_cache_path: str = Field("", pattern=r"^(/[^:]*)?$", validation_alias="SLIPWAY_MODEL_CACHE_PATH")
+    """The folder of each node for model.cache.policy Node; empty: the policy is not permitted."""
+    model_cache_limit: str = Field("", pattern=BYTES_PATTERN, validation_alias="SLIPWAY_MODEL_CACHE_LIMIT")
+    """How much of each namespace's models a node keeps there."""
+    hub_endpoints: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("https://huggingface.co",), validation_alias="SLIPWAY_HUB_ENDPOINTS"
+    )
+    """Hubs that the operator may ask for the sizes of a model; empty elements do not count: `off` is none."""
     log_level: LogLevel = Field("INFO", validation_alias="SLIPWAY_LOG_LEVEL")
 
     @field_validator("gateway_url", "prometheus_url")
@@ -61,7 +75,7 @@ class OperatorSettings(BaseSettings):
     def _upper(cls, level: object) -> object:
         return level.upper() if isinstance(level, str) else level
 
-    @field_validator("watch_namespaces", "client_namespaces", "metrics_namespaces", mode="before")
+    @field_validator("watch_namespaces", "client_namespaces", "metrics_namespaces", "hub_endpoints", mode="before")
     @classmethod
     def _split(cls, text: object) -> object:
         return tuple(name for part in text.split(",") if (name := part.strip())) if isinstance(text, str) else text

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.runtime_api import ModelSpec
-from slipway_api.runtime_spec import Dtype, KVDtype, Quantization, SpeculationMethod
+from slipway_api.runtime_spec import Dtype, KVDtype, Pooling, Quantization, SpeculationMethod, Task
 from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults, flag, warm_prompts_of
 
 REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--dtype", choices=[*Dtype], default="auto")
     serve.add_argument("--quantization", choices=("", *Quantization), default="", help="of the weights, at load")
     serve.add_argument("--kv-cache-dtype", choices=("", *KVDtype), default="", help="number format of the KV cache")
+    serve.add_argument("--task", choices=("", *Task), default="", help="generate text, or compute embeddings only")
+    serve.add_argument("--pooling", choices=("", *Pooling), default="", help="of embeddings; auto: the checkpoint's")
     serve.add_argument("--deterministic", action="store_true", help="the same tokens alone and in any batch")
     serve.add_argument("--tensor-parallel-size", type=int, default=0, help="GPUs that share the model")
     serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")

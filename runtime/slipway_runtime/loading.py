@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from slipway_api.runtime_spec import Pooling, Task
 from slipway_runtime.cores import compute_threads
 from slipway_runtime.engine.launch import BootedEngine, EngineProcess
 from slipway_runtime.engine.options import EngineOptions
@@ -24,6 +25,8 @@ from slipway_runtime.storage.fetch import check_digest, fetch
 
 LOADER: Final = "load"  # the name of threads that nobody waits for at the end
 _T = TypeVar("_T")
+# As the engine calls them.
+_POOLING: Final = {Pooling.AUTO: "auto", Pooling.LAST_TOKEN: "last", Pooling.MEAN: "mean"}
 _TASKS: Final[set["asyncio.Task[None]"]] = set()  # the event loop itself keeps no reference to a task
 
 
@@ -130,6 +133,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         max_cpu_adapters=settings.max_cpu_adapters,
         max_rank=settings.max_rank,
         prefix_caching=not settings.no_prefix_caching,
+        pooling=_POOLING[settings.pooling] if settings.task is Task.EMBED else "",
         overlap=False if settings.no_overlap else None,
         tenant_weights=dict(settings.tenant_weights),
         kv_events_endpoint=settings.kv_events_endpoint,

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipway_api import names
 from slipway_runtime.command_line import arguments_of, cache_directory, run_directory, serve_settings
 
 
@@ -26,7 +27,13 @@ def run(argv: Sequence[str]) -> int:
 
         return drain(run_directory(os.environ) / "drain.sock", arguments.timeout or None, arguments.refuse_after)
     if arguments.verb == "pull":
-        return pull(arguments.model_uri, cache_directory(os.environ))
+        cache = cache_directory(os.environ)
+        tokenizer = os.environ.get(names.ENV_PRE_PULL_TOKENIZER)
+        if tokenizer is not None:
+            from slipway_runtime.pre_pull import pre_pull
+
+            return pre_pull(arguments.model_uri, tokenizer, cache)
+        return pull(arguments.model_uri, cache)
     try:
         settings = serve_settings(arguments, os.environ)
     except (ValueError, OSError) as error:

@@ -38,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # the same for the prompt; such a request reads no cached prefix
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence tokens
     ignore_eos: bool = False
+    pools_all: bool = False  # an embedding that is made of all tokens of the prompt; reads no cached prefix
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +87,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when they were asked for
     # Set on the first Output when asked for; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    embedding: bytes = b""  # float32, of length 1: set on the only Output of an engine that computes embeddings
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first Output
     queued_at: float | None = None  # when it entered the queue; set on the first Output
     scheduled_at: float | None = None  # when it left the queue; set on the first Output
@@ -172,6 +174,10 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     speculation: str = "none"
     host_blocks: int = 0  # that host memory has room for, beside the pool; 0: cold prefixes are dropped
     warnings: tuple[str, ...] = ()  # what costs quality in the way that the model is loaded; sentences
+    pooling: str = ""  # of an engine that computes embeddings: last or mean; empty: it generates
+    embedding_size: int = 0
+    is_matryoshka: bool = False  # embeddings may be cut to fewer dimensions
+    matryoshka_dimensions: tuple[int, ...] = ()  # to these only; empty: to any
     graphs_failed: str = ""  # why decode steps are not recorded on a device that could; a sentence
 
 
@@ -406,3 +412,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # parallel to token_ids; empty when nobody asked
     # Of the new positions that are prompt, for rows that asked: the token AFTER each position. Empty: nobody asked.
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    embeddings: tuple[bytes, ...] = ()  # parallel to the rows, of those that end; empty: this engine generates

@@ -30,7 +30,6 @@ from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.launch import EngineNotLoadedError
-from slipway_runtime.gpu_faults import is_gpu_fault
 from slipway_runtime.loading import LOADER, Fetched, boot_engine, bring, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
@@ -50,19 +49,17 @@ from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage.fetch import (
     Access,
-    AccessDeniedError,
     FetchError,
-    ModelNotFoundError,
     fetch,
     release,
     shown,
 )
+from slipway_runtime.termination import engine_death_message, termination_message, write_termination_message
 
 log = structlog.get_logger()
 
 ADAPTER_MOST_BYTES: Final = 4 << 30  # of files that a stranger's address may bring: rank 64 on 70B needs 2
 LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for the streams to hear of it
-TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default; its mount is there in a pod only
 
 
 def run(settings: RuntimeSettings) -> int:
@@ -201,7 +198,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         )
         await client.wait_dead()
         log.error("the engine has died", reason=client.error)
-        _write_termination_message(engine_death_message(client.error))
+        write_termination_message(engine_death_message(client.error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 await replica.all_closed()
@@ -214,34 +211,8 @@ def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> 
     """Say why this model cannot be served, to the log and to the kubelet."""
     more = {"exception": trace} if trace else {}
     log.error("cannot serve this model", model=shown(settings.model_uri), reason=str(error), **more)
-    _write_termination_message(termination_message(settings.model_uri, error))
+    write_termination_message(termination_message(settings.model_uri, error))
     return 1
-
-
-def termination_message(model_uri: str, error: Exception) -> str:
-    """The termination message of a pod whose model cannot be served; the operator reads how it begins."""
-    if isinstance(error, ModelNotFoundError):
-        return f"{names.WORD_MODEL_NOT_FOUND}{error}"
-    if isinstance(error, AccessDeniedError):
-        return f"{names.WORD_CREDENTIALS_INVALID}{error}"
-    if str(error).startswith(names.WORD_DOES_NOT_FIT):
-        return str(error)
-    if is_gpu_fault(str(error)):
-        return f"{names.WORD_GPU_FAULT}{error}"
-    return f"cannot serve {shown(model_uri)}: {error}"
-
-
-def engine_death_message(error: str) -> str:
-    """The termination message of a pod whose engine has died while it served."""
-    prefix = names.WORD_GPU_FAULT if is_gpu_fault(error) else "the engine has died: "
-    return f"{prefix}{error}"
-
-
-def _write_termination_message(sentence: str) -> None:
-    """The container's termination message: it outlives the container, and the operator makes a condition of it."""
-    if TERMINATION_MESSAGE.exists():
-        with contextlib.suppress(OSError):
-            TERMINATION_MESSAGE.write_text(sentence[:4000])
 
 
 def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, credentials: Mapping[str, str]) -> Path:

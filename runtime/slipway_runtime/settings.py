@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from slipway_api import names
 from slipway_api.runtime_api import LoadModelRequest, ModelSpec
+from slipway_api.runtime_spec import Pooling, Task
 from slipway_api.types import parse_quantity
 
 # Fields of a ModelSpec that settings take as they are, where they are given.
@@ -27,6 +28,8 @@ _SAME: Final = (
     "tokenizer_uri",
     "tokenizer_sha256",
     "chat_template",
+    "task",
+    "pooling",
     "deterministic",
     "tensor_parallel_size",
     "speculation_max_tokens",
@@ -106,6 +109,8 @@ class RuntimeSettings:
     dtype: str = "auto"
     quantization: str = "none"  # of the weights, done while they load: none, int8 or fp8
     kv_cache_dtype: str = "auto"  # auto, fp8 or int8; auto: that of the arithmetic
+    task: Task = Task.GENERATE
+    pooling: Pooling = Pooling.AUTO  # of embeddings
     deterministic: bool = False
     tensor_parallel_size: int = 1  # GPUs, or processes on a CPU, that share the model
     max_model_len: int = 0
@@ -189,6 +194,10 @@ class RuntimeSettings:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs"
                 f" {self.max_num_seqs}: every running sequence needs a token in each step"
             )
+        if self.task is not Task.EMBED and self.pooling is not Pooling.AUTO:
+            raise ValueError(f"--pooling {self.pooling} needs --task {Task.EMBED}")
+        if self.task is Task.EMBED and self.speculation != "none":
+            raise ValueError(f"--task {Task.EMBED} computes prompts only: --speculation makes no sense with it")
         if self.kv_cache_host_bytes and self.no_prefix_caching:
             raise ValueError("--kv-cache-host-bytes keeps cold prefixes, and --no-prefix-caching leaves none to keep")
         if self.kv_events_endpoint and not _KV_EVENTS_ENDPOINT.fullmatch(self.kv_events_endpoint):

@@ -50,6 +50,10 @@ def kept(api) -> Iterator[str]:
         a_schedule(),
         a_schedule(timeZone="America/Argentina/Buenos_Aires", start="*/30 22-23 1,15 jan-mar mon"),
         {"budget": {"maxGPUs": 4}} | scaling(),
+        {"budget": {"gpuHourCost": "2.50", "currency": "EUR"}} | scaling(),
+        {"budget": {"gpuHourCost": "2.50"}, "replicas": 900},
+        {"slo": {}},
+        {"slo": {"objectivePercent": "99.95", "windowDays": 7, "ttftP95Seconds": "0.5", "itlP95Seconds": "0.08"}},
         {"budget": {"maxGPUs": 4}, "replicas": 4},
         {"budget": {"maxGPUs": 1}, "replicas": 9} | scaling(mode="External"),
     ],
@@ -90,7 +94,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "must allow one replica",
     ),
     ("more than the budget", {"budget": {"maxGPUs": 3}, "replicas": 4}, "must not exceed budget.maxGPUs"),
-    ("a budget of nothing", {"budget": {}}, "spec.budget.maxGPUs: Required value"),
+    ("a budget of nothing", {"budget": {}}, "a budget needs maxGPUs, gpuHourCost, or both"),
+    ("a free GPU", {"budget": {"gpuHourCost": "0"}}, "gpuHourCost must be above 0"),
+    ("a price in words", {"budget": {"gpuHourCost": "2.5 USD"}}, "should match"),
+    ("a currency that is none", {"budget": {"gpuHourCost": "2", "currency": "$"}}, "should match"),
+    ("an objective of everything", {"slo": {"objectivePercent": "100"}}, "objectivePercent must be 50 to 99.999"),
+    ("a latency of nothing", {"slo": {"ttftP95Seconds": "0"}}, "ttftP95Seconds must be above 0"),
+    ("tokens in no time", {"slo": {"itlP95Seconds": "0.0"}}, "itlP95Seconds must be above 0"),
+    ("no error at all", {"slo": {"maxErrorPercent": "0"}}, "maxErrorPercent must be above 0"),
+    ("a year", {"slo": {"windowDays": 365}}, "less than or equal to 90"),
 ]
 
 

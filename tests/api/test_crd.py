@@ -18,7 +18,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 LATER = {
     *("gpuHourCost", "slo", "experimental"),
     *("hostnames", "gatewayRef", "engine"),
-    *("cache", "upgradePolicy", "upgradeWindow"),
+    *("upgradePolicy", "upgradeWindow"),
 }
 
 

@@ -91,6 +91,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "runtime.kvCache.hostBytes must be below resources.limits.memory",
     ),
     ("host memory that is no quantity", {"runtime": {"kvCache": {"hostBytes": "32gb"}}}, "such as 32Gi"),
+    ("pooling of a service that generates", {"runtime": {"pooling": "mean"}}, "pooling is only for task embed"),
+    (
+        "guesses of embeddings",
+        {"runtime": {"task": "embed", "speculation": {"method": "promptLookup"}}},
+        "speculation must be none",
+    ),
     ("no guesses", {"runtime": {"speculation": {"maxTokens": 0}}}, "greater than or equal to 1"),
     ("too many guesses", {"runtime": {"speculation": {"maxTokens": 33}}}, "less than or equal to 32"),
     ("perhaps deterministic", {"runtime": {"deterministic": "yes"}}, "must be of type boolean"),

@@ -19,6 +19,7 @@ def nothing_is_left(api: Access) -> Iterator[None]:
 
 
 FULL = {"setWeight": 100}
+GOLDEN = "configmap://chat-golden/prompts.jsonl"
 GATES = {"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]}
 
 
@@ -68,6 +69,37 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"runtime": {"quantization": "fp8"}} | canary(FULL),
         "a quantized revision is promoted only with a gate result",
     ),
+    (
+        "golden prompts of another scheme",
+        {"rollout": {"gates": {"golden": {"uri": "https://example.com/golden.jsonl"}}}},
+        "spec.rollout.gates.golden.uri",
+    ),
+    (
+        "a drop that is no share",
+        {"rollout": {"gates": {"golden": {"uri": GOLDEN, "maxDropPercent": "101"}}}},
+        "at most 100",
+    ),
+    (
+        "a disagreement that is no share",
+        {"rollout": {"gates": {"golden": {"uri": GOLDEN, "maxDisagreementPercent": "5%"}}}},
+        "maxDisagreementPercent",
+    ),
+    (
+        "an upgrade window without its policy",
+        {"runtime": {"upgradeWindow": {"schedule": "0 2 * * 6"}}},
+        "upgradePolicy Window needs upgradeWindow",
+    ),
+    ("the policy without a window", {"runtime": {"upgradePolicy": "Window"}}, "needs upgradeWindow with its schedule"),
+    (
+        "a window that is no cron expression",
+        {"runtime": {"upgradePolicy": "Window", "upgradeWindow": {"schedule": "at night"}}},
+        "spec.runtime.upgradeWindow.schedule",
+    ),
+    (
+        "upgrades of an image of the user's own",
+        {"runtime": {"upgradePolicy": "Auto", "image": "mine:1"}},
+        "runtime.image must be empty",
+    ),
     ("a smoke test without a prompt", canary(FULL, gates={"smoke": [{"mustMatch": "4"}]}), "prompt"),
 ]
 
@@ -107,8 +139,9 @@ def test_every_field_of_a_canary_is_kept_and_the_defaults_are_filled_in(api):
         {"replicas": 3, "rollout": {"strategy": "BlueGreen", "rollingUpdate": {"maxSurge": 3}}},
         {"autoscaling": {"maxReplicas": 4}, "rollout": {"strategy": "BlueGreen", "rollingUpdate": {"maxSurge": 4}}},
         {"runtime": {"quantization": "fp8"}, **canary(FULL, gates=GATES)},
+        {"runtime": {"quantization": "fp8"}, **canary(FULL, gates={"golden": {"uri": GOLDEN}})},
     ],
-    ids=["recreate", "one replica", "three", "autoscaled", "quantized with a gate"],
+    ids=["recreate", "one replica", "three", "autoscaled", "quantized with a gate", "quantized with golden prompts"],
 )
 def test_the_other_strategies_are_taken(api, spec):
     apply(api, a_manifest("strategy", **spec))
@@ -126,3 +159,21 @@ def test_a_canary_cannot_change_the_served_name_and_another_strategy_can(api):
     manifest["spec"]["rollout"] = {"strategy": "RollingUpdate"}
     apply(api, manifest)
     assert stored(api, "renamed")["spec"]["model"]["servedName"] == "other"
+
+
+@pytest.mark.capability("QZ-2")
+def test_golden_prompts_and_upgrade_windows_get_their_defaults(api):
+    window = {"schedule": "0 2 * * 6", "timeZone": "Europe/Berlin"}
+    runtime = {"upgradePolicy": "Window", "upgradeWindow": window}
+    apply(api, a_manifest("defaults", runtime=runtime, rollout={"gates": {"golden": {"uri": GOLDEN}}}))
+
+    spec = stored(api, "defaults")["spec"]
+
+    golden = spec["rollout"]["gates"]["golden"]
+    assert (golden["maxDropPercent"], golden["maxDisagreementPercent"]) == ("2.0", "5.0")
+    assert spec["runtime"]["upgradeWindow"] == window | {"durationSeconds": 3600}
+
+    apply(api, a_manifest("plain"))
+    plain = stored(api, "plain")["spec"]["runtime"]
+    assert plain["upgradePolicy"] == "OnSpecChange"
+    assert "upgradeWindow" not in plain

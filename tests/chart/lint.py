@@ -23,11 +23,17 @@ VALUES: tuple[tuple[str, ...], ...] = (
     (),
     ("watchNamespaces={team-a,team-b}", "allowedServiceAccountNames={models}"),
     ("adapterCredentials.namespaces={team-a,team-b}",),
+    ("modelCache.nodePath=/var/lib/models", "modelCache.limit=500Gi", "hub.endpoints={https://hub.internal}"),
     ("adminMaster.existingSecret=masters", "gatewayKey.existingSecret=key", "crds.install=false"),
     ("networkPolicy.enabled=false", "rbac.aggregate=false", "operator.replicaAccess=proxy"),
     ("networkPolicy.metricsNamespaces={monitoring}", "networkPolicy.clientNamespaces={batch}"),
+    ("podSecurity.assignedByPlatform=true", "admissionWarnings.enabled=false"),
+    ("podSecurity.user=1000720000", "podSecurity.group=0"),
     ("name=second", "operator.replicas=1", "gateway.replicas=3", "gateway.service.type=LoadBalancer"),
     ("gateway.tenants.configMap=tenants", "gateway.tenants.keysSecret=keys", "gateway.tls.secretName=cert"),
+    ("monitoring.podMonitors=true", "monitoring.rules=true", "monitoring.labels.release=prometheus"),
+    ("monitoring.dashboard=true",),
+    ("monitoring.podMonitors=true", "watchNamespaces={team-a}"),
     ("operator.podAnnotations.a=b", "gateway.nodeSelector.a=b", "imagePullSecrets[0].name=registry"),
 )
 

@@ -36,7 +36,7 @@ def test_the_api_server_accepts_the_example(apiserver: Access, path: Path):
 def test_every_example_fits_a_small_node_and_the_embedded_model(path: Path):
     service = service_of(path)
 
-    assert service.spec.model.uri == "file:///opt/slipway/models/tiny"
+    assert service.spec.model.uri in ("file:///opt/slipway/models/tiny", "oci://registry.local/models/tiny:1#tiny")
     assert parse_quantity(service.spec.resources.requests["cpu"]) <= parse_quantity("100m")
     assert parse_quantity(service.spec.resources.limits["cpu"]) == 1
     assert service.spec.runtime.kv_cache.fixed_bytes is not None

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from slipway_cli.cluster import Cluster
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.main import app
 from slipway_cli.traces import BadInputError, read_service, read_trace
@@ -124,6 +125,27 @@ def test_status_and_why_scale_say_what_the_status_says():
     assert scaled["desired"] == 3
     assert scaled["history"][0]["reason"] == scaled["because"]
     assert "QueueDepth 9.00 > 2.00" in scaled["because"]
+
+
+@pytest.mark.capability("CO-1", "OB-6", "PF-23")
+def test_status_shows_the_error_budget_and_the_cost_with_its_unit(monkeypatch):
+    service = a_service(
+        slo={"windowDays": 7},
+        status={
+            "slo": {"ttftP95Seconds": "0.412", "errorBudgetRemainingPercent": "87.5", "periods": []},
+            "cost": {"gpus": 2, "perHour": "5.00", "perMillionOutputTokens": "1.25", "currency": "USD"},
+        },
+    )
+    monkeypatch.setattr(Cluster, "__init__", lambda *_arguments: None)
+    monkeypatch.setattr(Cluster, "service", lambda _self, _name: service)
+
+    printed = run("status", "chat").output
+    data = json.loads(run("status", "chat", "-o", "json").output)
+
+    assert "error budget: 87.5 % of 7 days left" in printed
+    assert "cost: 5.00 USD an hour for 2 GPUs; 1.25 USD for a million output tokens" in printed
+    assert data["slo"]["ttftP95Seconds"] == "0.412"
+    assert data["cost"]["perMillionOutputTokens"] == "1.25"
 
 
 def test_a_manifest_without_a_shape_is_not_guessed():

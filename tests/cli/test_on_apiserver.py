@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_a_user_sees_steers_and_bundles_a_service(api, tmp_path):
     with tarfile.open(bundle) as archive:
         names = {member.name.removeprefix("slipway-bundle/") for member in archive.getmembers()}
     assert {"inferenceservices.json", "pods.json", "events.json", "versions.json"} <= names
+
+
+def test_wake_writes_the_moment_where_the_service_can_be_at_zero(api):
+    refused = run(api, "wake", "chat", "-n", NAMESPACE)
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "error: chat never scales to zero: it has no spec.autoscaling.scaleToZero\n",
+    )
+    scaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZero": {"idleSeconds": 600}}
+    change = json.dumps({"spec": {"autoscaling": scaling}})
+    api.kubectl("patch", "infsvc", "chat", "-n", NAMESPACE, "--type=merge", "-p", change)
+    before = datetime.now(UTC)
+
+    assert run(api, "wake", "chat", "-n", NAMESPACE).returncode == 0
+
+    moment = datetime.fromisoformat(annotations(api)["slipway.dev/wake"])
+    assert abs((moment - before).total_seconds()) < 60
 
 
 @pytest.mark.capability("PL-5")

@@ -78,6 +78,29 @@ def test_a_stopped_cluster_leaves_nothing_on_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.apiserver
+@pytest.mark.timeout(120)
+def test_a_component_that_hangs_goes_on_and_a_cluster_with_one_that_hangs_can_be_stopped(tmp_path: Path) -> None:
+    def is_stopped(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    with Cluster(light=True, folder=tmp_path / "cluster") as cluster:
+        pid = cluster.programs["kube-apiserver"].pid
+        nsenter = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        cluster.signal_program("kube-apiserver", signal.SIGSTOP)
+        wait_until(lambda: is_stopped(pid) and is_stopped(nsenter))
+        cluster.signal_program("kube-apiserver", signal.SIGCONT)
+        wait_until(lambda: not is_stopped(pid) and not is_stopped(nsenter))
+        assert cluster.api("GET", "/api")["versions"] == ["v1"]
+
+        cluster.signal_program("kube-apiserver", signal.SIGSTOP)
+        wait_until(lambda: is_stopped(nsenter))
+        users = users_of(pid)
+
+    assert processes_in(users) == []
+    assert not Path(f"/proc/{nsenter}").exists()
+
+
+@pytest.mark.apiserver
 @pytest.mark.parametrize(("how", "when"), [(signal.SIGKILL, "ready"), (signal.SIGINT, "starting")])
 def test_a_cluster_ends_with_its_launcher_and_the_next_one_starts(tmp_path: Path, how: int, when: str) -> None:
     folder = tmp_path / "cluster"

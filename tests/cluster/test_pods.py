@@ -35,6 +35,23 @@ def test_an_unknown_image_is_not_pulled(pods: Pods) -> None:
     assert "not in the catalogue" in pods.cluster.kubectl("events", "-n", pods.namespace, "--for=pod/unknown")
 
 
+def test_an_image_volume_shows_the_images_files_and_nobody_can_write_there(pods: Pods) -> None:
+    mounted = {"volumeMounts": [{"name": "model", "mountPath": "/mnt/model"}]}
+    reads = container(
+        args=("-c", "head -c 1 /mnt/model/tiny/config.json; touch /mnt/model/x || echo sealed"), **mounted
+    )
+    volume = {"name": "model", "image": {"reference": "registry.local/models/tiny:1"}}
+
+    pods.create(pod("reader", reads, volumes=[volume], restartPolicy="Never"))
+    pods.create(pod("broken", reads, volumes=[{"name": "model", "image": {"reference": "nowhere.invalid/x:1"}}]))
+
+    assert pods.ended("reader") == "Succeeded"
+    assert pods.log("reader").startswith("{")
+    assert "sealed" in pods.log("reader")
+    wait_until(lambda: pods.waiting("broken") in ("ErrImagePull", "ImagePullBackOff"))
+    assert "nowhere.invalid/x:1" in pods.state("broken")["waiting"]["message"]
+
+
 def test_a_missing_command_fails_the_start_and_is_named(pods: Pods) -> None:
     pods.create(pod("typo", container() | {"command": ["slipway-gatway"]}, restartPolicy="Never"))
 

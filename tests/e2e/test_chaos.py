@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from rich.console import Console
 
 from e2e.chaos import hostile
 from e2e.chaos.__main__ import main
 from e2e.chaos.client import CutSilently, Load, Lost, learn_references, read_text
 from e2e.chaos.faults import FAULTS, SAMPLE, Fault
-from e2e.chaos.matrix import Row, run_fault, run_matrix, sentence, wait_steady
+from e2e.chaos.matrix import Row, run_fault, run_matrix, sentence, table, wait_steady
 from e2e.chaos.stage import Stage
 from e2e.slipway import NotInTimeError
 
@@ -138,6 +139,16 @@ def test_a_row_fails_the_matrix_for_what_a_client_cannot_see_and_not_for_a_visib
     assert "3 failed first attempts" in sentence(good)
 
 
+async def test_the_table_names_the_failures_of_first_attempts_of_retries_and_of_broken_streams():
+    row = Row("replica killed", await counts_of(503, words("a ") + event({"error": {"type": "BadGateway"}}), COMPLETE))
+    console = Console(width=300)
+    with console.capture() as printed:
+        console.print(table([row]))
+
+    assert (row.counts.failed_first, row.counts.failed) == (1, 1), "its retry ended with an error event"
+    assert "1 × status 503; 1 × error event: BadGateway" in printed.get()
+
+
 def test_a_load_that_does_not_run_is_told(monkeypatch):
     monkeypatch.setattr("e2e.chaos.matrix.WARM_SECONDS", 0.0)
     with pytest.raises(AssertionError, match="does not run"):
@@ -149,6 +160,13 @@ def test_there_are_at_least_28_faults_each_with_a_name_of_its_own():
 
     assert len(names) == len(set(names)) >= 28
     assert set(SAMPLE) < set(names)
+
+
+def test_every_fault_of_a_node_or_its_kubelet_is_prepared_as_one():
+    of_nodes = {fault.name for fault in FAULTS if "node" in fault.name or "kubelet" in fault.name}
+
+    assert {fault.name for fault in FAULTS if fault.on_node} == of_nodes
+    assert len(of_nodes) == 6
 
 
 async def test_connections_that_the_server_closes_are_seen():
@@ -211,6 +229,59 @@ async def test_a_fault_that_cannot_be_injected_is_a_bad_row_and_ends_no_other(mo
     assert (row.error, row.violations, row.is_bad) == ("RuntimeError: no such pod", ["orphan pod-1"], True)
     assert (mended, stage.prepared) == ([True], True)
     assert row.counts.finished == row.counts.sent >= 8
+
+
+class LopsidedStage(Stage):
+    """All pods are on node-a; a deleted one comes back on a node that is not tainted."""
+
+    def __init__(self):
+        self.cluster = SimpleNamespace(nodes=("node-a", "node-b"))
+        self.where = {"fixed": ("fixed-0", "fixed-1"), "gateway": ("gateway-0", "gateway-1"), "operator": ("op-0",)}
+        self.nodes = {pod: "node-a" for pods in self.where.values() for pod in pods} | {"op-0": "node-b"}
+        self.tainted, self.asked = set(), []
+
+    def kubectl(self, *arguments):
+        self.asked.append(" ".join(arguments))
+        if arguments[0] == "taint":
+            (self.tainted.discard if arguments[-1].endswith("-") else self.tainted.add)(arguments[2])
+        else:
+            self.nodes[arguments[-1]] = next(node for node in self.cluster.nodes if node not in self.tainted)
+
+    def _nodes_of_pods(self):
+        return {name: {pod: self.nodes[pod] for pod in pods} for name, pods in self.where.items()}
+
+    def wait_settled(self, timeout=0.0):
+        assert not self.tainted
+        return 0.0
+
+
+def test_before_a_fault_of_a_node_every_node_has_a_pod_of_each():
+    stage = LopsidedStage()
+    stage.where["operator"] = ("op-0", "op-1")
+    stage.nodes["op-1"] = "node-b"
+
+    stage.spread()
+
+    assert all(set(pods.values()) == {"node-a", "node-b"} for pods in stage._nodes_of_pods().values())
+    assert stage.tainted == set()
+    assert [line for line in stage.asked if "cordon" in line] == [], "the operator empties a cordoned node"
+    asked = len(stage.asked)
+    stage.spread()
+    assert len(stage.asked) == asked, "nothing is moved twice"
+
+
+def test_a_fault_of_a_node_that_cannot_be_prepared_is_a_bad_row():
+    class Refusing(Stage):
+        def __init__(self):
+            pass
+
+        def spread(self):
+            raise NotInTimeError("node-b has one pod of each")
+
+    row = run_fault(Refusing(), Fault("node lost", lambda stage: None, on_node=True), {}, 0)
+
+    assert row.is_bad
+    assert row.error == "nothing was injected: NotInTimeError: node-b has one pod of each"
 
 
 def test_faults_that_do_not_fit_into_the_time_are_bad_rows():

@@ -30,10 +30,12 @@ class Runtime:
         behaviour: "Behaviour | None" = None,
         *,
         words: list[str] | None = None,
+        revision: str = "r1",
         address: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
         self.behaviour = behaviour or speak
+        self.revision = revision
         self.address = address
         self.port = port
         self.words = WORDS if words is None else words
@@ -139,7 +141,12 @@ async def answer_whole(runtime: Runtime, request: web.Request) -> web.StreamResp
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12},
         },
-        headers={"x-slipway-revision": "r1", "x-slipway-tokenizer": "t1", "x-secret": "inside", "Set-Cookie": "a=b"},
+        headers={
+            "x-slipway-revision": runtime.revision,
+            "x-slipway-tokenizer": "t1",
+            "x-secret": "inside",
+            "Set-Cookie": "a=b",
+        },
     )
 
 

@@ -91,11 +91,11 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(**settings: Any) -> AsyncIterator[Pair]:
-    """Two deterministic replicas of one model behind a gateway."""
+async def a_pair(*, engine: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Pair]:
+    """Two deterministic replicas of one model behind a gateway; `engine` goes to both."""
     async with AsyncExitStack() as stack:
         cuts = Cuts()
-        replicas = [await stack.enter_async_context(a_replica(deterministic=True)) for _ in range(2)]
+        replicas = [await stack.enter_async_context(a_replica(deterministic=True, **(engine or {}))) for _ in range(2)]
         proxies = [await stack.enter_async_context(Cutter(replica.url, cuts)) for replica in replicas]
         gateway = await stack.enter_async_context(a_gateway(*(proxy.url for proxy in proxies), **settings))
         http = await stack.enter_async_context(aiohttp.ClientSession())

@@ -202,3 +202,43 @@ async def test_what_the_client_left_does_not_count():
 
         outcomes = (await outcomes_of(caller))["static"]
         assert (outcomes.requests, outcomes.errors, sum(outcomes.ttft)) == (0, 0, 0)
+
+
+async def service_outcomes_of(caller):
+    async with caller.session.get(caller.admin_url + names.PATH_OUTCOMES) as response:
+        report = OutcomesReport.model_validate_json(await response.read())
+    return {one.service: one for one in report.services}
+
+
+@pytest.mark.capability("OB-6")
+async def test_the_service_counts_each_request_once_as_its_client_saw_it():
+    async with (
+        Runtime(hang_up) as broken,
+        Runtime() as whole,
+        a_gateway(broken, whole) as gateway,
+        a_caller(gateway) as caller,
+    ):
+        for _ in range(4):  # some of them are retried: their clients see nothing of it
+            async with caller.chat(stream=True) as response:
+                assert response.status == 200
+                await response.read()
+        await until(lambda: gateway.requests.open == 0)
+        [service] = (await service_outcomes_of(caller)).values()
+
+        assert (service.requests, service.errors, service.good) == (4, 0, 4)
+        assert service.output_tokens > 0
+        assert sum(service.ttft) == 4
+
+
+@pytest.mark.capability("OB-6")
+async def test_a_service_without_a_replica_spends_its_error_budget():
+    async with Runtime(hang_up) as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
+        [service] = gateway.fleet.table.services
+        for endpoint in gateway.fleet.table.route(service).endpoints:
+            gateway.fleet.set_endpoint(endpoint.name, None)
+        async with caller.chat() as response:
+            assert response.status == 503
+        await until(lambda: gateway.requests.open == 0)
+        [counted] = (await service_outcomes_of(caller)).values()
+
+        assert (counted.requests, counted.errors, counted.good) == (1, 1, 0)

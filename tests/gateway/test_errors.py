@@ -1,8 +1,10 @@
-"""Retry-After: whole seconds for everyone, milliseconds for clients that read them."""
+"""Retry-After in whole seconds and in milliseconds, and refusals that close the connection."""
 
 import pytest
 
 from slipway_gateway.errors import set_retry_after
+from slipway_gateway.fleet import View
+from tests.gateway.doubles import MODEL, Runtime, a_caller, a_gateway
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,18 @@ def test_a_refusal_says_when_to_come_back_in_whole_seconds_and_in_milliseconds(g
     set_retry_after(headers)
 
     assert (headers["Retry-After"], headers["retry-after-ms"]) == expected
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
+@pytest.mark.capability("RG-2")
+async def test_before_it_knows_the_services_a_gateway_closes_the_connection_so_that_a_retry_may_reach_another(path):
+    async with Runtime() as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
+        gateway.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
+        method = "GET" if path == "/v1/models" else "POST"
+        async with caller.session.request(method, caller.url + path, json={"model": MODEL}) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+            assert response.headers["Connection"] == "close"
+
+        gateway.fleet.view = lambda: View(synced=True, age_seconds=0.0)
+        async with caller.session.get(f"{caller.url}/v1/models") as response:
+            assert (response.status, response.headers.get("Connection")) == (200, None)

@@ -108,6 +108,7 @@ async def test_series_of_revisions_and_services_that_are_gone_leave_the_metrics(
         fleet.set_service(key, Service(key, "chat"))
         async with a_gateway_for(fleet) as gateway, a_caller(gateway) as caller:
             for number in range(20):
+                well.revision = f"r{number}"
                 fleet.set_endpoint("team/p", Endpoint("team/p", key, f"r{number}", well.url))
                 async with caller.chat(model="chat") as response:
                     assert response.status == 200

@@ -52,7 +52,7 @@ def counted(gateway: Gateway) -> dict[str, int]:
 async def test_a_copy_goes_to_the_mirrored_revision_and_its_answer_to_nobody(stream):
     async with (
         Runtime() as stable,
-        Runtime(words=["Something", " else"]) as shadow,
+        Runtime(words=["Something", " else"], revision="new") as shadow,
         a_mirroring_gateway(stable, shadow) as gateway,
         a_caller(gateway) as caller,
     ):
@@ -73,7 +73,7 @@ async def test_a_copy_goes_to_the_mirrored_revision_and_its_answer_to_nobody(str
 async def test_equal_answers_at_temperature_zero_are_the_same_and_others_are_not_compared():
     async with (
         Runtime() as stable,
-        Runtime() as shadow,
+        Runtime(revision="new") as shadow,
         a_mirroring_gateway(stable, shadow) as gateway,
         a_caller(gateway) as caller,
     ):
@@ -90,7 +90,7 @@ async def test_equal_answers_at_temperature_zero_are_the_same_and_others_are_not
 async def test_whatever_happens_to_the_copy_the_user_gets_the_answer_and_the_copy_is_not_repeated(trouble):
     async with (
         Runtime() as stable,
-        Runtime(trouble) as shadow,
+        Runtime(trouble, revision="new") as shadow,
         a_mirroring_gateway(stable, shadow) as gateway,
         a_caller(gateway) as caller,
     ):
@@ -99,7 +99,7 @@ async def test_whatever_happens_to_the_copy_the_user_gets_the_answer_and_the_cop
         await until(lambda: counted(gateway))
 
         assert (shadow.requests, counted(gateway)) == (1, {"failed": 1})
-        assert not gateway.requests.mirror.running
+        await until(lambda: not gateway.requests.mirror.running)
 
 
 @pytest.mark.capability("EV-6")
@@ -107,7 +107,7 @@ async def test_a_copy_that_hangs_delays_nobody_and_the_budget_bounds_how_many_ha
     monkeypatch.setattr(mirror, "MAX_COPIES", 8)
     async with (
         Runtime() as stable,
-        Runtime().hold() as shadow,
+        Runtime(revision="new").hold() as shadow,
         a_mirroring_gateway(stable, shadow) as gateway,
         a_caller(gateway) as caller,
     ):
@@ -124,7 +124,7 @@ async def test_the_share_is_that_of_the_status_and_without_a_replica_nothing_is_
     draws = iter([0.09, 0.11, 0.5, 0.0])
     async with (
         Runtime() as stable,
-        Runtime() as shadow,
+        Runtime(revision="new") as shadow,
         a_mirroring_gateway(stable, shadow, percent=10) as gateway,
         a_caller(gateway) as caller,
     ):
@@ -145,7 +145,7 @@ async def test_the_share_is_that_of_the_status_and_without_a_replica_nothing_is_
 async def test_when_no_other_replica_is_left_the_mirrored_one_still_gets_no_user_but_a_pin_reaches_it():
     async with (
         Runtime() as stable,
-        Runtime() as shadow,
+        Runtime(revision="new") as shadow,
         a_mirroring_gateway(stable, shadow) as gateway,
         a_caller(gateway) as caller,
     ):
@@ -164,4 +164,4 @@ def test_the_text_of_an_answer_streamed_or_whole():
     assert text_of(streamed) == {0: "Once upon"}
     assert text_of(b'{"choices": [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]}') == {0: "a", 1: "b"}
     assert text_of(b"<html>") is None
-    assert text_of(b'{"choices": []}') == {}
+    assert text_of(b'{"choices": []}') is None, "another API's, or nothing to compare"

@@ -3,8 +3,10 @@
 import pytest
 
 from slipway_api.gateway_api import OUTCOME_BUCKETS
+from slipway_gateway.access_log import RequestRecord
 from slipway_gateway.health import AttemptFailure
 from slipway_gateway.outcomes import Outcomes
+from slipway_gateway.picker.endpoints import LatencyLimits
 
 LOST, MOVED, SHED = AttemptFailure.LOST, AttemptFailure.MOVED, AttemptFailure.SHED
 
@@ -63,3 +65,76 @@ def test_revisions_that_are_gone_are_forgotten():
     outcomes.record("ns/chat", "new", is_error=False)
 
     assert [one.revision for one in outcomes.report(lambda _, revision: revision == "new").revisions] == ["new"]
+
+
+def services(outcomes: Outcomes) -> dict[str, tuple[int, int, int, int]]:
+    return {one.service: (one.requests, one.errors, one.good, one.output_tokens) for one in outcomes.report().services}
+
+
+@pytest.mark.capability("OB-9")
+def test_requests_of_a_service_are_counted_as_its_clients_saw_them():
+    outcomes = Outcomes("boot")
+    outcomes.record_service("ns/chat", counts=True, is_good=True, ttft_seconds=0.3, output_tokens=10)
+    outcomes.record_service("ns/chat", counts=True, is_good=False, ttft_seconds=7.0, output_tokens=10)
+    outcomes.record_service("ns/chat", counts=True, is_error=True, is_good=True)
+    outcomes.record_service("ns/chat", counts=False, output_tokens=4)  # its client left
+
+    assert services(outcomes) == {"ns/chat": (3, 1, 1, 24)}
+    [service] = outcomes.report().services
+    assert sum(service.ttft) == 2
+    assert outcomes.report(is_service=lambda _service: False).services == ()
+
+
+def test_a_copy_for_a_mirrored_revision_counts_for_the_revision_only():
+    now = [10.0]
+    outcomes = Outcomes("boot", clock=lambda: now[0])
+    copy = outcomes.pace("ns/chat", "new", first_at=10.0)
+    ours = outcomes.client_pace("ns/chat", "old", first_at=10.0)
+    now[0] = 10.5
+    copy.add(5)
+    ours.add(5)
+
+    report = outcomes.report()
+    assert [sum(one.itl) for one in report.revisions] == [5, 5]
+    assert [sum(one.itl) for one in report.services] == [5]
+    assert ours.mean_seconds == pytest.approx(0.1)
+
+
+LIMITS = LatencyLimits(ttft_seconds=1.0, itl_seconds=0.1)
+
+
+def a_record(*, status=200, finish="stop", ttft=0.5, itl=None, stream=True) -> RequestRecord:
+    record = RequestRecord(request_id="r", path="/v1/chat/completions", latency_limits=LIMITS)
+    record.status, record.finish, record.arrived, record.first_byte = status, finish, 100.0, 100.0 + ttft
+    if stream:
+        now = [0.0]
+        record.pace = Outcomes("boot", clock=lambda: now[0]).pace("ns/chat", "r1", first_at=0.0)
+        if itl is not None:
+            now[0] = 10 * itl
+            record.pace.add(10)
+    return record
+
+
+@pytest.mark.capability("OB-9")
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (a_record(), True),
+        (a_record(ttft=1.5), False),
+        (a_record(itl=0.05), True),
+        (a_record(itl=0.15), False),
+        (a_record(status=503), False),
+        (a_record(finish="error"), False),
+        (a_record(ttft=9.0, stream=False), True),
+    ],
+    ids=["fast", "slow first token", "fast tokens", "slow tokens", "refused", "broken off", "not streamed"],
+)
+def test_a_request_is_good_without_an_error_and_within_the_limits_of_the_slo(record, expected):
+    assert record.is_good is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [(200, True), (503, True), (500, True), (499, False), (429, False), (404, False)]
+)
+def test_what_the_client_did_counts_neither_as_good_nor_as_bad(status, expected):
+    assert a_record(status=status).counts_for_service is expected

@@ -255,7 +255,7 @@ def test_replicas_that_only_get_copies_get_no_request_even_when_they_are_the_onl
     mirrored = Service("ns/chat", "chat", created=JANUARY, weights={"r1": 100, "new": 0}, mirrors={"new": 10})
     table = a_table(mirrored, endpoints=(an_endpoint("p0"), shadow))
 
-    assert (table.resolve("chat").endpoints, table.resolve("chat").mirrors) == ((an_endpoint("p0"),), (shadow,))
+    assert (table.resolve("chat").endpoints, table.resolve("chat").reserved) == ((an_endpoint("p0"),), (shadow,))
     table.set_endpoint("p0", None)
     assert table.resolve("chat").endpoints == ()
     assert table.resolve("chat").revisions == {"r1", "new"}

@@ -14,7 +14,7 @@ from slipway_api.inference_service import RoutingStrategy
 from slipway_api.names import ANNOTATION_ADAPTERS, API_VERSION, STATE_DRAINING, STATE_WARM
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.gateway import Gateway
-from slipway_gateway.picker.endpoints import Adapter, Service, WaitLimits
+from slipway_gateway.picker.endpoints import NO_LIMITS, Adapter, LatencyLimits, Service, WaitLimits
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.watch import InferenceService, LoRAAdapter, Watch, adapter_of, bytes_of, endpoint_of, service_of
 from slipway_kube.client import Client
@@ -83,6 +83,15 @@ def test_handover_and_timeout_are_those_of_the_spec():
 
     assert (service.handover, service.request_seconds) == (True, None)
     assert (strict.handover, strict.request_seconds) == (False, 30)
+
+
+def test_latency_limits_are_those_of_the_slo():
+    body = a_service_object() | {"spec": {"slo": {"ttftP95Seconds": "0.5", "itlP95Seconds": "soon"}}}
+    limited = service_of(msgspec.convert(body, InferenceService))
+    free = service_of(msgspec.convert(a_service_object(), InferenceService))
+
+    assert limited.latency_limits == LatencyLimits(ttft_seconds=0.5, itl_seconds=None)
+    assert free.latency_limits == NO_LIMITS
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from typing import Any
 
 from slipway_api.names import API_VERSION, GROUP, VERSION
+from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS
 from tests.fakes import FakeApiServer, Request
 
 _VERSIONS = [{"groupVersion": API_VERSION, "version": VERSION}]
@@ -23,14 +24,18 @@ DISCOVERY: dict[str, dict[str, Any]] = {
         "kind": "APIResourceList",
         "groupVersion": API_VERSION,
         "resources": [
-            {
-                "name": "inferenceservices",
-                "singularName": "inferenceservice",
-                "kind": "InferenceService",
-                "namespaced": True,
-                "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
-            },
-            {"name": "inferenceservices/status", "singularName": "", "kind": "InferenceService", "namespaced": True},
+            one
+            for resource in (INFERENCE_SERVICES, LORA_ADAPTERS, WARM_POOLS)
+            for one in (
+                {
+                    "name": resource.plural,
+                    "singularName": resource.kind.lower(),
+                    "kind": resource.kind,
+                    "namespaced": True,
+                    "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
+                },
+                {"name": f"{resource.plural}/status", "singularName": "", "kind": resource.kind, "namespaced": True},
+            )
         ],
     },
 }

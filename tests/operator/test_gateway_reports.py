@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipway_api.gateway_api import DemandReport, OutcomesReport, RevisionOutcomes, ServiceDemand
+from slipway_api.gateway_api import (
+    DemandReport,
+    OutcomesReport,
+    RevisionOutcomes,
+    ServiceDemand,
+    ServiceOutcomes,
+)
 from slipway_api.types import ServiceKey
 from slipway_operator.inputs.demand import Changed, DemandTable
 from slipway_operator.inputs.outcomes import KEPT, OutcomeSums
@@ -149,7 +155,7 @@ def test_a_long_history_takes_constant_memory_and_stays_right_within_a_tenth():
         assert 0.9 * age - 5 <= requests_since(sums, at(now - age)) <= age
 
 
-def test_a_revision_that_no_gateway_counts_is_forgotten_after_an_hour():
+def test_a_revision_that_no_gateway_counts_is_forgotten_after_a_while():
     sums = OutcomeSums(T0)
     sums.receive("g1", outcomes(1, revision="gone"), at(0))
     empty = OutcomesReport(boot_id="b")
@@ -182,3 +188,34 @@ def test_no_outcome_is_counted_twice_and_none_from_before_the_moment(steps, mome
     assert requests_since(sums, at(0)) <= len(happened)
     assert requests_since(sums, at(moment)) <= sum(1 for when, _ in happened if when + 90 >= moment)
     assert requests_since(sums, at(-1)) == len(happened)
+
+
+def whole(requests: int, *, good: int = 0, boot: str = "b", uptime: float = 0.0) -> OutcomesReport:
+    one = ServiceOutcomes(service="ns/chat", requests=requests, errors=requests - good, good=good, output_tokens=7)
+    return OutcomesReport(boot_id=boot, uptime_seconds=uptime, services=(one,))
+
+
+@pytest.mark.capability("OB-6")
+def test_the_outcomes_of_a_service_are_the_sum_over_gateways_and_never_those_of_a_revision():
+    sums = OutcomeSums(T0)
+    assert sums.of_service(CHAT) is None
+    sums.receive("g1", whole(10, good=9, uptime=1.0), at(5))
+    sums.receive("g2", whole(4, good=4, uptime=1.0), at(6))
+    sums.receive("g1", whole(3, good=3, boot="another", uptime=1.0), at(10))
+    outcomes = sums.of_service(CHAT)
+
+    assert (outcomes.total.requests, outcomes.total.errors, outcomes.total.good) == (17, 1, 16)
+    assert outcomes.since(at(6)).requests == 3
+    assert sums.since(CHAT, at(0)) == {}, "autoscaling and canaries add up revisions: a service is none"
+
+
+@pytest.mark.capability("OB-6")
+def test_six_hours_are_known_for_the_slow_burn_rate():
+    sums = OutcomeSums(T0)
+    for minute in range(8 * 60):
+        sums.receive("g1", whole(minute, uptime=60.0 * minute), at(60 * minute))
+    now = at(60 * (8 * 60 - 1))
+
+    for hours in (1, 3, 6):
+        found = sums.of_service(CHAT).since(now - timedelta(hours=hours)).requests
+        assert 0.9 * 60 * hours - 1 <= found <= 60 * hours

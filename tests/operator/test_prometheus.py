@@ -1,9 +1,6 @@
 """Prometheus as a source of load: a real server that scrapes replicas, its answers, and its outages."""
 
 import asyncio
-import os
-import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -23,8 +20,7 @@ from slipway_operator.inputs.prometheus import (
     connect,
     loads_of,
 )
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "slipway" / "prometheus"
+from tests.prometheus_server import find_binary, free_port
 
 
 def series(name: str, *points: tuple[float, str], pod: str = "chat-0", namespace: str = "team", **labels: str) -> dict:
@@ -115,26 +111,7 @@ async def test_a_slow_answer_holds_no_one_up_and_is_the_only_question():
 
 @pytest.fixture(scope="session")
 def prometheus_binary() -> Path:
-    """A Prometheus: the installed one, or Debian's package, unpacked into the cache and not installed."""
-    if (installed := shutil.which("prometheus")) is not None:
-        return Path(installed)
-    binary = CACHE / "usr" / "bin" / "prometheus"
-    if not binary.exists():
-        if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-            pytest.skip("no prometheus, and no apt-get to download one")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        got = subprocess.run(["apt-get", "download", "prometheus"], cwd=CACHE, capture_output=True, check=False)
-        packages = sorted(CACHE.glob("prometheus_*.deb"))
-        if got.returncode or not packages:
-            pytest.skip(f"no prometheus, and apt-get cannot download one: {got.stderr.decode()[-200:]}")
-        subprocess.run(["dpkg-deb", "-x", packages[-1], CACHE], check=True)
-    return binary
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    return find_binary()
 
 
 class Replicas:

@@ -84,6 +84,32 @@ def test_a_new_operator_touches_nothing_that_is_as_it_should_be(tmp_path):
     run_in_virtual_time(story())
 
 
+@pytest.mark.parametrize("may_list", [True, False], ids=["lists them", "may not list them"])
+def test_a_new_leader_lists_all_children_to_compare_them_and_asks_for_each_where_it_may_not_list(tmp_path, may_list):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            for number in range(5):
+                cluster.apply(f"chat-{number}", replicas=1)
+            first = cluster.start_operator()
+            for number in range(5):
+                await ready(cluster, f"chat-{number}", replicas=1)
+            await cluster.quiet(10)
+            await first.stop()
+            before, asked = versions(cluster), len(cluster.server.requests)
+            if not may_list:
+                cluster.server.fail(method="GET", path=r"/(services|poddisruptionbudgets)$", status=403, times=100)
+            second = cluster.start_operator()
+            await cluster.until(lambda: second.manager.ready() == (True, "leading"), "the second operator to lead")
+            await cluster.quiet(20)
+
+            reads = [one.path for one in cluster.server.requests[asked:] if one.method == "GET"]
+            single = [path for path in reads if "/services/" in path or "/poddisruptionbudgets/" in path]
+            assert len(single) == (0 if may_list else 10), "one for each child that was not listed"
+            assert versions(cluster) == before
+
+    run_in_virtual_time(story())
+
+
 @pytest.mark.capability("OP-7", "DD-1")
 def test_the_number_of_replicas_follows_the_spec_up_and_down_and_the_spec_is_never_written(tmp_path):
     async def story() -> None:

@@ -45,6 +45,9 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         "SLIPWAY_PROMETHEUS_URL": "http://prometheus:9090/",
         "SLIPWAY_REPLICA_ACCESS": "proxy",
         "SLIPWAY_ADMIN_PORT": "9090",
+        "SLIPWAY_MODEL_CACHE_PATH": "/var/lib/slipway/models",
+        "SLIPWAY_MODEL_CACHE_LIMIT": "500Gi",
+        "SLIPWAY_HUB_ENDPOINTS": "https://hub.internal,https://huggingface.co",
         "SLIPWAY_LOG_LEVEL": "debug",
     }
     assert set(environment) == set(VARIABLES)
@@ -65,6 +68,9 @@ def test_every_variable_reaches_its_setting(monkeypatch):
         metrics_namespaces=("monitoring",),
         watch_namespaces=("team-a", "team-b"),
         replica_access="proxy",
+        model_cache_path="/var/lib/slipway/models",
+        model_cache_limit="500Gi",
+        hub_endpoints=("https://hub.internal", "https://huggingface.co"),
         admin_port=9090,
         log_level="DEBUG",
     )

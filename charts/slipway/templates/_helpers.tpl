@@ -34,9 +34,11 @@ app.kubernetes.io/component: {{ .part }}
 
 {{- define "slipway.podSecurityContext" -}}
 runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
+{{- if not .root.Values.podSecurity.assignedByPlatform }}
+runAsUser: {{ .root.Values.podSecurity.user | int64 }}
+runAsGroup: {{ .root.Values.podSecurity.group | int64 }}
+fsGroup: {{ .root.Values.podSecurity.group | int64 }}
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -202,18 +204,22 @@ subjects:
   resources: [pods/proxy]
   verbs: [get, create, delete]  # delete: to unload adapters
 {{- end }}
+# Children. get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may
+# change, which happens when a service is deleted and applied again before its old children are collected. list: a new
+# leader compares all of them at once.
 - apiGroups: [""]
-  resources: [services, configmaps]
-  # get: to leave alone what the operator did not make. delete: the API server asks for it before an owner may change, which
-  # happens when a service is deleted and applied again before its old children are collected.
+  resources: [configmaps]
   verbs: [get, create, patch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, create, patch, delete]
+  verbs: [get, list, create, patch, delete]
 {{- if .Values.networkPolicy.enabled }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create, patch, delete]
+  verbs: [get, list, create, patch, delete]
 {{- end }}
 - apiGroups: [apps]
   resources: [controllerrevisions]

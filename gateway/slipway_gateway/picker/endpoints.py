@@ -1,10 +1,13 @@
 """The frozen structs of routing: services, endpoints and routes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Final
 
 from slipway_api.inference_service import RoutingStrategy
+
+STATIC_REVISION: Final = "static"  # of a replica from the command line, whose revision nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,17 @@ class WaitLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyLimits:
+    """The latency limits of `spec.slo`; None: no such limit."""
+
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+
+
+NO_LIMITS: Final = LatencyLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """The fields of an InferenceService that the gateway uses."""
 
@@ -39,7 +53,7 @@ class Service:
     uid: str = ""
     created: datetime | None = None
     weights: Mapping[str, int] = field(default_factory=dict)  # share of each revision; empty: no split is known
-    failed_revision: str = ""  # rolled back: it answers only those that pin it
+    withheld: frozenset[str] = frozenset()  # revisions that answer only those that pin them: rolled back, or not tested
     mirrors: Mapping[str, int] = field(default_factory=dict)  # percent of requests that are copied to a revision
     desired_replicas: int = 0  # as the operator last decided
     activation: WaitLimits | None = None  # while it is scaled to zero; None: demand does not bring its replicas back
@@ -48,6 +62,7 @@ class Service:
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
     request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
     handover: bool = True  # streams of a lost replica continue on another one
+    latency_limits: LatencyLimits = NO_LIMITS  # goodput counts the requests within them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +88,7 @@ class Route:
 
     service: Service
     endpoints: tuple[Endpoint, ...] = ()
-    mirrors: tuple[Endpoint, ...] = ()  # of revisions that get copies of requests, and no requests
+    reserved: tuple[Endpoint, ...] = ()  # ready, for copies of requests and for requests that pin their revision
     adapter: Adapter | None = None
     has_base: bool = False  # with an adapter: whether the base has endpoints, with the adapter or without it
 
@@ -83,6 +98,15 @@ class Route:
         return self.adapter.name if self.adapter is not None else self.service.served_name
 
     @property
+    def ready(self) -> tuple[Endpoint, ...]:
+        """All its ready endpoints, the reserved ones too."""
+        return (*self.endpoints, *self.reserved)
+
+    @property
     def revisions(self) -> set[str]:
         """Every revision that the service's status or one of its endpoints names."""
-        return {*self.service.weights, *(endpoint.revision for endpoint in (*self.endpoints, *self.mirrors))}
+        return {*self.service.weights, *(endpoint.revision for endpoint in self.ready)}
+
+    def for_pin(self, revision: str) -> "Route":
+        """The route of a request that insists on `revision`; empty: of one that does not insist."""
+        return replace(self, endpoints=self.ready, reserved=()) if revision and self.reserved else self

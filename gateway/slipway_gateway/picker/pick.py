@@ -95,7 +95,7 @@ def pick(
     """The best endpoint of `route` for one attempt of `request`.
 
     1. Filter: the pinned revision, or the one that `draw` chooses by weight; never one that was `tried`, nor one of a
-       revision that was rolled back.
+       revision that was rolled back or has not passed its gates.
     2. Leave out the `ejected`, unless no other is left: a suspect is better than a refusal.
     3. Leave out those whose load is beyond the bound of affinity.
     4. Score, and among the best let `tie_break` in [0, 1) choose, so that equals share the work.
@@ -104,8 +104,8 @@ def pick(
     """
     if request.pin and not knows_revision(route, request.pin):
         return UnknownRevision(request.pin)
-    failed = route.service.failed_revision if not request.pin else ""
-    untried = [one for one in route.endpoints if one.name not in tried and not (failed and one.revision == failed)]
+    withheld = frozenset() if request.pin else route.service.withheld
+    untried = [one for one in route.endpoints if one.name not in tried and one.revision not in withheld]
     ready = {endpoint.revision for endpoint in untried}
     cohort = request.cohort and f"{route.service.key}/{request.cohort}"
     revision = request.pin or choose_revision(route.service.weights, ready, draw, cohort)

@@ -6,7 +6,6 @@ a silent admin port must not hold a worker.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -23,14 +22,13 @@ from slipway_kube import resources
 from slipway_kube.client import Client
 from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, StatusError
 from slipway_kube.objects import Object, Pod
-from slipway_kube.resources import Resource
 from slipway_kube.writer import Writer
+from slipway_operator.controller.children import Children
 from slipway_operator.controller.claimer import Claimer
 from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
 from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.actions import (
-    ABSENT,
     Action,
     AddFinalizer,
     AnnotatePod,
@@ -54,15 +52,6 @@ from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
 
-CHILDREN: Mapping[str, Resource] = {
-    resource.kind: resource
-    for resource in (
-        resources.SERVICES,
-        resources.CONFIG_MAPS,
-        resources.DISRUPTION_BUDGETS,
-        resources.NETWORK_POLICIES,
-    )
-}
 REASONS_SHOWN = 200  # characters of a drain reason that go into an annotation
 ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are created in forty passes
 
@@ -99,6 +88,7 @@ class Executor:
         self,
         client: Client,
         writer: Writer,
+        children: Children,
         replicas: ReplicaClient,
         calls: BackgroundCalls[Key],
         smoke_tests: SmokeTests,
@@ -115,6 +105,7 @@ class Executor:
         self._performers = performers
         self._client = client
         self._writer = writer
+        self._children = children
         self._replicas = replicas
         self._calls = calls
         self._smoke_tests = smoke_tests
@@ -185,13 +176,14 @@ class Executor:
             case LoadModel():
                 self._claims.ask_to_load(key, stored, action.name, action.uid, action.request)
             case ApplyChild():
-                await self._apply_child(key, action, memory)
+                await self._children.apply(key, action, memory)
             case DeleteChild():
-                await self._delete_child(key, action, memory)
+                await self._children.delete(key, action, memory)
             case AskSmokeTests():
                 pod = self._pod_of(key.namespace, action.name)
                 if pod is not None and pod.uid == action.uid:
-                    self._smoke_tests.start(key, stored.uid, pod, action, memory.smoke_results)
+                    beside = self._pod_of(key.namespace, action.golden.beside) if action.golden else None
+                    self._smoke_tests.start(key, stored.uid, pod, action, memory.smoke_results, beside=beside)
             case CreateRevision():
                 await self._create_revision(key, stored, action)
             case DeleteRevision():
@@ -202,30 +194,6 @@ class Executor:
                 await self._performers[type(action)](key, stored, action)
         return True
 
-    async def _apply_child(self, key: Key, action: ApplyChild, memory: Memory) -> None:
-        """Apply the child where it differs. An object of that name with another owner is not touched, but reported."""
-        resource, name = CHILDREN[action.manifest["kind"]], action.manifest["metadata"]["name"]
-        manifest = _with_digest(action)
-        if action.key not in memory.applied:
-            try:
-                there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, name)))
-            except NotFound:
-                there = None
-            if (
-                there is not None
-                and there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY
-            ):
-                kind = action.manifest["kind"]
-                advice = f"rename it, or name the {key.kind} otherwise"
-                sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
-                raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT)
-            # A resync and a new leader compare every child: one that is as it should be causes no write.
-            if there is not None and _contains(there, manifest):
-                memory.applied[action.key] = action.digest
-                return
-        await self._writer.apply(resource, key.namespace, name, manifest, field_manager=names.FIELD_MANAGER)
-        memory.applied[action.key] = action.digest
-
     async def _annotate(self, key: Key, action: AnnotatePod) -> None:
         """Merge annotations into a pod. With its uid in the body, another pod of that name is left alone."""
         body = {"metadata": {"uid": action.uid, "annotations": action.annotations}}
@@ -233,15 +201,6 @@ class Executor:
             await self._writer.merge_patch(resources.PODS, key.namespace, action.name, body)
         except (NotFound, Conflict):
             log.info("nothing left to annotate", object=str(key), pod=action.name)
-
-    async def _delete_child(self, key: Key, action: DeleteChild, memory: Memory) -> None:
-        """Delete the child where it exists and Slipway made it."""
-        resource = CHILDREN[action.key.partition("/")[0]]
-        with suppress(NotFound):
-            there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, action.name)), type=Object)
-            if there.labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY:
-                await self._writer.delete(resource, key.namespace, action.name, uid=there.uid)
-        memory.applied[action.key] = ABSENT
 
     async def _set_finalizers(
         self, key: Key, stored: StoredObject, *, add: str | None = None, remove: str | None = None
@@ -422,28 +381,3 @@ def _object_of(action: Action) -> str:
             return action.key
         case _:
             return getattr(action, "name", "")
-
-
-def _with_digest(action: ApplyChild) -> dict[str, Any]:
-    """The manifest with its own digest as an annotation, which tells whether our last apply was this manifest.
-
-    Without it, a field that the manifest no longer has could not be told from one that another client added.
-    """
-    metadata = action.manifest["metadata"]
-    annotations = metadata.get("annotations", {}) | {names.ANNOTATION_APPLIED: action.digest}
-    return action.manifest | {"metadata": metadata | {"annotations": annotations}}
-
-
-def _contains(there: Any, wanted: Any) -> bool:
-    """Whether a live object has every value of a manifest; the API server adds defaults, also within list items."""
-    if isinstance(wanted, Mapping):
-        return isinstance(there, Mapping) and all(
-            name in there and _contains(there[name], value) for name, value in wanted.items()
-        )
-    if isinstance(wanted, list | tuple):
-        return (
-            isinstance(there, list)
-            and len(there) == len(wanted)
-            and all(_contains(one, other) for one, other in zip(there, wanted, strict=True))
-        )
-    return bool(there == wanted)

@@ -159,14 +159,38 @@ class DeleteRevision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenTest:
+    """Where the golden prompts are, how much worse their answers may be, and the replica to compare with."""
+
+    uri: str
+    config_map: str
+    key: str
+    max_drop: float  # points
+    max_disagreement: float  # percent
+    beside: str = ""  # name of a ready pod of the stable revision; empty: none
+    beside_uid: str = ""
+    beside_model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskSmokeTests:
-    """Ask a replica the prompts of its smoke tests, in the background; the next pass sees the `SmokeResult`."""
+    """Ask a replica the prompts of its gates, in the background; the next pass sees the `SmokeResult`."""
 
     name: str
     uid: str
     model: str  # the served name of the replica's runtime
     tests: tuple[tuple[str, str], ...] = field(repr=False)  # prompt, and the text that the answer must contain
     errors: int  # times that it did not answer before
+    reason: str
+    golden: GoldenTest | None = None  # asked after the tests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskHub:
+    """Ask a hub for the sizes of a model, in the background; the next pass sees the `HubAnswer`."""
+
+    uri: str
+    endpoint: str  # of the spec; "": the installation's first
     reason: str
 
 
@@ -179,6 +203,8 @@ class SmokeResult:
     wrong: int = 0  # number of the first test whose answer did not match, from 1
     errors: int = 0  # times in a row that it did not answer
     error: str = ""  # the last of them
+    is_golden: bool = False  # the error is one of the golden prompts
+    golden: str = ""  # the verdict on the golden prompts, in one sentence; where it failed, the revision has failed
 
 
 Action = (
@@ -196,6 +222,7 @@ Action = (
     | CreateRevision
     | DeleteRevision
     | AskSmokeTests
+    | AskHub
     | AdapterCall
 )
 

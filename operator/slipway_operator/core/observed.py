@@ -7,15 +7,17 @@ stored in `service.status` or in pod metadata, because those survive the operato
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.model_spec import Shape
 from slipway_api.runtime_api import Signals, StartupTimes, State
 from slipway_api.types import ServiceKey
 from slipway_operator.core.actions import Failure as Failure
 from slipway_operator.core.actions import SmokeResult
 from slipway_operator.core.adapter.observed import AttachedAdapter
+from slipway_operator.core.pulls import PullsSeen
 from slipway_operator.core.warm_pool.supply import WarmSupply
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
@@ -203,10 +205,55 @@ class Outcomes:
     """Time to first token: counts per bucket of `gateway_api.OUTCOME_BUCKETS`, and one above; not cumulated."""
     itl: tuple[int, ...] = ()
     output_tokens: int = 0
+    good: int = 0
+    """Of a service: requests without an error and within the latency limits of `spec.slo`."""
 
 
 OutcomesSince = Callable[[datetime], Mapping[str, Outcomes]]
 """Since a moment -> outcomes by hash of the revision; gateways that do not answer are missing from the sums."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOutcomes:
+    """The requests of a service as its clients saw them, added up over all gateways (`gateway_api.ServiceOutcomes`)."""
+
+    began: datetime
+    """Since when this leader counts; another moment means that the total began anew."""
+    total: Outcomes
+    """All of them since then; it only grows."""
+    since: Callable[[datetime], Outcomes]
+    """Those since a moment, at most six hours ago."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountingMemory:
+    """What the accounting of SLO and cost remembers from one pass to the next; a new leader starts without it."""
+
+    began: datetime | None = None
+    """`ServiceOutcomes.began` that the totals below belong to."""
+    recorded: tuple[tuple[datetime | None, Outcomes], ...] = ()
+    """Values that `status.slo.recordedTime` may have, the newest last, each with what had been counted then."""
+    counted: Outcomes = field(default_factory=Outcomes)
+    """What had been counted in the last pass."""
+    objectives_from: datetime | None = None
+    """Requests before this moment do not count for objectives: the service had never served. None: all count."""
+    cost_written: datetime | None = None
+    """When the price of tokens in status was last changed."""
+    at: datetime | None = None
+    """When the last pass was."""
+    gpus: int = 0
+    """GPUs that replicas held then."""
+    marks: tuple["CostMark", ...] = ()
+    """The sums about once a minute for an hour, oldest first; the last is of the last pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostMark:
+    """Sums at one moment, since this leader began."""
+
+    at: datetime
+    gpu_seconds: float = 0.0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +282,25 @@ class Network:
     """May scrape the admin port."""
 
 
+class PodUser(NamedTuple):
+    """The numeric user and group of the pods; the group also owns their volumes."""
+
+    user: int
+    group: int
+
+
+NONROOT: Final = PodUser(65532, 65532)  # as in distroless images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCache:
+    """The folder in which every node keeps models, as set by the installation."""
+
+    path: str
+    limit: str = ""
+    """How much of each namespace's models a node keeps, such as 500Gi; empty: what the disk holds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """Defaults of the installation for fields that the spec leaves empty."""
@@ -242,6 +308,17 @@ class Defaults:
     runtime_image: str
     gateway_url: str  # without /v1
     network: Network | None = None  # None: no NetworkPolicy is made
+    pod_user: PodUser | None = NONROOT  # None: the platform assigns it
+    node_cache: NodeCache | None = None  # None: model.cache.policy Node is not permitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubAnswer:
+    """What a hub that may be asked has told of the sizes of the model."""
+
+    asked_at: datetime | None = None  # None: it was not asked, or so long ago that it may be asked again
+    shape: Shape | None = None
+    is_done: bool = False  # without a shape: it does not answer, or does not tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,11 +344,19 @@ class Observed:
     """Requests at the gateways; None: no gateway has reported since this operator began to lead."""
     outcomes_since: OutcomesSince | None = None
     """Outcomes of requests by revision; None: no gateway has reported since this operator began to lead."""
+    service_outcomes: ServiceOutcomes | None = None
+    """Outcomes of the service's requests; None: no gateway has counted any since this operator began to lead."""
+    accounting_memory: AccountingMemory = field(default_factory=AccountingMemory)
+    """`Plan.accounting.memory` of the last pass; empty after a takeover."""
 
     warm: WarmSupply | None = None
     """The WarmPool that the spec names, and its waiting pods; None: the spec names none."""
     lost_claims: frozenset[str] = frozenset()  # uids of pods whose claim failed: others have them, or they are going
 
+    hub: HubAnswer | None = None
+    """The sizes of the model by its hub; None: no hub may be asked."""
+    pulls: PullsSeen | None = None
+    """Nodes, and pods that pull image and model to them; None: the spec asks for none, and there are none."""
     adapters: tuple[AttachedAdapter, ...] = ()
     """The LoRAAdapters whose base is the service, by name."""
     recommendations: tuple[PastRecommendation, ...] = ()  # `Plan.recommendations` of the last pass; () after a takeover

@@ -19,7 +19,7 @@ from slipway_api import names
 from slipway_api.types import ServiceKey
 from slipway_kube.backoff import Backoff
 from slipway_kube.client import Client
-from slipway_kube.errors import KubeError
+from slipway_kube.errors import KubeError, NotFound
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Key as ObjectKey
 from slipway_kube.objects import Node, Pod
@@ -28,9 +28,19 @@ from slipway_operator.adapter_calls import AdapterCalls
 from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.controller.store import ObjectStore, OnChange
-from slipway_operator.core.observed import Defaults, Demand, OutcomesSince, Sample, ServingDigests, TokenDigests
+from slipway_operator.core.observed import (
+    Defaults,
+    Demand,
+    HubAnswer,
+    OutcomesSince,
+    Sample,
+    ServiceOutcomes,
+    ServingDigests,
+    TokenDigests,
+)
 from slipway_operator.inputs.adapter_index import AdapterIndex
 from slipway_operator.inputs.disruption import NodeCounts
+from slipway_operator.inputs.missing_kinds import MissingKinds
 from slipway_operator.inputs.observer import PodIndex, PoolKey, pool_of, service_of
 from slipway_operator.inputs.revisions import ControllerRevision, RevisionIndex
 from slipway_operator.inputs.scraper import Target
@@ -76,6 +86,7 @@ class Caches:
         self._target_listeners: list[OnTargetChange] = []
         self._check_wanted = asyncio.Event()
         self._is_filled = False
+        self.missing = MissingKinds()
         self.stores = {kind: ObjectStore(kind, partial(self._changed, kind)) for kind in self._resources}
         self.pods = PodIndex()
         self.pod_informer = Informer(
@@ -182,7 +193,7 @@ class Caches:
             group.create_task(self._check_when_wanted())
 
     async def fill(self) -> None:
-        """Return once custom resources and pods are listed; retries in an outage and until the CRDs are installed."""
+        """Return once custom resources and pods are listed; retries in an outage and until a CRD of ours is there."""
         backoff = Backoff(first=0.5, cap=15.0, least=0.5)
         while True:
             try:
@@ -209,6 +220,8 @@ class Caches:
 
     async def _check_kinds(self) -> None:
         for kind, store in self.stores.items():
+            if kind in self.missing:
+                continue
             bodies, version = await self._read(kind)
             if store.drifted(bodies, version):
                 await asyncio.sleep(CATCH_UP_SECONDS)  # the watch may only be a moment behind
@@ -234,8 +247,21 @@ class Caches:
                 backoff.reset()
 
     async def _correct(self) -> None:
+        missing: list[str] = []
         for kind, store in self.stores.items():
-            store.correct(*await self._read(kind))
+            try:
+                listed = await self._read(kind)
+            except NotFound:
+                missing.append(kind)
+                if len(store) or len(missing) == len(self.stores):
+                    raise
+            else:
+                store.correct(*listed)
+        self.missing.note(missing)
+
+    async def until_installed(self) -> str:
+        """Return the name of a kind that was missing, once its CRD is installed."""
+        return await self.missing.wait_until_installed(self._read)
 
     async def _read(self, kind: str) -> tuple[list[dict[str, Any]], int]:
         """Every object of a kind, and a version that none of the lists is older than."""
@@ -279,12 +305,14 @@ class Inputs:
     now: Callable[[], datetime]
     on_pool_sample: Callable[[Callable[[PoolKey], None]], None] = lambda _callback: None
     """Call a function with the pool of each sample that matters of a pod that waits."""
+    hub_answer: Callable[[str, str], HubAnswer | None] = lambda _uri, _endpoint: None
     adapters: AdapterIndex = field(default_factory=AdapterIndex)
     adapter_calls: AdapterCalls | None = None
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)
     """Called with the service of a sample that shows more than load, such as another boot id."""
     demand_of: Callable[[ServiceKey], Demand | None] = lambda _service: None
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
+    service_outcomes_of: Callable[[ServiceKey], ServiceOutcomes | None] = lambda _service: None
 
 
 def target_of(pod: Pod) -> ReplicaTarget | None:

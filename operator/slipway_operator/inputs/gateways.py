@@ -21,7 +21,7 @@ from slipway_kube.client import Client
 from slipway_kube.informer import Change, Informer
 from slipway_kube.objects import Pod
 from slipway_kube.resources import PODS
-from slipway_operator.core.observed import Demand, OutcomesSince
+from slipway_operator.core.observed import Demand, OutcomesSince, ServiceOutcomes
 from slipway_operator.inputs.demand import Changed, DemandTable
 from slipway_operator.inputs.outcomes import OutcomeSums
 from slipway_operator.replica_client import Address, Dial
@@ -70,6 +70,10 @@ class Gateways:
         if sums is None or not sums.has_reports:
             return None
         return lambda moment: sums.since(service, moment) or {}
+
+    def service_outcomes(self, service: ServiceKey) -> ServiceOutcomes | None:
+        """The outcomes of a service as its clients saw them; None: no gateway has counted any."""
+        return self._outcomes.of_service(service) if self._outcomes is not None else None
 
     def watch(self, address: Address, *, is_required: bool) -> None:
         """Poll this gateway from now on. While it is required and has not reported, no service counts as idle."""

@@ -18,6 +18,7 @@ from slipway_operator.core.observed import Namesake, Observed
 from slipway_operator.core.service.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.observer import node_facts, replica
+from slipway_operator.inputs.pulls import Pulls
 from slipway_operator.inputs.reading import read
 from slipway_operator.inputs.warm_supply import WarmSupplies
 
@@ -31,6 +32,7 @@ class Carried:
     recommendations: tuple[seen.PastRecommendation, ...] = ()
     scaling: seen.ScalingMemory = field(default_factory=seen.ScalingMemory)
     ready: frozenset[str] | None = None
+    accounting: seen.AccountingMemory = field(default_factory=seen.AccountingMemory)
 
 
 class InferenceServices:
@@ -44,6 +46,7 @@ class InferenceServices:
         self._store = inputs.caches.stores[KIND]
         self._claims = ServedNames()
         self._supply = WarmSupplies(inputs)
+        self._pulls = Pulls(inputs)
         self._cold_starts: dict[Key, ColdStart | None] = {}
         inputs.caches.on_object_change(KIND, self._saw)
         inputs.caches.on_pod_change(self._saw_pod)
@@ -55,6 +58,7 @@ class InferenceServices:
     def _saw(self, key: Key, old: StoredObject | None, new: StoredObject | None) -> None:
         if new is None:
             self._cold_starts.pop(key, None)
+            self._inputs.metrics.accounts.remove(ServiceKey(key.namespace, key.name))
         for rival in self._claims.saw(key, old, new):
             self._inputs.wake(rival, Urgency.NORMAL)
 
@@ -107,9 +111,12 @@ class InferenceServices:
             nonce_seed=self._inputs.random_bytes(32),
             asking_since=self._inputs.asking_since(),
             warm=self._supply.of(reading.service),
+            hub=self._hub_answer(reading.service),
+            pulls=self._pulls.of(reading.service),
             adapters=self._inputs.adapters.of(ServiceKey(key.namespace, key.name)),
             demand=self._inputs.demand_of(ServiceKey(key.namespace, key.name)),
             outcomes_since=self._inputs.outcomes_of(ServiceKey(key.namespace, key.name)),
+            service_outcomes=self._inputs.service_outcomes_of(ServiceKey(key.namespace, key.name)),
         )
         # Of pods that are gone, or another's for good, nothing has to be remembered.
         memory.lost_claims &= {pod.uid for pod in observed.warm.pods} if observed.warm is not None else set()
@@ -125,6 +132,7 @@ class InferenceServices:
             recommendations=carried.recommendations,
             scaling_memory=carried.scaling,
             ready_before=carried.ready,
+            accounting_memory=carried.accounting,
             taken_names=memory.taken_names,
             lost_claims=memory.lost_claims,
             applied=dict(memory.applied),
@@ -136,6 +144,7 @@ class InferenceServices:
         """Run the core's `plan`."""
         decided = plan(observed, now)
         service = observed.service
+        self._inputs.metrics.accounts.set(service.key, decided.accounting)
         return Decision(
             actions=decided.actions,
             status=decided.status.to_json() if decided.status is not None else None,
@@ -144,9 +153,16 @@ class InferenceServices:
             pod_uids={one.name: one.uid for one in observed.replicas},
             requeue_after=decided.requeue_after,
             carried=Carried(
-                recommendations=decided.recommendations, scaling=decided.scaling_memory, ready=decided.ready
+                recommendations=decided.recommendations,
+                scaling=decided.scaling_memory,
+                ready=decided.ready,
+                accounting=decided.accounting.memory,
             ),
         )
+
+    def _hub_answer(self, service: InferenceService) -> seen.HubAnswer | None:
+        model = service.spec.model
+        return self._inputs.hub_answer(model.uri, model.network.hub_endpoint)
 
     def _note_cold_start(self, key: Key, service: InferenceService) -> None:
         """Count a cold start once: when status shows another one than in the pass before."""

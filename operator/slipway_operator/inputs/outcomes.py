@@ -1,4 +1,7 @@
-"""Sums of the gateways' outcome counters by revision, with a history that answers "since when" for an hour.
+"""Sums of the gateways' outcome counters by revision and by service, with a history that answers "since when".
+
+The history goes back six hours. The counters of a service as a whole are kept like those of a revision, under the name
+WHOLE_SERVICE.
 
 A gateway's counters begin anew with each of its starts (`boot_id`), so what is summed are their increases. No I/O; time
 is given. The history of a revision has at most 160 points, whatever its traffic: at each report at first, then ever
@@ -12,24 +15,27 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
-from slipway_api.gateway_api import OUTCOME_BUCKETS, OutcomesReport, RevisionOutcomes
+from slipway_api.gateway_api import OUTCOME_BUCKETS, OutcomesReport, RevisionOutcomes, ServiceOutcomes
 from slipway_api.types import ServiceKey
+from slipway_operator.core import observed as seen
 from slipway_operator.core.observed import Outcomes
 from slipway_operator.inputs.demand import service_key
 
 BUCKETS: Final = len(OUTCOME_BUCKETS) + 1
-KEPT: Final = timedelta(hours=1)
+KEPT: Final = timedelta(hours=6)
 FINEST: Final = timedelta(seconds=5)
 SPACING: Final = 0.08  # of a point's age
+WHOLE_SERVICE: Final = ""  # in the place of a revision's hash
 SWEEP: Final = timedelta(seconds=60)
-_HEAD: Final = 3  # requests, errors, output tokens; the two histograms follow
+_HEAD: Final = 4  # requests, errors, output tokens, good requests; the two histograms follow
 
 Counters = array  # of unsigned 64-bit integers
 
 
-def counters_of(outcomes: RevisionOutcomes) -> "Counters[int]":
-    """The counters of one revision in one row."""
-    row = array("Q", (outcomes.requests, outcomes.errors, outcomes.output_tokens))
+def counters_of(outcomes: RevisionOutcomes | ServiceOutcomes) -> "Counters[int]":
+    """The counters of one revision, or of a service, in one row."""
+    good = outcomes.good if isinstance(outcomes, ServiceOutcomes) else 0
+    row = array("Q", (outcomes.requests, outcomes.errors, outcomes.output_tokens, good))
     for histogram in (outcomes.ttft, outcomes.itl):
         row.extend((*histogram[:BUCKETS], *([0] * (BUCKETS - len(histogram)))))
     return row
@@ -41,6 +47,7 @@ def outcomes_of(row: "Counters[int]") -> Outcomes:
         requests=row[0],
         errors=row[1],
         output_tokens=row[2],
+        good=row[3],
         ttft=tuple(row[_HEAD : _HEAD + BUCKETS]),
         itl=tuple(row[_HEAD + BUCKETS :]),
     )
@@ -49,9 +56,10 @@ def outcomes_of(row: "Counters[int]") -> Outcomes:
 class History:
     """The sums of one revision over time."""
 
-    __slots__ = ("_rows", "_times")
+    __slots__ = ("_rows", "_times", "began")
 
     def __init__(self, since: datetime) -> None:
+        self.began = since
         self._times = [since]
         self._rows: list[Counters[int]] = [array("Q", bytes(8 * (_HEAD + 2 * BUCKETS)))]
 
@@ -62,6 +70,11 @@ class History:
     def changed_at(self) -> datetime:
         """When it last grew."""
         return self._times[-1]
+
+    @property
+    def total(self) -> "Counters[int]":
+        """The sum since it began; it never falls."""
+        return self._rows[-1]
 
     def add(self, increase: "Counters[int]", unchanged_at: datetime, now: datetime) -> None:
         """Add an increase that happened after `unchanged_at`."""
@@ -122,6 +135,11 @@ class OutcomeSums:
             for one in report.revisions
             if (key := service_key(one.service)) is not None
         }
+        rows |= {
+            (key, WHOLE_SERVICE): counters_of(whole)
+            for whole in report.services
+            if (key := service_key(whole.service)) is not None
+        }
         last = self._gateways.get(gateway)
         started = now - timedelta(seconds=report.uptime_seconds)
         if last is not None and last.boot_id == report.boot_id:
@@ -150,7 +168,22 @@ class OutcomeSums:
         if not self._has_reports:
             return None
         histories = self._histories.get(service, {})
-        return {revision: outcomes_of(history.since(moment)) for revision, history in histories.items()}
+        return {
+            revision: outcomes_of(history.since(moment))
+            for revision, history in histories.items()
+            if revision != WHOLE_SERVICE
+        }
+
+    def of_service(self, service: ServiceKey) -> seen.ServiceOutcomes | None:
+        """What was counted of a service as its clients saw it; None: no gateway has counted a request of it."""
+        history = self._histories.get(service, {}).get(WHOLE_SERVICE)
+        if history is None:
+            return None
+        return seen.ServiceOutcomes(
+            began=history.began,
+            total=outcomes_of(history.total),
+            since=lambda moment: outcomes_of(history.since(moment)),
+        )
 
     @property
     def has_reports(self) -> bool:
@@ -158,7 +191,7 @@ class OutcomeSums:
         return self._has_reports
 
     def _sweep(self, now: datetime) -> None:
-        """Forget revisions that no gateway counts any more and that did not change for an hour."""
+        """Forget revisions that no gateway counts any more and that did not change for six hours."""
         self._swept = now
         counted = {key for gateway in self._gateways.values() for key in gateway.rows}
         for service, histories in list(self._histories.items()):

@@ -36,6 +36,7 @@ from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.lineage import name_of_format, quantization_warnings
+from slipway_runtime.models.pooling import read_embedding_config
 from slipway_runtime.models.sharding import WHOLE
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
@@ -44,6 +45,7 @@ from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.out_of_memory import oom_refused
+from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.runner import Runner
 
 _DEFAULTS = EngineOptions()
@@ -104,6 +106,10 @@ def build_engine(
             num_tokens=None if grammars is None else grammars.num_tokens,
             adapters=slots,
         )
+    embedding = None
+    if options.pooling:
+        embedding = read_embedding_config(model_path, options.pooling, plan.config.hidden_size)
+        runner.pooler = Pooler(embedding.pooling, plan.max_num_seqs, embedding.size, plan.device)
     del decoder  # the runner's alone: a sleeping engine drops it
     tier: HostTier | None = None
     with oom_refused("cold KV blocks in host memory", plan.device):
@@ -118,7 +124,7 @@ def build_engine(
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
-    if plan.device.type == "cuda":
+    if plan.device.type == "cuda" and not options.pooling:  # no step of embeddings is a decode step
         recorded = capture_or_say_why_not(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
@@ -134,7 +140,7 @@ def build_engine(
         bytes_per_token=size.bytes_per_token * share.size,
         weight_bytes=weight_bytes,
         dtype=str(plan.dtype).removeprefix("torch."),
-        device=str(plan.device),
+        device=plan.device.type,
         load_seconds=loaded - started,
         warmup_seconds=warm - loaded,
         widest_step_seconds=widest_step,
@@ -149,6 +155,10 @@ def build_engine(
         speculation=options.speculation,
         host_blocks=0 if tier is None else tier.total,
         graphs_failed=recorded,
+        pooling=embedding.pooling if embedding is not None else "",
+        embedding_size=embedding.size if embedding is not None else 0,
+        is_matryoshka=embedding is not None and embedding.is_matryoshka,
+        matryoshka_dimensions=embedding.dimensions if embedding is not None else (),
     )
     gc.collect()
     gc.freeze()  # the model lives as long as the process: the collector need not look at it again

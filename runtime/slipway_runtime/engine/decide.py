@@ -78,10 +78,16 @@ class EnginePlan:
         return min(length, pool_tokens)
 
 
-def decide(model_path: Path, options: EngineOptions) -> EnginePlan:
-    """Every figure that nobody named gets one. Raises ModelRefusedError for what cannot be honoured."""
+def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePlan:
+    """Every figure that nobody named gets one. Raises ModelRefusedError for what cannot be honoured.
+
+    rank: of those that share the model; each has a GPU of its own.
+    """
     config = read_config(model_path)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
+    if on.type == "cuda":
+        # Never without a number: `cuda` alone is the current device of a thread, and weights are read by several.
+        on = torch.device("cuda", rank)
     num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
     num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
     if num_batched_tokens < num_seqs:

@@ -9,7 +9,7 @@ import torch
 from slipway_runtime.engine.adapters import Adapters
 from slipway_runtime.engine.decide import EnginePlan
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.kernels.dispatch import Kernels
+from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
@@ -23,6 +23,7 @@ from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.storage.fetch import weights_digest
 from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.graphs import reserve_bytes
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.kv_cache import (
     CacheSize,
@@ -31,7 +32,7 @@ from slipway_runtime.worker.kv_cache import (
     free_bytes,
     size_cache,
 )
-from slipway_runtime.worker.profile import check_remainder, widest_step_bytes
+from slipway_runtime.worker.profile import NAMES, check_remainder, widest_step_bytes
 
 
 def use_threads(options: EngineOptions) -> None:
@@ -66,6 +67,7 @@ def load_weights(
             matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
             share,
+            scores_tokens=not options.pooling,
             make_router=matmul_maker("none", deterministic=options.deterministic, device=plan.device),
         )
 
@@ -87,6 +89,15 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         dtype=plan.dtype,
         device=plan.device,
     )
+    if plan.device.type == "cuda" and ranks == 1 and capturable(kernels) is not None:
+        activations += reserve_bytes(
+            plan.own.shape,
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            block_size=plan.options.block_size,
+            dtype=NAMES[plan.dtype],
+            with_adapters=plan.max_adapters > 0,
+        )
     if asked:
         check_remainder(asked, activations, free_bytes(plan.device))
     left = default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations)

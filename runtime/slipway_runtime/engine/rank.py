@@ -98,7 +98,7 @@ def follow(leader: Leader) -> None:
     rank, options = leader.start.rank, leader.start.options
     if options.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(rank)
-    plan = decide(Path(leader.start.model_path), options)
+    plan = decide(Path(leader.start.model_path), options, rank)
     use_threads(options)
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     collective = Collective(rank, options.tensor_parallel_size, plan.device)

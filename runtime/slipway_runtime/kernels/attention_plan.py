@@ -6,7 +6,7 @@ into splits too, by its own numbers alone; other chunks are computed in whole ti
 arithmetic depends on its own sequence only, never on what a step computes beside it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +128,11 @@ def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: T
         max_chunk_splits=1,
         block_size=block_size,
     )
+
+
+def first_rows(plan: Plan, num_rows: int) -> Plan:
+    """A plan of `plan_for_capture` for fewer rows, in the same buffers: of such plans one is in use at a time."""
+    return replace(plan, lengths=plan.lengths[:num_rows], tables=plan.tables[:num_rows], num_decodes=num_rows)
 
 
 def update_static_inputs(plan: Plan, num_computed: Ints, block_tables: Ints) -> None:

@@ -15,7 +15,7 @@ from slipway_runtime.kernels import kv_pages, native
 from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
 from slipway_runtime.kernels.reference_experts import mix_experts
 from slipway_runtime.kernels.reference_lora import LoraWeights
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
 
 __all__ = [
     "add_lora",
@@ -24,7 +24,7 @@ __all__ = [
     "geglu",
     "mix_experts",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_lora",
     "rms_norm",

@@ -78,10 +78,17 @@ class Kernels(Protocol):
     def apply_bitmask(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
         """logits: (D, V), changed in place  places: (M,) rows  words: (M, W) int32, a bit for each token."""
 
-    def penalize(
-        self, logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-    ) -> Tensor:
-        """logits: (R, V)  prompt, output: (R, V) counts  the rest: (R,)."""
+    def penalize_rows(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        counts: Tensor,
+        rows: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> None:
+        """logits: (D, V), changed in place  counts: (…, V) int32  places, rows of the counts, the rest: (M,)."""
 
     def sample(
         self,
@@ -101,6 +108,9 @@ class CapturableKernels(Kernels, Protocol):
 
     def plan_for_capture(self, num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
         """For rows of one new token each, in buffers that stay."""
+
+    def first_rows(self, plan: AttentionPlan, num_rows: int) -> AttentionPlan:
+        """The same for fewer rows, in the same buffers."""
 
     def update_static_inputs(self, plan: AttentionPlan, num_computed: Ints, block_tables: Ints) -> None:
         """Put the rows of a step into such a plan; the rows behind them are padding."""

@@ -3,12 +3,12 @@
 Importing this imports Triton; `dispatch` does it only when a CUDA device asks.
 """
 
-from slipway_runtime.kernels.attention_plan import plan_attention, plan_for_capture, update_static_inputs
+from slipway_runtime.kernels.attention_plan import first_rows, plan_attention, plan_for_capture, update_static_inputs
 from slipway_runtime.kernels.experts import mix_experts
 from slipway_runtime.kernels.lora import add_lora, plan_lora, plan_lora_for_capture, update_static_lora_inputs
 from slipway_runtime.kernels.norms import add_rms_norm, geglu, rms_norm, swiglu
 from slipway_runtime.kernels.paged_attention import paged_attention
-from slipway_runtime.kernels.reference_sampling import penalize
+from slipway_runtime.kernels.penalties import penalize_rows
 from slipway_runtime.kernels.sampling import apply_bitmask, sample
 from slipway_runtime.kernels.store_kv import rope_and_store
 
@@ -16,10 +16,11 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "first_rows",
     "geglu",
     "mix_experts",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_for_capture",
     "plan_lora",

@@ -53,6 +53,13 @@ class Plan:
 
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
     """Sort and cut. `like`: device; `tile` is for a CPU, where rows are not computed alone by themselves."""
+    used, order, work = _sort_and_cut(token_slots)
+    order_on_device, work_on_device = upload((order, work), like.device)
+    return Plan(slots=used, order=order_on_device, work=work_on_device)
+
+
+def _sort_and_cut(token_slots: Ints) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """`slots`, `order` and `work` of a plan, on the host."""
     order = np.argsort(token_slots, kind="stable")[np.count_nonzero(token_slots < 0) :]
     used, firsts, counts = np.unique(token_slots[order], return_index=True, return_counts=True)
     work = [
@@ -60,10 +67,8 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
         for slot, first, count in zip(used.tolist(), firsts.tolist(), counts.tolist(), strict=True)
         for start in range(0, count, CHUNK)
     ]
-    order_on_device, work_on_device = upload(
-        (order.astype(np.int32), np.array(work, dtype=np.int32).reshape(-1, 3)), like.device
-    )
-    return Plan(slots=sum(1 << slot for slot in used.tolist()), order=order_on_device, work=work_on_device)
+    slots = sum(1 << slot for slot in used.tolist())
+    return slots, order.astype(np.int32), np.array(work, dtype=np.int32).reshape(-1, 3)
 
 
 def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
@@ -79,10 +84,10 @@ def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan
 
 def update_static_lora_inputs(plan: Plan, token_slots: Ints) -> None:
     """Put the slots of a step's tokens into a plan to repeat."""
-    step = plan_lora(token_slots, 0, torch.empty(0))
+    _, step_order, step_work = _sort_and_cut(token_slots)
     order, work = np.zeros(plan.order.shape, dtype=np.int32), np.zeros(plan.work.shape, dtype=np.int32)
-    order[: len(step.order)] = step.order.numpy()
-    work[: len(step.work)] = step.work.numpy().reshape(-1, 3)
+    order[: len(step_order)] = step_order
+    work[: len(step_work)] = step_work
     new_order, new_work = upload((order, work), plan.order.device)
     plan.order.copy_(new_order)
     plan.work.copy_(new_work)

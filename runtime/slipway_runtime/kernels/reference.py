@@ -4,7 +4,7 @@ from slipway_runtime.kernels.reference_attention import paged_attention, plan_at
 from slipway_runtime.kernels.reference_experts import mix_experts
 from slipway_runtime.kernels.reference_lora import add_lora, plan_lora
 from slipway_runtime.kernels.reference_norms import add_rms_norm, geglu, rms_norm, swiglu
-from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize, sample
+from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
 
 __all__ = [
     "add_lora",
@@ -13,7 +13,7 @@ __all__ = [
     "geglu",
     "mix_experts",
     "paged_attention",
-    "penalize",
+    "penalize_rows",
     "plan_attention",
     "plan_lora",
     "rms_norm",

@@ -11,6 +11,8 @@ from torch import Tensor
 
 CANDIDATES = 256  # how many of the likeliest tokens are looked at first when the distribution is truncated
 GREEDY_BELOW = 1e-5  # temperatures under this one take the likeliest token
+IN_PROMPT = 1 << 30  # of a count: the prompt holds the token. The rest counts the output
+PENALIZED_AT_ONCE = 1 << 23  # scores: what penalties need beside them stays within some 32 MB tensors
 _MASK = 0xFFFFFFFF
 
 
@@ -22,6 +24,29 @@ def penalize(
     factor = repetition[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
     return logits - presence[:, None] * (output > 0) - frequency[:, None] * output
+
+
+def penalize_rows(
+    logits: Tensor,
+    places: Tensor,
+    counts: Tensor,
+    rows: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """`penalize` in place, at `places`, (M,), by the counts in `rows`, (M,). logits: (D, V)  counts: (…, V) int32.
+
+    A count is how often the output has a token, plus IN_PROMPT where the prompt has it.
+    """
+    factors = repetition, presence, frequency
+    at_once = max(PENALIZED_AT_ONCE // logits.shape[1], 1)
+    for begin in range(0, len(places), at_once):
+        part = slice(begin, begin + at_once)
+        where, counted = places[part], counts.index_select(0, rows[part])
+        logits[where] = penalize(
+            logits[where], (counted >= IN_PROMPT).int(), counted % IN_PROMPT, *(factor[part] for factor in factors)
+        )
 
 
 def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:

@@ -1,13 +1,16 @@
-"""Copies of small arrays from the host to a device, several in one transfer.
+"""Copies of small arrays between the host and a device, several in one transfer.
 
 A copy from pageable memory makes the host wait for the stream; one from pinned memory does not. So arrays that are
 made together are packed into one pinned buffer and travel at once. The allocator of pinned memory keeps a buffer until
 the stream has read it.
+
+`download` is the one place where a step waits for the device: whatever the host must know of it is read at once.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -27,6 +30,31 @@ def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
     for view, array in zip(views, arrays, strict=True):
         view.copy_(torch.from_numpy(array))
     return _views(host.to(device, non_blocking=True), arrays, starts)
+
+
+def download(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+    """Each tensor of one device as an array, in one copy that the host waits for. On a CPU nothing is copied."""
+    device = tensors[0].device
+    if device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    bytes_of = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    packed = bytes_of[0] if len(bytes_of) == 1 else torch.cat(bytes_of)
+    host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host.copy_(packed, non_blocking=True)
+    values, arrays, start = _wait_and_read(host, device), [], 0
+    for tensor in tensors:
+        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        arrays.append(np.frombuffer(values, dtype, tensor.numel(), start).reshape(tensor.shape))
+        start += tensor.nbytes
+    return arrays
+
+
+def _wait_and_read(host: Tensor, device: torch.device) -> npt.NDArray[np.uint8]:
+    """A copy of what has been queued to arrive in pinned memory, once it is there."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    array: npt.NDArray[np.uint8] = host.numpy().copy()
+    return array
 
 
 def _places(arrays: Arrays) -> tuple[list[int], int]:

@@ -143,7 +143,8 @@ _HONOURED = words(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings attention_bias "
     "mlp_bias sliding_window use_sliding_window max_window_layers layer_types eos_token_id hidden_act pretraining_tp "
-    "quantization_config add_cross_attention pruned_heads"
+    "quantization_config add_cross_attention pruned_heads "
+    "is_matryoshka matryoshka_dimensions"  # models/pooling.py
 )
 # A key that is not known, with one of these words, says how tokens are computed: without it they would be others.
 # Any other is what a library or a person left there, such as `unsloth_version`.

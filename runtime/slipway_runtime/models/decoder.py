@@ -53,6 +53,10 @@ class Decoder:
         shared = isinstance(head, Dense) and head.weight is self._embedding.weight
         return layers + self._head.nbytes + (0 if shared else self._embedding.weight.nbytes)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The hidden states as the model puts them out: what embeddings are made of. (R, H) -> (R, H)."""
+        return self._norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, for the rows that sample one. (R, H) -> (R, V), float32."""
         scores = self._head(self._norm(hidden)).float()
@@ -71,11 +75,13 @@ def load_decoder(
     make_head: MakeMatmul = Dense,
     share: Share = WHOLE,
     *,
+    scores_tokens: bool = True,
     make_router: MakeMatmul = Dense,
 ) -> Decoder:
     """Build the decoder, or a rank's share of it, from a checkpoint's tensors.
 
-    `make_…` decides in which form its matrices compute.
+    `make_…` decides in which form its matrices compute; `scores_tokens`: false where nothing is ever sampled, so that
+    the matrix of the head is not read.
     """
     hidden, vocabulary = config.hidden_size, config.vocab_size
     weights = WeightReader(checkpoint, parse_quantization(config.quantization), dtype)
@@ -84,12 +90,15 @@ def load_decoder(
     )
     table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden)
     layers = checkpoint.in_parallel(loader.layer, config.num_layers)
-    if config.tied_embeddings:
+    if not scores_tokens:
+        checkpoint.ignore("lm_head.weight")
+        head = Linear(Dense(table))
+    elif config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
         head = Linear(make_head(table))  # the matrix that reads tokens also scores them
     else:
         head = Linear(make_head(weights.matrix("lm_head", vocabulary, hidden)))
-    shared = config.tied_embeddings and isinstance(head.matmul, Dense)
+    shared = isinstance(head.matmul, Dense) and head.matmul.weight is table
     embedding = Embedding(table, shared=shared, scale=config.embedding_scale)
     rotary = Rotary(
         config.head_dim,

@@ -47,6 +47,9 @@ class Checkpoint:
                 if name in self._places:
                     raise ModelRefusedError(f"the checkpoint holds the tensor {name} twice")
                 self._places[name] = (file, entry)
+        # Saved without the head, a model's names lack their first part: embedding models are published so.
+        if "embed_tokens.weight" in self._places:
+            self._places = {f"model.{name}": place for name, place in self._places.items()}
         self._left = set(self._places)
         self._lock = threading.Lock()
         self._on_progress = on_progress
@@ -107,13 +110,18 @@ class Checkpoint:
     def in_parallel(self, make: Callable[[int], _T], count: int) -> list[_T]:
         """`[make(0), …, make(count - 1)]` by several threads: one converts while another waits for the disk."""
         threads = min(_MOST_THREADS, count, os.cpu_count() or 1)
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="weights") as pool:
+        with ThreadPoolExecutor(threads, "weights", self._use_device) as pool:
             futures = [pool.submit(make, index) for index in range(count)]
             try:
                 return [future.result() for future in futures]
             finally:
                 for future in futures:
                     future.cancel()  # after an error nobody wants the rest
+
+    def _use_device(self) -> None:
+        """Triton launches kernels on a thread's current device, which is number 0 in each new thread."""
+        if self._device.index is not None:
+            torch.cuda.set_device(self._device)
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""

@@ -50,7 +50,7 @@ from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled
 from slipway_runtime.scheduling.sequence import Sequence, State
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
 from slipway_runtime.scheduling.start import MAX_PREEMPTIONS, AdmissionResult, admit
-from slipway_runtime.scheduling.stop_check import accept
+from slipway_runtime.scheduling.stop_check import accept, with_embedding
 
 MAX_IN_FLIGHT = 2
 
@@ -216,6 +216,8 @@ class Scheduler:
             if row.samples:
                 logprobs = result.logprobs[index] if result.logprobs else ()
                 output = accept(sequence, token_ids, logprobs, self._eos, now)
+                if result.embeddings:
+                    output = with_embedding(output, result.embeddings[index])
                 table.ledger.generated_tokens += len(output.token_ids)
                 sequence.share.charge(output=len(output.token_ids))
                 outputs.append(output)

@@ -95,7 +95,9 @@ class Sequence:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may use prefixes of others: who wants the prompt scored must compute all of it."""
+        """Whether it may use prefixes of others: a prompt that is scored, or averaged, must be computed whole."""
+        if self.params.pools_all:
+            return False
         return self.params.prompt_logprobs is None or self.first_token_at is not None
 
     def block_keys(self, count: int, block_size: int) -> list[bytes]:

@@ -1,5 +1,7 @@
 """When an answer is done, and what is told of it. Pure."""
 
+import msgspec
+
 from slipway_runtime.messages import FinishReason, Output, TokenLogprobs
 from slipway_runtime.scheduling.sequence import Sequence
 
@@ -57,6 +59,11 @@ def accept(
         first_token_at=now,
         finished_at=finished_at,
     )
+
+
+def with_embedding(output: Output, embedding: bytes) -> Output:
+    """The output of a pooled prompt: its embedding, and no token."""
+    return msgspec.structs.replace(output, embedding=embedding, token_ids=(), stop_token_id=None)
 
 
 def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> Output:

@@ -147,21 +147,28 @@ async def metrics(http: Request) -> Response:
     return Response(encode(replica.loaded.metrics.registry), headers={"content-type": content_type})
 
 
+# What vLLM serves for other kinds of models, or for debugging.
 _OTHER_SERVICES = {
-    "/v1/embeddings": "embeddings are",
     "/v1/rerank": "reranking is",
+    "/v2/rerank": "reranking is",
+    "/rerank": "reranking is",
     "/v1/score": "scoring pairs is",
+    "/score": "scoring pairs is",
+    "/classify": "classification is",
+    "/pooling": "raw pooling is",
     "/v1/audio/transcriptions": "transcription is",
+    "/v1/audio/translations": "translation of speech is",
     "/v1/audio/speech": "speech is",
     "/v1/images/generations": "image generation is",
     "/v1/moderations": "moderation is",
-    "/v1/responses": "the responses API is",
+    "/invocations": "SageMaker's interface is",
+    "/ping": "SageMaker's interface is",
 }
 
 
 async def _another_service(http: Request) -> Response:
-    """Refused clearly: embedding inside the decode engine would stall its streams, and the rest is other engines'."""
-    raise ApiError(501, f"this server generates text; {_OTHER_SERVICES[http.url.path]} not served here")
+    """Refused in a sentence that says what is missing."""
+    raise ApiError(404, f"{_OTHER_SERVICES[http.url.path]} not served here")
 
 
 for _path in _OTHER_SERVICES:

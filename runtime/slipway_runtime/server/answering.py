@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from slipway_api import names, stream_marks
 from slipway_runtime.messages import FinishReason, Request
 from slipway_runtime.server.caller import Caller
+from slipway_runtime.server.dialect import Dialect
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.generation import Delta, Generation
 from slipway_runtime.server.merging import merged
@@ -24,7 +25,7 @@ from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.served import Served
-from slipway_runtime.server.sse import DONE, ClientGone, EventStream, event, while_connected
+from slipway_runtime.server.sse import ClientGone, EventStream, while_connected
 
 log = structlog.get_logger()
 
@@ -80,10 +81,12 @@ class Answering:
         served: Served,
         shape: Shape,
         replica: Replica,
+        dialect: Dialect,
     ) -> None:
         self._http = http
         self._body = body
         self._shape = shape
+        self._dialect = dialect
         self._served = served
         self._replica = replica
         self._metrics = served.model.metrics
@@ -147,7 +150,7 @@ class Answering:
             for writer, deltas in ((self._writers[index], collected[index]) for index in sorted(collected))
         ]
         whole = self._shape.envelope(choices, streamed=False) | {"usage": self._usage()}
-        return JSONResponse(self._signed(self._with_prompt_ids(whole)))
+        return JSONResponse(self._dialect.whole(self._signed(self._with_prompt_ids(whole))))
 
     async def as_stream(self) -> Response:
         """Wait for the first token, then stream: until then a failure is a response with its own status."""
@@ -180,26 +183,32 @@ class Answering:
                     broken = True
                     break
         if self._stream_usage and not broken:
-            yield event(self._signed(self._shape.envelope([], streamed=True) | {"usage": self._usage()}))
-        yield DONE
+            last = self._shape.envelope([], streamed=True) | {"usage": self._usage()}
+            yield self._dialect.chunk(self._signed(last))
+        yield self._dialect.end()
 
     def _opening(self) -> bytes:
         """The events before the first text; a stream that goes on from elsewhere has had them, for all answers."""
         chunks = b""
         for index, writer in self._writers.items():
-            before = self._before.get(index)
-            if before is not None:
-                writer.piece(before)  # it brings the writer to where the other replica's was
+            opening = writer.opening()
             if self._is_resumed:
+                self._replay(writer, opening, self._before.get(index))
                 continue
-            for number, choice in enumerate(writer.opening()):
+            for number, choice in enumerate(opening):
                 chunks += self._event(choice, with_prompt=index == number == 0)
         return chunks
+
+    def _replay(self, writer: Writer, opening: list[dict[str, Any]], before: Delta | None) -> None:
+        """Bring the writer and the dialect to where those of the other replica were."""
+        if before is not None:
+            said = [*opening, *writer.piece(before)]
+            self._dialect.replay([self._chunk(choice) for choice in said], len(before.token_ids))
 
     def _delta_events(self, delta: Delta) -> bytes:
         """The events of a delta; nothing while text is held back."""
         if delta.finish_reason in _BROKEN:
-            return event(self._why(delta).body())
+            return self._dialect.failure(self._why(delta))
         choices = self._writers[delta.index].piece(delta)
         if self._wants_token_ids and not choices and delta.token_ids:
             choices = [{"index": delta.index, **self._nothing_said(), "finish_reason": None}]
@@ -212,16 +221,19 @@ class Answering:
         return events
 
     def _nothing_said(self) -> dict[str, Any]:
-        return {"delta": {}} if self._shape.route == "chat" else {"text": ""}
+        return {"text": ""} if self._shape.route == "completions" else {"delta": {}}
 
     def _event(self, choice: dict[str, Any], *, with_prompt: bool = False) -> bytes:
+        return self._dialect.chunk(self._chunk(choice, with_prompt=with_prompt))
+
+    def _chunk(self, choice: dict[str, Any], *, with_prompt: bool = False) -> dict[str, Any]:
         chunk = self._shape.envelope([choice], streamed=True)
         if with_prompt:
             chunk = self._with_prompt_ids(chunk)
         if self._stream_usage:
             continuous = self._body.stream_options and self._body.stream_options.continuous_usage_stats
             chunk["usage"] = self._usage() if continuous else None
-        return event(self._signed(chunk))
+        return self._signed(chunk)
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         return choice | {"token_ids": token_ids} if self._wants_token_ids else choice

@@ -13,7 +13,17 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import slipway_api
-from slipway_runtime.server import about, adapter_routes, admin, chat, completions, errors
+from slipway_runtime.server import (
+    about,
+    adapter_routes,
+    admin,
+    chat,
+    completions,
+    embeddings,
+    errors,
+    messages_api,
+    responses,
+)
 from slipway_runtime.server.middleware import ServingMiddleware
 from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
@@ -38,7 +48,8 @@ def serving_app(
     app = FastAPI(title="Slipway runtime", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
     errors.install(app)
-    for router in (chat.router, completions.router, about.router, about.probes):
+    generating = (chat.router, completions.router, responses.router, messages_api.router)
+    for router in (*generating, embeddings.router, about.router, about.probes):
         app.include_router(router)
     if adapter_endpoints:
         app.include_router(adapter_routes.router)

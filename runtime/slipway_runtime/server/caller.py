@@ -58,4 +58,8 @@ class Caller:
 
     def cache_salt(self, body: GenerationRequest) -> str:
         """Prefixes are shared within a tenant only, and a client may divide its own further."""
-        return f"{self.tenant}\x1f{body.cache_salt or ''}" if self.tenant or body.cache_salt else ""
+        return self.salted(body.cache_salt)
+
+    def salted(self, own: str | None) -> str:
+        """The salt of a request whose client gave `own`."""
+        return f"{self.tenant}\x1f{own or ''}" if self.tenant or own else ""

@@ -7,7 +7,7 @@ A call is one request of the engine for each prompt, each with `n` answers; `ans
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -19,7 +19,8 @@ from slipway_runtime.messages import EngineFacts, FinishReason, Grammar, Output,
 from slipway_runtime.server import sampling
 from slipway_runtime.server.answering import Answering, Shape
 from slipway_runtime.server.caller import Caller
-from slipway_runtime.server.errors import of_engine
+from slipway_runtime.server.dialect import Dialect, OpenAIChunks
+from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
@@ -42,13 +43,16 @@ class Call:
     otherwise_max_tokens: int | None
     grammar: Grammar | None = None
     keeps_special_tokens: bool = False
+    dialect: Dialect = field(default_factory=OpenAIChunks)
 
 
 async def answer(call: Call) -> Response:
     """Generate, and answer in one piece or as a stream."""
     replica: Replica = call.http.app.state.replica
+    if call.served.model.engine.facts.pooling:
+        raise ApiError(404, "this service computes embeddings at /v1/embeddings; it does not generate text")
     params = [_params(call, prompt) for prompt in call.prompts]
-    answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica)
+    answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
     try:
         for number, (prompt, each) in enumerate(zip(call.prompts, params, strict=True)):
             _ask(call, answering, number, prompt, each, replica)
@@ -85,7 +89,7 @@ def _ask(
         return
     for i, index in enumerate(indices):  # each has come so far by itself, so each is a request of the engine
         resumed = call.body.slipway_resume.answers[index]
-        if resumed.finished:
+        if resumed.finished and not (call.dialect.repeats and resumed.output_token_ids):
             answering.count_finished(prompt, len(resumed.output_token_ids))
             continue
         given = tuple(resumed.output_token_ids)

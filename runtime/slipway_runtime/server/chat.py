@@ -10,6 +10,7 @@ from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.caller import Caller
 from slipway_runtime.server.calls import Call, answer
+from slipway_runtime.server.dialect import Dialect, OpenAIChunks
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
 from slipway_runtime.server.loaded import LoadedModel
@@ -29,11 +30,14 @@ router = APIRouter()
 class ChatShape:
     """Chat's way to write answers."""
 
-    route = "chat"
-
-    def __init__(self, body: ChatRequest, tools: ToolUse, logprobs: LogprobWriter) -> None:
+    def __init__(
+        self, body: ChatRequest, tools: ToolUse, logprobs: LogprobWriter, *, id: str = "", route: str = "chat"
+    ) -> None:
+        """`id`: of the response, where the API that was asked has another form of it."""
         resume = body.slipway_resume
-        self.id = (resume and resume.id) or (f"chatcmpl-{body.request_id}" if body.request_id else new_id("chatcmpl"))
+        own = f"chatcmpl-{body.request_id}" if body.request_id else new_id("chatcmpl")
+        self.route = route
+        self.id = (resume and resume.id) or id or own
         self._created = (resume and resume.created) or int(time.time())
         self._body = body
         self._tools = tools
@@ -151,6 +155,20 @@ async def create_chat_completion(http: Request) -> Response:
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
     body = await read_body(http, ChatRequest)
+    return await answer_chat(http, body, arrived)
+
+
+async def answer_chat(
+    http: Request,
+    body: ChatRequest,
+    arrived: float,
+    *,
+    dialect: Dialect | None = None,
+    id: str = "",
+    route: str = "chat",
+) -> Response:
+    """Answer a chat request, which another API may have been translated to; its `dialect` writes the answer."""
+    replica: Replica = http.app.state.replica
     caller = Caller.of(http)
     caller.check(body)
     served = served_by(replica, body.model, http)
@@ -161,6 +179,28 @@ async def create_chat_completion(http: Request) -> Response:
         bound = tools.grammar, "tools"
     if bound is not None:
         await model.grammars.check(*bound)
+    prompt = await prompt_of(body, model, tools)
+    logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
+    return await answer(
+        Call(
+            http=http,
+            body=body,
+            caller=caller,
+            served=served,
+            prompts=[prompt],
+            shape=ChatShape(body, tools, logprobs, id=id, route=route),
+            arrived=arrived,
+            prompt_field="messages",
+            otherwise_max_tokens=None,
+            grammar=bound[0] if bound is not None else None,
+            keeps_special_tokens=tools.needs_special_tokens,
+            dialect=dialect or OpenAIChunks(),
+        )
+    )
+
+
+async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Prompt:
+    """The tokens of a conversation; raises ApiError 400 where there are none."""
     prompt = await model.prompts.chat(
         body.messages,
         tools=tools.shown,
@@ -172,22 +212,7 @@ async def create_chat_completion(http: Request) -> Response:
     )
     if not prompt.token_ids:
         raise ApiError(400, "the prompt is empty: at least one token is needed", param="messages")
-    logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
-    return await answer(
-        Call(
-            http=http,
-            body=body,
-            caller=caller,
-            served=served,
-            prompts=[prompt],
-            shape=ChatShape(body, tools, logprobs),
-            arrived=arrived,
-            prompt_field="messages",
-            otherwise_max_tokens=None,
-            grammar=bound[0] if bound is not None else None,
-            keeps_special_tokens=tools.needs_special_tokens,
-        )
-    )
+    return prompt
 
 
 def _template_arguments(body: ChatRequest, model: LoadedModel) -> dict[str, Any]:

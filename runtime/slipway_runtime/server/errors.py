@@ -17,6 +17,7 @@
 | no memory for a step                | 503    | ServiceUnavailableError | Retry-After                    |
 | the deadline passed                 | 504    | GatewayTimeoutError     |                                |
 
+Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type": …, "message": …}}.
 A 429 or 503 of a request that the engine has not taken carries `x-slipway-not-started`: it can be sent elsewhere.
 """
 
@@ -50,6 +51,18 @@ _TYPES: Final = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
+# The same in the words of Anthropic's API.
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATH: Final = "/v1/messages/"
 NOT_STARTED: Final = {names.HEADER_NOT_STARTED: "1"}
 _LONGEST_MESSAGE: Final = 500
 _KEY: Final = re.compile(r"[A-Za-z0-9_\[\]-]{1,40}")
@@ -82,9 +95,17 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error | ({"reason": self.reason} if self.reason else {})}
 
-    def response(self) -> Response:
-        """The error as a response of its own."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def response(self, path: str = "") -> Response:
+        """The error as a response of its own, in the shape of the API that `path` belongs to."""
+        body = anthropic_error(self) if f"{path}/".startswith(_ANTHROPIC_PATH) else self.body()
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The JSON of the error as Anthropic's API has it."""
+    otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, otherwise)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unavailable(message: str, retry_after_seconds: float | None = 1.0, *, started: bool = False) -> ApiError:
@@ -147,25 +168,25 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
 def install(app: FastAPI) -> None:
     """Make every way out of the application speak the one shape."""
 
-    async def api_error(_request: Request, error: Exception) -> Response:
+    async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
-    async def validation(_request: Request, error: Exception) -> Response:
+    async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response()
+        return of_validation(error.errors()).response(request.url.path)
 
-    async def http(_request: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         sentence = {
             404: "There is nothing at this path",
             405: "This path does not take this method",
         }.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, sentence, headers=error.headers).response()
+        return ApiError(error.status_code, sentence, headers=error.headers).response(request.url.path)
 
-    async def unexpected(_request: Request, error: Exception) -> Response:
+    async def unexpected(request: Request, error: Exception) -> Response:
         log.error("request failed", exc_info=error)
-        return ApiError(500, "the server failed; its log says why").response()
+        return ApiError(500, "the server failed; its log says why").response(request.url.path)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation)

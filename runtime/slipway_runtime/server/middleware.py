@@ -93,7 +93,7 @@ class ServingMiddleware:
         send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
             await _discard_body(receive)
-            return await refusal.response()(scope, receive, send)
+            return await refusal.response(scope["path"])(scope, receive, send)
         self._open += 1
         try:
             await self._app(scope, self._counting(receive), send)

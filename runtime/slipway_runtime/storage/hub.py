@@ -5,13 +5,16 @@ those of every other source, so that resuming, checking and the cache are the sa
 """
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from slipway_runtime.storage.address import HubModel
 from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
 from slipway_runtime.storage.source import Checksum, RemoteFile
 from slipway_runtime.storage.web import Web
+
+# How an embedding model pools; kept under a name without a folder, for models are kept without any.
+_KEPT_FROM_FOLDERS: Final = {"1_Pooling/config.json": "1_Pooling.config.json"}
 
 
 class HubSource:
@@ -39,13 +42,14 @@ class HubSource:
             )
         )
         for file in info.siblings or ():
-            if "/" in file.rfilename or file.size is None:
+            name = _KEPT_FROM_FOLDERS.get(file.rfilename, file.rfilename)
+            if "/" in name or file.size is None:
                 continue
             checksum = Checksum("git", file.blob_id) if file.blob_id else None
             if file.lfs is not None:
                 checksum = Checksum("sha256", file.lfs.sha256)
-            self._files[file.rfilename] = RemoteFile(
-                name=file.rfilename,
+            self._files[name] = RemoteFile(
+                name=name,
                 size=file.size,
                 location=hf_hub_url(self._model.repository, file.rfilename, revision=info.sha, endpoint=self._endpoint),
                 version=info.sha or "",

@@ -53,8 +53,12 @@ class Collective:
         return dist.ProcessGroupGloo(meeting, self._rank, self._size, options)
 
     def _nccl(self, meeting: Any) -> Any:
-        device = torch.device("cuda", torch.cuda.current_device())
         dist.init_process_group(
-            "nccl", store=meeting, rank=self._rank, world_size=self._size, timeout=_PATIENCE, device_id=device
+            "nccl",
+            store=meeting,
+            rank=self._rank,
+            world_size=self._size,
+            timeout=_PATIENCE,
+            device_id=self._device,
         )
         return dist.group.WORLD

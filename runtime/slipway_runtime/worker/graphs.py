@@ -1,9 +1,10 @@
 """CUDA graphs of decode steps: which step may be replayed from a captured graph, and what its static inputs hold.
 
 A graph replays launches with the addresses and grids that they had. So there is one for each of a few batch sizes
-(1, 2, 4, 8, then steps of 8), without adapters and, where adapters are on, with as many as there may be; it reads
-buffers that stay, and a step is written into them. A batch between two sizes takes the larger: the rows behind it are
-padding, with slot -1, length 0 and the null block. Everything else is computed as it is planned: prompts, drafts,
+(1, 2, 4, 8, then steps of 8), without adapters and, where adapters are on, with as many as there may be. All of them
+read the same buffers, into which a step is written, and leave hidden states in the same buffer: scores of a large
+vocabulary would take gigabytes, kept for every size. A batch between two sizes takes the larger: the rows behind it
+are padding, with slot -1, length 0 and the null block. Everything else is computed as it is planned: prompts, drafts,
 batches beyond the largest size, and everything where the capture failed.
 """
 
@@ -15,26 +16,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipway_api.memory import WEIGHT_BYTES, ModelShape, Needs, activation_bytes
 from slipway_runtime.kernels.dispatch import AttentionPlan, CapturableKernels, LoraPlan
 from slipway_runtime.worker.input_batch import Ints
 from slipway_runtime.worker.inputs import StepInputs
 
-# token_ids, positions, slots (T,), the attention and the adapters of the step -> scores (T, V)
+WORKSPACE_BYTES = 64 << 20  # of cuBLAS, on the stream that captures
+LAUNCH_BYTES = 8 << 10  # that the driver keeps for a captured launch; an estimate, to be measured on a GPU
+LAUNCHES_OF_A_LAYER = 13
+# token_ids, positions, slots (T,), the attention and the adapters of the step -> hidden states (T, H)
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LoraPlan | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A step that can be replayed. What it computes is in `scores` afterwards."""
+    """A step that can be replayed."""
 
     replay: Callable[[], object]
-    scores: Tensor
 
 
 class Capture(Protocol):
     """How a computation is captured."""
 
-    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
+    def __call__(self, compute: Callable[[], object]) -> CapturedGraph:
         """Raises RuntimeError where it cannot be."""
 
 
@@ -45,7 +49,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, compute: Callable[[], Tensor]) -> CapturedGraph:
+    def __call__(self, compute: Callable[[], object]) -> CapturedGraph:
         """Compute once beforehand: compiling and workspaces have no place in a capture.
 
         Always on the same stream: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on.
@@ -57,13 +61,25 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            scores = compute()
-        return CapturedGraph(graph.replay, scores)
+            compute()
+        return CapturedGraph(graph.replay)
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The sizes that are captured, up to that of the largest batch."""
     return tuple(size for size in (1, 2, 4, *range(8, max_num_seqs + 1, 8)) if size <= max_num_seqs)
+
+
+def reserve_bytes(
+    shape: ModelShape, *, max_num_seqs: int, max_model_len: int, block_size: int, dtype: str, with_adapters: bool
+) -> int:
+    """Device memory that the graphs of a runner take: static inputs, hidden states, activations, the driver's part."""
+    rows = batch_sizes(max_num_seqs)[-1]
+    static = rows * (4 * -(-max_model_len // block_size) + 4 + 20 + shape.hidden * WEIGHT_BYTES[dtype])
+    step = Needs(dtype=dtype, max_model_len=rows, max_num_seqs=0, max_num_batched_tokens=rows)
+    graphs = len(batch_sizes(max_num_seqs)) * (2 if with_adapters else 1)
+    launches = graphs * shape.layers * LAUNCHES_OF_A_LAYER
+    return static + activation_bytes(shape, step) + launches * LAUNCH_BYTES + WORKSPACE_BYTES
 
 
 class DecodeGraphs:
@@ -88,25 +104,33 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(largest, dtype=torch.int32, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
-        self._plans = {size: kernels.plan_for_capture(size, max_model_len, block_size, like) for size in self.sizes}
+        whole = kernels.plan_for_capture(largest, max_model_len, block_size, like)
+        self._plans = {size: kernels.first_rows(whole, size) for size in self.sizes}
         self._lora = {size: kernels.plan_lora_for_capture(size, num_slots, like) for size in self.sizes if num_slots}
+        first = self.sizes[0]
+        hidden = compute(
+            self._token_ids[:first], self._positions[:first], self._slots[:first], self._plans[first], None
+        )
+        self._hidden = hidden.new_empty(largest, hidden.shape[1])
         self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
         for size in reversed(self.sizes):
             for adapted in (True, False) if num_slots else (False,):
                 self._graphs[size, adapted] = capture(self._computation(compute, size, adapted=adapted))
 
-    def _computation(self, compute: Compute, size: int, *, adapted: bool) -> Callable[[], Tensor]:
+    def _computation(self, compute: Compute, size: int, *, adapted: bool) -> Callable[[], object]:
         lora = self._lora[size] if adapted else None
 
-        def step() -> Tensor:
-            return compute(self._token_ids[:size], self._positions[:size], self._slots[:size], self._plans[size], lora)
+        def step() -> None:
+            self._hidden[:size] = compute(
+                self._token_ids[:size], self._positions[:size], self._slots[:size], self._plans[size], lora
+            )
 
         return step
 
-    def scores(self, inputs: StepInputs, token_slots: Ints | None) -> Tensor | None:
-        """Those of a step of one new token a row, each of which samples (R, V); None: compute the step as planned.
+    def hidden(self, inputs: StepInputs, token_slots: Ints | None) -> Tensor | None:
+        """Of a step of one new token a row, each of which samples (R, H); None: compute the step as planned.
 
-        token_slots: (R,) of adapters; None: no row has one. The scores are written over by the next step.
+        token_slots: (R,) of adapters; None: no row has one. The next step writes over what is returned.
         """
         rows = len(inputs.num_new)
         if inputs.sampled_tokens is not None or rows > self.sizes[-1]:
@@ -124,6 +148,5 @@ class DecodeGraphs:
             self._kernels.update_static_lora_inputs(
                 self._lora[size], np.concatenate((token_slots, np.full(size - rows, -1, dtype=np.int64)))
             )
-        graph = self._graphs[size, token_slots is not None]
-        graph.replay()
-        return graph.scores[:rows]
+        self._graphs[size, token_slots is not None].replay()
+        return self._hidden[:rows]

@@ -3,11 +3,13 @@
 A grammar comes before: what it forbids has no probability, and the rest share what there is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
+from slipway_runtime.kernels.upload import download, upload
 from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
 from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.inputs import StepInputs
@@ -15,15 +17,23 @@ from slipway_runtime.worker.inputs import StepInputs
 _SCORES_AT_ONCE = 1 << 23  # of prompts: 32 MB of float32, whatever the prompt and the vocabulary
 
 
-def score(logits: Tensor, token_ids: Ints, counts: Ints) -> list[TokenLogprobs]:
-    """One for each row. logits: (R, V) raw, float32; token_ids: (R,); counts: (R,) how many of the likeliest.
+def score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities and ranks of tokens, ids and log-probabilities of the `most` likeliest; on the device.
 
-    The likeliest are listed without tokens that cannot come. Of equals, each has the rank of the first.
+    logits: (R, V) raw, float32; token_ids: (R,). Of equals, each has the rank of the first.
     """
     total = logits.logsumexp(dim=-1, keepdim=True)
-    own = logits.gather(1, torch.from_numpy(token_ids).to(logits.device)[:, None])
-    ranks = ((logits > own).sum(dim=-1) + 1).tolist()
-    values, ids = logits.topk(min(int(counts.max(initial=0)), logits.shape[1]), dim=-1)
+    own = logits.gather(1, token_ids[:, None])
+    values, ids = logits.topk(min(most, logits.shape[1]), dim=-1)
+    return (own - total).squeeze(1), (logits > own).sum(dim=-1) + 1, ids, values - total
+
+
+def as_logprobs(token_ids: Ints, scores: Sequence[npt.NDArray[Any]], counts: Ints) -> list[TokenLogprobs]:
+    """One for each row, of what `score` found. counts: (R,) how many of the likeliest.
+
+    The likeliest are listed without tokens that cannot come.
+    """
+    logprobs, ranks, ids, values = (array.tolist() for array in scores)
     return [
         TokenLogprobs(
             token_id,
@@ -32,13 +42,7 @@ def score(logits: Tensor, token_ids: Ints, counts: Ints) -> list[TokenLogprobs]:
             tuple([pair for pair in zip(top_ids[:count], top[:count], strict=True) if pair[1] != float("-inf")]),
         )
         for token_id, logprob, rank, top_ids, top, count in zip(
-            token_ids.tolist(),
-            (own - total).squeeze(1).tolist(),
-            ranks,
-            ids.tolist(),
-            (values - total).tolist(),
-            counts.tolist(),
-            strict=True,
+            token_ids.tolist(), logprobs, ranks, ids, values, counts.tolist(), strict=True
         )
     ]
 
@@ -83,5 +87,7 @@ def _score_prompt(
         logits = logits_of(hidden[start + done : start + min(done + tile, count)])
         tile = max(1, _SCORES_AT_ONCE // logits.shape[1])
         tokens = following[done : done + len(logits)]
-        scored += score(logits, tokens, wanted.repeat(len(tokens)))
+        (on_device,) = upload((tokens,), logits.device)
+        scores = download(score(logits, on_device, int(wanted)))
+        scored += as_logprobs(tokens, scores, wanted.repeat(len(tokens)))
     return tuple(scored)

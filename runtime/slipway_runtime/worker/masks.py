@@ -27,7 +27,9 @@ def apply_masks(
         words = np.frombuffer(bytearray(masks.words), dtype=np.int32).reshape(len(places), -1)
         kernels.apply_bitmask(logits, *upload((places, words), logits.device))
     first = np.flatnonzero(bound & np.append(True, row_ids[1:] != row_ids[:-1]))
-    for place in np.setdiff1d(first, places).tolist():
-        scores = logits[place, list(ends)]
-        logits[place] = float("-inf")
-        logits[place, list(ends)] = scores
+    if len(unmasked := np.setdiff1d(first, places)):
+        rows, tokens = upload((unmasked, np.array(ends, dtype=np.int64)), logits.device)
+        at_ends = rows[:, None], tokens[None, :]
+        scores = logits[at_ends]
+        logits.index_fill_(0, rows, float("-inf"))
+        logits.index_put_(at_ends, scores)

@@ -10,7 +10,7 @@ from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def widest_step_bytes(
@@ -29,14 +29,17 @@ def widest_step_bytes(
     Raises what torch raises when there is no room for them at all.
     """
     if device.type != "cuda":
-        needs = Needs(dtype=_NAMES[dtype], max_model_len=tokens, max_num_seqs=rows, max_num_batched_tokens=tokens)
+        needs = Needs(dtype=NAMES[dtype], max_model_len=tokens, max_num_seqs=rows, max_num_batched_tokens=tokens)
         return activation_bytes(config.shape, needs)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     dummy_step(decoder, config, kernels, tokens=tokens, rows=rows, block_size=block_size, dtype=dtype, device=device)
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    widest = torch.cuda.max_memory_allocated(device) - before
+    # The allocator keeps what the step has freed, and the driver would count it as taken: twice, with the result.
+    torch.cuda.empty_cache()
+    return widest
 
 
 def dummy_step(

@@ -15,6 +15,7 @@ from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import StepInputs, prepare_inputs
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
+from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.sampler import Masks, Sampler
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 
@@ -46,6 +47,7 @@ class Runner:
         self.adapters = adapters  # None: adapters are off
         self.host: HostArena | None = None  # None: cold blocks are dropped
         self.graphs: DecodeGraphs | None = None  # None: every step is computed as it is planned
+        self.pooler: Pooler | None = None  # None: this engine generates
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._rows = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size))
@@ -71,11 +73,13 @@ class Runner:
             return StepResult(step=plan.step, token_ids=())
         inputs = prepare_inputs(plan, self._rows, self._block_size, self._device)
         token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-        scores = None if self.graphs is None else self.graphs.scores(inputs, token_slots)
-        if scores is not None:
-            return self._sample(plan, inputs, scores, masks)
+        replayed = None if self.graphs is None else self.graphs.hidden(inputs, token_slots)
+        if replayed is not None:
+            return self._sample(plan, inputs, self.logits(replayed), masks)
         lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
         hidden = self.hidden(inputs, lora)
+        if self.pooler is not None:
+            return self.pooler(plan, inputs, hidden, self.decoder.normed)
         last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
         result = self._sample(plan, inputs, self.logits(last) if len(inputs.sampled_rows) else None, masks)
         # A step that samples after each of its tokens is past all prompts.
@@ -101,14 +105,13 @@ class Runner:
         if (kernels := capturable(self._kernels)) is None:
             return
 
-        def scores(token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan, lora: LoraPlan) -> Tensor:
+        def hidden(token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan, lora: LoraPlan) -> Tensor:
             cos, sin = self.decoder.rotary(positions)
-            hidden = self.decoder(token_ids, self.caches, StepContext(cos, sin, slots, plan, lora))
-            return self.logits(hidden)
+            return self.decoder(token_ids, self.caches, StepContext(cos, sin, slots, plan, lora))
 
         with torch.inference_mode():
             self.graphs = DecodeGraphs(
-                scores,
+                hidden,
                 kernels,
                 capture,
                 max_num_seqs=self._max_num_seqs,

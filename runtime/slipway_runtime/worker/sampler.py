@@ -8,18 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.kernels.upload import upload
+from slipway_runtime.kernels.reference_sampling import PENALIZED_AT_ONCE
+from slipway_runtime.kernels.upload import download, upload
 from slipway_runtime.messages import TokenLogprobs, TokenMasks
 from slipway_runtime.worker.input_batch import InputBatch, Ints
-from slipway_runtime.worker.logprobs import score
+from slipway_runtime.worker.logprobs import as_logprobs, score
 from slipway_runtime.worker.masks import apply_masks
-from slipway_runtime.worker.token_counts import IN_PROMPT, TokenCounts
-
-_PENALIZED_AT_ONCE = 1 << 23  # scores: what penalties need beside them stays within some 32 MB tensors
+from slipway_runtime.worker.token_counts import TokenCounts
 
 Masks = Callable[[], TokenMasks | None]  # of all samples; called only when a grammar binds one
 
@@ -45,77 +43,107 @@ class Sampler:
         """logits: (D, V), written over; the tokens will stand at `positions` of `row_ids`."""
         rows = self._rows
         if rows.plain[row_ids].all():
-            return SampledTokens(logits.argmax(dim=-1).cpu().numpy())
+            return SampledTokens(download((logits.argmax(dim=-1),))[0])
         if (bound := rows.bound[row_ids]).any():
             apply_masks(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
-        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None  # a copy
-        token_ids = self._sample(self._change(logits, row_ids, positions), row_ids, positions)
-        if raw is None:
-            return SampledTokens(token_ids)
+        if not len(asked):
+            tokens = self._sample(self._change(logits, row_ids, positions), row_ids, positions)
+            return SampledTokens(download((tokens,))[0])
+        (where,) = upload((asked,), logits.device)
+        raw = logits.index_select(0, where)  # a copy
+        tokens = self._sample(self._change(logits, row_ids, positions), row_ids, positions)
+        counts = rows.logprobs[row_ids[asked]]
+        token_ids, *scores = download((tokens, *score(raw, tokens.index_select(0, where), int(counts.max()))))
         logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
-        for place, one in zip(asked, score(raw, token_ids[asked], rows.logprobs[row_ids[asked]]), strict=True):
+        for place, one in zip(asked, as_logprobs(token_ids[asked], scores, counts), strict=True):
             logprobs[place] = one
         return SampledTokens(token_ids, tuple(logprobs))
 
     def _change(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
         """Bias, min_tokens, penalties."""
         rows = self._rows
-        for place in np.flatnonzero(rows.biased[row_ids]):
-            self._bias(logits[int(place)], rows.bias[row_ids[place]])
+        if rows.biased[row_ids].any():
+            self._bias(logits, row_ids)
         if rows.min_tokens[row_ids].any():
             self._suppress_stop_tokens(logits, row_ids, positions)
         return self._penalize(logits, row_ids, positions) if rows.penalized[row_ids].any() else logits
 
-    def _sample(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Ints:
+    def _sample(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
         rows = self._rows
         if rows.greedy[row_ids].all():
-            return logits.argmax(dim=-1).cpu().numpy()
+            return logits.argmax(dim=-1)
 
         columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
-        tokens = self._kernels.sample(
+        return self._kernels.sample(
             logits, *upload((*(column[row_ids] for column in columns), positions), logits.device)
         )
-        return tokens.cpu().numpy()
 
-    def _bias(self, scores: Tensor, bias: tuple[tuple[int, float], ...]) -> None:
-        known = [(token, value) for token, value in bias if token < len(scores)]  # padding is no token
-        ids = torch.tensor([token for token, _ in known], device=scores.device, dtype=torch.int64)
-        scores[ids] += torch.tensor([value for _, value in known], device=scores.device)
+    def _bias(self, logits: Tensor, row_ids: Ints) -> None:
+        """Add the biases of all rows at once."""
+        biases = [
+            (place, token, value)
+            for place in np.flatnonzero(self._rows.biased[row_ids]).tolist()
+            for token, value in self._rows.bias[row_ids[place]]
+            if token < logits.shape[1]  # padding is no token
+        ]
+        places, tokens = _pairs([(place, token) for place, token, _ in biases])
+        values = np.array([value for *_, value in biases], dtype=np.float32)
+        where, which, added = upload((places, tokens, values), logits.device)
+        logits.index_put_((where, which), added, accumulate=True)
 
     def _suppress_stop_tokens(self, logits: Tensor, row_ids: Ints, positions: Ints) -> None:
         """Before `min_tokens` are out no end may come, unless a grammar has nothing left but ends."""
         rows = self._rows
-        early = positions - rows.num_prompt[row_ids] < rows.min_tokens[row_ids] - 1
-        for place in np.flatnonzero(early):
-            row, scores = row_ids[place], logits[int(place)]
-            ends = [token for token in (*self._eos, *rows.stop_token_ids[row]) if token < len(scores)]
-            before = scores[ends]
-            scores[ends] = float("-inf")
-            if rows.bound[row] and bool(scores.isneginf().all()):
-                scores[ends] = before
+        early = np.flatnonzero(positions - rows.num_prompt[row_ids] < rows.min_tokens[row_ids] - 1)
+        ends = [
+            (place, token)
+            for place in early.tolist()
+            for token in dict.fromkeys((*self._eos, *rows.stop_token_ids[row_ids[place]]))
+            if token < logits.shape[1]
+        ]
+        if not ends:
+            return
+        places, tokens = _pairs(ends)
+        bound = np.flatnonzero(rows.bound[row_ids[places]])  # of the pairs
+        where, which, bound_where, bound_which = upload((places, tokens, places[bound], tokens[bound]), logits.device)
+        before = logits[bound_where, bound_which] if len(bound) else None
+        nothing = logits.new_full((), float("-inf"))
+        logits.index_put_((where, which), nothing)
+        if before is not None:
+            only_ends = logits.index_select(0, bound_where).isneginf().all(dim=1)
+            logits.index_put_((bound_where, bound_which), before.where(only_ends, nothing))
 
     def _penalize(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
         """Change the scores of rows that are penalized, in place; the others are not touched."""
-        rows = self._rows
-        penalized = np.flatnonzero(rows.penalized[row_ids])
-        # All samples of a row together: the counts of its drafts are added to those of its first sample.
-        most = max(_PENALIZED_AT_ONCE // logits.shape[1], 1)
+        penalized = np.flatnonzero(self._rows.penalized[row_ids])
         own = row_ids[penalized]
-        ends = np.append(np.flatnonzero(own[1:] != own[:-1]) + 1, len(own)).tolist()  # of each row's samples
+        is_last = np.append(own[1:] != own[:-1], True)  # of its row's samples
+        if is_last.all():  # no drafts: the counts are those of the table
+            counts = self._counts.up_to(own, positions[penalized], logits)
+            self._apply_penalties(logits, penalized, own, counts, own)
+            return logits
+        # All samples of a row together: the counts of its drafts are added to those of its first sample.
+        most = max(PENALIZED_AT_ONCE // logits.shape[1], 1)
         bounds, last = [0], 0
-        for row_end in ends:
+        for row_end in (np.flatnonzero(is_last) + 1).tolist():
             if row_end - bounds[-1] > most and last > bounds[-1]:
                 bounds.append(last)
             last = row_end
         for begin, end in zip(bounds, [*bounds[1:], len(own)], strict=True):
             places = penalized[begin:end]
-            of_rows = row_ids[places]
-            counts = self._counts.of(of_rows, positions[places], logits)
-            where, *factors = upload(
-                (places, rows.repetition[of_rows], rows.presence[of_rows], rows.frequency[of_rows]), logits.device
-            )
-            logits[where] = self._kernels.penalize(
-                logits[where], (counts >= IN_PROMPT).int(), counts % IN_PROMPT, *factors
-            )
+            counts = self._counts.of(own[begin:end], positions[places], logits)
+            self._apply_penalties(logits, places, own[begin:end], counts, np.arange(len(places)))
         return logits
+
+    def _apply_penalties(self, logits: Tensor, places: Ints, row_ids: Ints, counts: Tensor, count_rows: Ints) -> None:
+        rows = self._rows
+        factors = rows.repetition[row_ids], rows.presence[row_ids], rows.frequency[row_ids]
+        where, which, *on_device = upload((places, count_rows, *factors), logits.device)
+        self._kernels.penalize_rows(logits, where, counts, which, *on_device)
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """Places and tokens."""
+    both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])

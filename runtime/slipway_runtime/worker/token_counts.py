@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels.reference_sampling import IN_PROMPT
 from slipway_runtime.kernels.upload import upload
 from slipway_runtime.worker.input_batch import InputBatch, Ints
-
-IN_PROMPT = 1 << 30  # of a count: the prompt holds the token. The rest counts the output
 
 
 class TokenCounts:
@@ -26,9 +25,8 @@ class TokenCounts:
     def of(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
         """Counts before each sample: (D, V) int32. A row's samples follow each other. like: (…, V) on the device."""
         rows, vocabulary = self._rows, like.shape[1]
-        self._make_room(int(row_ids.max()) + 1, like)
         is_first = np.append(True, row_ids[1:] != row_ids[:-1])
-        self._count(row_ids[is_first], positions[is_first], vocabulary)
+        self.up_to(row_ids[is_first], positions[is_first], like)
         draft_samples: list[int] = []
         drafts: list[int] = []
         for sample in np.flatnonzero(~is_first).tolist():
@@ -43,6 +41,12 @@ class TokenCounts:
         if len(extra):
             _add(counts, extra_on_device)
         return counts
+
+    def up_to(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
+        """The table of all rows, these counted up to their positions: (…, V) int32. like: (…, V) on the device."""
+        self._make_room(int(row_ids.max()) + 1, like)
+        self._count(row_ids, positions, like.shape[1])
+        return self._counts
 
     def _make_room(self, num_rows: int, like: Tensor) -> None:
         if self._counts.shape[1] == like.shape[1] and num_rows <= len(self._counts):

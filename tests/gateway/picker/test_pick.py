@@ -117,7 +117,7 @@ def test_while_status_lags_behind_a_rollout_any_ready_replica_serves():
 def test_a_revision_that_was_rolled_back_answers_only_those_that_pin_it():
     """Also while no other revision has a ready replica: what failed its analysis or its gates answers nobody."""
     route = a_route(an_endpoint("bad", "new"), old=100, new=0)
-    route = replace(route, service=replace(route.service, failed_revision="new"))
+    route = replace(route, service=replace(route.service, withheld=frozenset({"new"})))
 
     def picked(pin: str = ""):
         return pick(route, RoutingRequest("chat", pin=pin), loads={}, draw=0.5, tie_break=0.5)

@@ -31,6 +31,7 @@ from slipway_operator.core.actions import (
     UndrainPod,
 )
 from slipway_operator.core.observed import (
+    AccountingMemory,
     Demand,
     Failure,
     Node,
@@ -82,6 +83,7 @@ class SimulatedCluster(Faults):
         self.recommendations: tuple[PastRecommendation, ...] = ()
         self.scaling_memory = ScalingMemory()
         self.demand: Callable[[SimulatedCluster], Demand | None] = lambda world: None  # what gateways report
+        self.accounting_memory = AccountingMemory()
         self.outcomes_since: OutcomesSince | None = None
         self.asking_since = T0
         self.ready_before: frozenset[str] | None = None
@@ -130,6 +132,8 @@ class SimulatedCluster(Faults):
             scaling_memory=self.scaling_memory,
             demand=self.demand(self),
             outcomes_since=self.traffic.since if self.traffic else self.outcomes_since,
+            service_outcomes=self.traffic.of_service() if self.traffic else None,
+            accounting_memory=self.accounting_memory,
             asking_since=self.asking_since,
             ready_before=self.ready_before,
             taken_names=self.taken,
@@ -188,6 +192,7 @@ class SimulatedCluster(Faults):
             self.restart_operator()
             return made
         self.recommendations, self.scaling_memory = made.recommendations, made.scaling_memory
+        self.accounting_memory = made.accounting.memory
         if self.service is not None and made.status is not None and not self.lose_status_writes:
             # Through JSON, as the API server would give it back: whole seconds, no absent fields.
             status = type(made.status).model_validate_json(
@@ -213,7 +218,7 @@ class SimulatedCluster(Faults):
     def restart_operator(self) -> None:
         """A new leader: nothing that lived in memory is left."""
         self.recommendations, self.applied, self.taken, self.failures = (), {}, frozenset(), ()
-        self.ready_before, self.scaling_memory = None, ScalingMemory()
+        self.ready_before, self.scaling_memory, self.accounting_memory = None, ScalingMemory(), AccountingMemory()
         self.smoke_results = {}
         if self.traffic:
             self.traffic.known_from = self.now

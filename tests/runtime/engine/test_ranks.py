@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from slipway_runtime.engine import decide as decide_module
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.engine.decide import decide
@@ -23,6 +25,7 @@ from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.ranks import RankDiedError, Ranks
 from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, Sleep, StepResult
 from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
@@ -91,6 +94,27 @@ def test_greedy_text_is_that_of_one_process_with_chunks_drafts_preemptions_and_p
     ask(engine, "too late", PROMPTS[0])
     with pytest.raises(RankDiedError, match="rank 1 of 2 was killed"):
         run(engine)
+
+
+@pytest.mark.capability("DD-3")
+def test_a_rank_has_a_gpu_by_its_number_in_every_thread_that_loads_weights(tmp_path, monkeypatch):
+    """Finding A2: `cuda` without a number is number 0 in each new thread, and layers of rank 1 landed there."""
+    a_checkpoint(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(decide_module, "default_budget_bytes", lambda device, share: 1 << 30)
+    options = msgspec.structs.replace(OPTIONS, device="auto", threads=2)
+    assert [decide(tmp_path, options, rank).device for rank in (0, 1)] == [
+        torch.device("cuda", 0), torch.device("cuda", 1)
+    ]  # fmt: skip
+
+    used: dict[int, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.update({threading.get_ident(): device}))
+    checkpoint = Checkpoint(tmp_path, torch.float32, torch.device("cuda", 1))
+    threads = set(checkpoint.in_parallel(lambda index: threading.get_ident(), 20))
+    assert threads <= set(used)
+    assert set(used.values()) == {torch.device("cuda", 1)}
 
 
 @pytest.mark.gpu

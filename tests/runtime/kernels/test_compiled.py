@@ -32,7 +32,7 @@ def of(results: list[dict[str, Any]], kernel: str, case: str = "") -> list[dict[
     return found
 
 
-@pytest.mark.capability("KN-1")
+@pytest.mark.capability("KN-1", "KN-8")
 @pytest.mark.timeout(1800)
 def test_every_kernel_compiles_without_spills_and_with_tensor_cores(sample):
     """Findings 1, 11, 14: the quantized store did not compile, `_best_of_tiles` spilled, `_expand` had no mma."""
@@ -40,7 +40,7 @@ def test_every_kernel_compiles_without_spills_and_with_tensor_cores(sample):
     assert {one["target"] for one in sample} == {80, 90, 100}
     assert {one["kernel"] for one in sample} >= {
         "_rope_and_store", "_decode", "_merge", "_extend", "_rms_norm", "_swiglu", "_shrink", "_expand",
-        "_best_of_tiles", "_best_of_rows", "_apply_bitmask",
+        "_best_of_tiles", "_best_of_rows", "_apply_bitmask", "_penalize_rows",
     }  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
         assert one["loads"].get("128", 0) > 0
 
 
+@pytest.mark.capability("KN-8")
 @pytest.mark.kernels
 @pytest.mark.timeout(7200)
 def test_every_launch_of_every_model_compiles_without_a_fault(tmp_path):

@@ -25,7 +25,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "plan_lora": "lora",
         "add_lora": "lora",
         "apply_bitmask": "sampling",
-        "penalize": "reference_sampling",
+        "penalize_rows": "penalties",
         "sample": "sampling",
     }
 

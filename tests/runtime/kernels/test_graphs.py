@@ -44,9 +44,9 @@ BLOCK, CPU = 4, torch.device("cpu")
 PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-def compute_again(compute: Callable[[], Tensor]) -> CapturedGraph:
-    scores = compute()
-    return CapturedGraph(lambda: scores.copy_(compute()), scores)
+def compute_again(compute: Callable[[], object]) -> CapturedGraph:
+    compute()
+    return CapturedGraph(compute)
 
 
 def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: Capture | None = None) -> Runner:
@@ -126,14 +126,14 @@ def test_a_padded_step_draws_what_the_planned_step_draws(tmp_path, device):
 def watched(graphs: DecodeGraphs) -> list[int | None]:
     """For each step of a runner how many rows came from a recording."""
     seen: list[int | None] = []
-    inner = graphs.scores
+    inner = graphs.hidden
 
-    def scores(*args: object) -> Tensor | None:
+    def hidden(*args: object) -> Tensor | None:
         result = inner(*args)
         seen.append(None if result is None else len(result))
         return result
 
-    graphs.scores = scores
+    graphs.hidden = hidden
     return seen
 
 
@@ -211,7 +211,7 @@ def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
     def too_large(_: Callable[[], Tensor]) -> CapturedGraph:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the recordings of decode steps"):
+    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the CUDA graphs of decode steps"):
         capture_or_say_why_not(a_runner(tmp_path, gpu), too_large, CPU)
 
 

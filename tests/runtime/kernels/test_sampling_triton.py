@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipway_runtime.kernels import reference_sampling, sampling
+from slipway_runtime.kernels import penalties, reference_sampling, sampling
 
 SEEDS = torch.tensor([1, 2, 2**40 + 3, -(2**63), 2**63 - 1, -1])
 POSITIONS = torch.tensor([0, 5, 5, 10**9, 7, 8])
@@ -121,3 +121,23 @@ def test_masks_bar_what_they_do_not_allow(implementation, words, device):
             if token >= len(row) or not row[token]:
                 expected[place, token] = float("-inf")
     assert torch.equal(wide.cpu(), expected)
+
+
+@pytest.mark.capability("API-6")
+@pytest.mark.parametrize("vocabulary", [5, 300, 5000])
+def test_penalties_are_those_of_the_definition_and_leave_other_rows_alone(vocabulary, device):
+    """Finding C12: some 25 launches for every 55 rows, and copies of scores and counts."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    wide = torch.randn(5, vocabulary + 3, generator=generator)
+    counts = torch.randint(0, 3, (7, vocabulary), generator=generator, dtype=torch.int32)
+    counts += reference_sampling.IN_PROMPT * torch.randint(0, 2, (7, vocabulary), generator=generator).int()
+    arguments = (
+        torch.tensor([4, 0, 2]), counts, torch.tensor([6, 1, 0]), torch.tensor([1.3, 1.0, 0.8]),
+        torch.tensor([0.0, 0.7, -0.5]), torch.tensor([0.2, 0.0, 1.5]),
+    )  # fmt: skip
+    expected, got = wide.clone(), wide.clone().to(device)
+    reference_sampling.penalize_rows(expected[:, :vocabulary], *arguments)
+    penalties.penalize_rows(got[:, :vocabulary], *(one.to(device) for one in arguments))
+    assert not torch.equal(expected, wide)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[[1, 3]].cpu(), wide[[1, 3]])

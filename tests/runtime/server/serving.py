@@ -42,12 +42,12 @@ def tiny_tokenizer() -> TokenizerFiles:
     return load_tokenizer(TINY)
 
 
-def tiny_engine(**options: Any) -> Engine:
+def tiny_engine(model_path: Path = TINY, **options: Any) -> Engine:
     """A cold one: each test has its own, and warming it takes longer than the test. (`engine/test_warmup.py`)"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_warm_up", lambda *_: 0.0)
         return build.build_engine(
-            TINY, **({"max_num_seqs": 4, "kv_cache_bytes": 16 * 2**20, "device": "cpu"} | options)
+            model_path, **({"max_num_seqs": 4, "kv_cache_bytes": 16 * 2**20, "device": "cpu"} | options)
         )
 
 

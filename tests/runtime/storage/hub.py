@@ -20,6 +20,7 @@ class Hub:
     tokens: list[str] = field(default_factory=list)  # the Authorization of each request
     gated: set[str] = field(default_factory=set)  # repositories whose terms nobody has accepted
     corrupt: set[str] = field(default_factory=set)  # files that arrive broken, once
+    parameters: dict[str, int] = field(default_factory=dict)  # by repository: what it tells of its safetensors
     away: bool = False  # answers 503 to everything
     cut_after: int | None = None  # bytes, once: the connection breaks in the middle of a file
 
@@ -92,6 +93,8 @@ def a_hub() -> Iterator[Hub]:
                 "tags": [],
                 "siblings": [sibling(*file) for file in files.items()],
             }
+            if repository in hub.parameters:
+                about["safetensors"] = {"total": hub.parameters[repository]}
             return self.send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
 
         def file(self, repository: str, revision: str, name: str, body: bool) -> None:

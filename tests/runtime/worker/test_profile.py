@@ -1,12 +1,18 @@
 """The widest step is paid for before the cache is: what is left is the cache, and too little is one sentence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from slipway_runtime.engine import parts
 from slipway_runtime.engine.build import build_engine
+from slipway_runtime.engine.decide import decide
+from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.models.config import DoesNotFitError, parse_config, read_config
-from slipway_runtime.worker import kv_cache
+from slipway_runtime.worker import kv_cache, profile
+from slipway_runtime.worker.graphs import WORKSPACE_BYTES
 from slipway_runtime.worker.profile import check_remainder, dummy_step, widest_step_bytes
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine
@@ -48,3 +54,40 @@ def test_a_dummy_step_goes_through_the_whole_model(tokens):
     dummy_step(machine.decoder, config, kernels, tokens=tokens, rows=8, block_size=16, dtype=torch.float32, device=CPU)
     assert seen[0].shape == (min(tokens, 8), config.vocab_size)
     assert bool(seen[0].isfinite().all())
+
+
+@pytest.mark.capability("KV-5")
+def test_what_the_widest_step_leaves_with_the_allocator_is_not_counted_twice(monkeypatch):
+    """Finding A4: the driver counts memory that the allocator keeps, and the widest step was taken off beside it."""
+    kept, device = {"bytes": 0}, torch.device("cuda", 0)
+    for name, does in {
+        "synchronize": lambda device: None,
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: 50,
+        "max_memory_allocated": lambda device: 50 + kept["bytes"],
+        "empty_cache": lambda: kept.update(bytes=0),
+        "mem_get_info": lambda device: (1000 - 50 - kept["bytes"], 1000),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, does)
+    monkeypatch.setattr(profile, "dummy_step", lambda *_, **__: kept.update(bytes=300))
+    machine = Machine(rows=1)
+    widest = widest_step_bytes(
+        machine.decoder, parse_config(LLAMA), kernels_for(CPU, torch.float32), tokens=8, rows=1, block_size=16,
+        dtype=torch.float32, device=device,
+    )  # fmt: skip
+    assert widest == 300
+    assert kv_cache.default_budget_bytes(device, 1.0, widest) == 1000 - 50 - 300
+
+
+@pytest.mark.capability("KN-5", "KV-5")
+@pytest.mark.parametrize(("ranks", "reserved"), [(1, True), (2, False)])
+def test_the_graphs_of_decode_steps_are_within_the_budget(ranks, reserved, monkeypatch):
+    """Finding A4: they were captured after the KV cache had taken all there was."""
+    options = EngineOptions(device="cpu", dtype="bf16", tensor_parallel_size=ranks)
+    plan = replace(decide(TINY, options), device=torch.device("cuda", 0))
+    taken = []
+    monkeypatch.setattr(parts, "widest_step_bytes", lambda *_, **__: 1000)
+    monkeypatch.setattr(parts, "default_budget_bytes", lambda device, share, bytes: taken.append(bytes) or 1 << 30)
+    parts.size_pool(plan, Machine(rows=1).decoder, kernels_for(plan.device, plan.dtype))
+    assert (taken[0] > 1000 + WORKSPACE_BYTES) == reserved
+    assert (taken[0] == 1000) != reserved

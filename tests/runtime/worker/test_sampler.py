@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.kernels import reference
+from slipway_runtime.kernels import reference, reference_sampling
 from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenMasks
 from slipway_runtime.worker import sampler
 from slipway_runtime.worker.input_batch import InputBatch
@@ -159,7 +159,8 @@ def test_a_plain_greedy_batch_asks_for_nothing_but_the_likeliest():
 @pytest.mark.parametrize("at_once", [1, 2 * V, 100 * V])
 def test_penalties_of_many_rows_in_parts_are_those_of_each_row_alone(at_once, monkeypatch):
     """Finding 16: what is needed beside the scores is bounded, however many rows are penalized."""
-    monkeypatch.setattr(sampler, "_PENALIZED_AT_ONCE", at_once)
+    monkeypatch.setattr(reference_sampling, "PENALIZED_AT_ONCE", at_once)
+    monkeypatch.setattr(sampler, "PENALIZED_AT_ONCE", at_once)
     how = [{"repetition_penalty": 5.0}, {}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {}]
     logits = scores(len(how), seed=4).abs() + torch.nn.functional.one_hot(torch.tensor([3, 9, 6, 6, 5]), V) * 1.0
     together = Draws(*how, output=(6, 6, 9))(logits)

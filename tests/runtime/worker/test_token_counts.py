@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from slipway_runtime.kernels.reference_sampling import IN_PROMPT
 from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.worker import token_counts
 from slipway_runtime.worker.input_batch import InputBatch
-from slipway_runtime.worker.token_counts import IN_PROMPT, TokenCounts
+from slipway_runtime.worker.token_counts import TokenCounts
 
 V = 50
 LIKE = torch.zeros(1, V)

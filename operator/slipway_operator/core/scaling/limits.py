@@ -58,6 +58,6 @@ def replicas_within_budget(spec: InferenceServiceSpec) -> int | None:
 
     One at least: the schema refuses a budget that is too small for one.
     """
-    if spec.budget is None or not spec.resources.gpu.count:
+    if spec.budget is None or spec.budget.max_gpus is None or not spec.resources.gpu.count:
         return None
     return max(1, spec.budget.max_gpus // spec.resources.gpu.count)

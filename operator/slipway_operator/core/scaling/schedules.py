@@ -42,7 +42,7 @@ def find_active(schedules: Sequence[Schedule], now: datetime) -> Scheduled:
     active: list[Schedule] = []
     moments: list[datetime] = []
     for schedule in schedules:
-        last, following = starts_around(schedule, now)
+        last, following = starts_around(schedule.start, schedule.time_zone, now)
         if last is not None and now < (end := last + timedelta(seconds=schedule.duration_seconds)):
             active.append(schedule)
             moments.append(end)
@@ -51,10 +51,10 @@ def find_active(schedules: Sequence[Schedule], now: datetime) -> Scheduled:
     return Scheduled(max(active, key=lambda one: one.min_replicas, default=None), earliest(*moments))
 
 
-def starts_around(schedule: Schedule, now: datetime) -> tuple[datetime | None, datetime | None]:
-    """The last start up to now, and the first one after it."""
-    # Schedules start at whole minutes, so the answer holds for the whole minute of `now`.
-    return _starts_around(schedule.start, schedule.time_zone, now.replace(second=0, microsecond=0))
+def starts_around(start: str, time_zone: str, now: datetime) -> tuple[datetime | None, datetime | None]:
+    """The last start up to now, and the first one after it, of a cron expression in a time zone."""
+    # Expressions start at whole minutes, so the answer holds for the whole minute of `now`.
+    return _starts_around(start, time_zone, now.replace(second=0, microsecond=0))
 
 
 @lru_cache(maxsize=4096)

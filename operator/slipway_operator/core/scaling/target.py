@@ -30,6 +30,7 @@ from slipway_operator.core.scaling.autoscaling import Past, Recommendation
 from slipway_operator.core.scaling.latency import ttft_p95
 from slipway_operator.core.scaling.limits import bounds_of, replicas_within_budget
 from slipway_operator.core.scaling.schedules import find_active
+from slipway_operator.core.scaling.wake import wakes_at, woken_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +110,11 @@ def _recommend(
         policy,
         scheduled=scheduled,
         within_budget=within_budget,
-        gpus=service.spec.budget.max_gpus if service.spec.budget else 0,
+        gpus=(service.spec.budget.max_gpus or 0) if service.spec.budget else 0,
     )
+    woken = woken_at(service, now)
     if was_decided and past.current == 0 and bounds.may_be_zero:
-        made = zero.at_zero(observed.demand, bounds, past, memory, now)
+        made = zero.at_zero(observed.demand, bounds, past, memory, now, woken=woken)
     else:
         readings = _read(observed, policy, members, current=past.current, now=now)
         made = autoscaling.decide(
@@ -125,8 +127,9 @@ def _recommend(
             bounds=bounds,
         )
         if policy.scale_to_zero is not None and bounds.may_be_zero and past.current:
-            made = zero.down_to_zero(policy.scale_to_zero, made, readings, past, memory, now)
-    return replace(made, active_schedule=scheduled.name, again_at=earliest(made.again_at, scheduled.changes_at))
+            made = zero.down_to_zero(policy.scale_to_zero, made, readings, past, memory, now, woken=woken)
+    again_at = earliest(made.again_at, scheduled.changes_at, wakes_at(service, now))
+    return replace(made, active_schedule=scheduled.name, again_at=again_at)
 
 
 def _read(

@@ -5,13 +5,14 @@ none holds or has open requests, every ready replica answers that it has none. A
 anew, as a window of recommendations does. Where a report is late, the count stands still; where there is none at all,
 nothing is ended, and the condition says so.
 
-From zero needs one waiting request at one gateway. No window, no tolerance and no rate applies: a person waits.
+From zero needs one waiting request at one gateway, or the annotation slipway.dev/wake. No window, no tolerance and no
+rate applies: a person waits.
 
 | at         | gateways                         | number             | ScalingActive           |
 |------------|----------------------------------|--------------------|-------------------------|
 | 1 or more  | idle for idleSeconds             | 0                  | True MetricsFresh       |
 | 1 or more  | not heard for UNHEARD_AFTER      | what metrics say   | True MetricsStale       |
-| 0          | a request waits                  | 1                  | True MetricsFresh       |
+| 0          | a request waits, or woken        | 1                  | True MetricsFresh       |
 | 0          | nothing waits                    | 0                  | True MetricsFresh       |
 | 0          | not heard for UNHEARD_AFTER      | 0                  | False MetricsMissing    |
 """
@@ -21,6 +22,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from slipway_api import names
 from slipway_api.autoscaling import ScaleToZero
 from slipway_api.conditions import Reason
 from slipway_operator.core.actions import earliest
@@ -73,8 +75,16 @@ def _quiet_since(
     return min(now, since)  # a clock that was set back must not leave a moment ahead of now
 
 
-def at_zero(demand: Demand | None, bounds: Bounds, past: Past, memory: ScalingMemory, now: datetime) -> Recommendation:
-    """Decides for a service without replicas."""
+def at_zero(
+    demand: Demand | None,
+    bounds: Bounds,
+    past: Past,
+    memory: ScalingMemory,
+    now: datetime,
+    *,
+    woken: datetime | None = None,
+) -> Recommendation:
+    """Decides for a service without replicas; `woken`: since when the annotation slipway.dev/wake asks for one."""
     if demand is not None and demand.waiting_requests:
         many = demand.waiting_requests
         requests = "1 request waits" if many == 1 else f"{many} requests wait"
@@ -82,6 +92,14 @@ def at_zero(demand: Demand | None, bounds: Bounds, past: Past, memory: ScalingMe
         return Recommendation(
             desired=bounds.floor,
             reason=f"0→{bounds.floor}: {requests} at the gateways, the first for {waited}s",
+            recommended=bounds.floor,
+            is_activation=True,
+            recommendations=(PastRecommendation(now, bounds.floor),),
+        )
+    if woken is not None:
+        return Recommendation(
+            desired=bounds.floor,
+            reason=f"0→{bounds.floor}: the annotation {names.ANNOTATION_WAKE} asks for it since {woken:%H:%M:%S} UTC",
             recommended=bounds.floor,
             is_activation=True,
             recommendations=(PastRecommendation(now, bounds.floor),),
@@ -102,6 +120,8 @@ def down_to_zero(
     past: Past,
     memory: ScalingMemory,
     now: datetime,
+    *,
+    woken: datetime | None = None,
 ) -> Recommendation:
     """Replaces a recommendation for a service with replicas by zero where nothing has been asked for long enough."""
     if memory.unheard_since is not None:
@@ -114,7 +134,7 @@ def down_to_zero(
     is_idle = bool(readings.ready) and not readings.unmetered and not any(one.requests for one in readings.metered)
     if memory.quiet_since is None or not is_idle or recommendation.desired > past.current:
         return recommendation
-    idle_at = memory.quiet_since + timedelta(seconds=rules.idle_seconds)
+    idle_at = max(memory.quiet_since, woken or memory.quiet_since) + timedelta(seconds=rules.idle_seconds)
     if now < idle_at:
         return replace(recommendation, again_at=earliest(recommendation.again_at, idle_at))
     reason = (

@@ -94,11 +94,12 @@ def advance(
     stable: str,
     replicas: Replicas,
     outcomes_since: OutcomesSince | None,
-    is_paused: bool,
+    paused_by: str,
     is_promoted: bool,
     now: datetime,
 ) -> Progress:
-    """Take the steps that are done. `revision` and `stable` are the hashes of the new and the old revision."""
+    """Take the steps that are done. `revision` and `stable` are the hashes of the new and the old revision; `paused_by`
+    says what holds the canary where it is, empty: nothing does."""
     steps, count = canary.steps, len(canary.steps)
     if before.step > count or (is_promoted and before.step < count):
         before = _enter(before, count, now)
@@ -110,7 +111,7 @@ def advance(
     if after.failures >= canary.analysis.failure_limit:
         why = f"step {after.step + 1} of {count}: {analysis.describe(after.metrics, canary.analysis)}"
         return Progress(status=after.model_copy(update={"weight": 0}), events=tuple(events), failed_because=why)
-    while not is_paused and after.step < count and _is_done(canary, after, verdict, replicas, now):
+    while not paused_by and after.step < count and _is_done(canary, after, verdict, replicas, now):
         done = f"step {after.step + 1} of {count} of revision {revision} is done: {_describe(steps[after.step])}"
         events.append(Event(reason=EventReason.CANARY_STEP_COMPLETED, action="Rollout", message=done))
         after, verdict = _enter(after, after.step + 1, now), None
@@ -125,7 +126,7 @@ def advance(
         mirror_percent=_mirror_percent(steps, after.step) if replicas.canary else 0,
         condition=_condition(canary, after, verdict, outcomes_since),
         events=tuple(events),
-        holds=_what_holds(canary, after, is_paused) if is_as_asked or is_paused else "",
+        holds=_what_holds(canary, after, paused_by) if is_as_asked or paused_by else "",
         again_at=_again_at(canary, after, now),
     )
 
@@ -247,11 +248,11 @@ def _condition(
     return ConditionStatus.UNKNOWN, Reason.ANALYZING, f"{where} since {status.started_time:%H:%M:%S} UTC"
 
 
-def _what_holds(canary: Canary, status: CanaryStatus, is_paused: bool) -> str:
+def _what_holds(canary: Canary, status: CanaryStatus, paused_by: str) -> str:
     step = canary.steps[status.step]
     where = f"step {status.step + 1} of {len(canary.steps)} ({_describe(step)})"
-    if is_paused:
-        return f"paused by spec.rollout.paused at {where}"
+    if paused_by:
+        return f"paused by {paused_by} at {where}"
     if step.pause_seconds is not None or step.analyze is not None:
         return where
     return ""

@@ -52,6 +52,10 @@ def _rollout_events(before: InferenceServiceStatus, after: InferenceServiceStatu
     events = []
     if before.update_revision and before.update_revision != after.update_revision:
         message = f"revision {after.update_revision} replaces {before.current_revision}"
+        images = {one.hash: one.image for one in after.revisions}
+        old, new = images.get(before.current_revision), images.get(after.update_revision)
+        if old and new and old != new:
+            message += f": runtime image {new} instead of {old}"
         events.append(Event(reason=EventReason.ROLLOUT_STARTED, action="Rollout", message=message))
     if before.current_revision and before.current_revision != after.current_revision:
         message = f"revision {after.current_revision} serves alone"
@@ -121,6 +125,7 @@ _WARNINGS = {
     (ConditionType.STALLED, Reason.IMAGE_PULL_FAILED): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.MODEL_NOT_FOUND): EventReason.MODEL_DOWNLOAD_FAILED,
     (ConditionType.STALLED, Reason.CREDENTIALS_INVALID): EventReason.MODEL_DOWNLOAD_FAILED,
+    (ConditionType.STALLED, Reason.CACHE_NOT_PERMITTED): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.DOES_NOT_FIT): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.CRASH_LOOPING): EventReason.REPLICA_UNHEALTHY,
     (ConditionType.STALLED, Reason.QUOTA_EXCEEDED): EventReason.SCALING_LIMITED,
@@ -133,6 +138,9 @@ _WARNINGS = {
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_MAX): EventReason.SCALING_LIMITED,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_BUDGET): EventReason.BUDGET_EXCEEDED,
     (ConditionType.SCALING_ACTIVE, Reason.LIMITED_BY_CAPACITY): EventReason.SCALING_LIMITED,
+    (ConditionType.WITHIN_SLO, Reason.LIMIT_EXCEEDED): EventReason.SLO_EXCEEDED,
+    (ConditionType.WITHIN_SLO, Reason.ERROR_BUDGET_BURNING): EventReason.ERROR_BUDGET_BURNING,
+    (ConditionType.WITHIN_SLO, Reason.ERROR_BUDGET_EXHAUSTED): EventReason.ERROR_BUDGET_EXHAUSTED,
 }
 
 

@@ -33,11 +33,14 @@ from slipway_operator.core.observed import Observed, PastRecommendation, Scaling
 from slipway_operator.core.scaling.target import find_target
 from slipway_operator.core.service import disruption, rollout
 from slipway_operator.core.service.access import port_access
+from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting, account
 from slipway_operator.core.service.children import children
 from slipway_operator.core.service.drain import DrainRules, drain_replica
 from slipway_operator.core.service.events import find_events, find_warnings, ready_names
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.hub_facts import ask_hub, hold_until, known_facts, with_known_shape
 from slipway_operator.core.service.invalid import invalid_status
+from slipway_operator.core.service.model_cache import decide_cache, find_refusal
 from slipway_operator.core.service.pod import build_pod, pod_name
 from slipway_operator.core.service.problems import find_capacity_shortage
 from slipway_operator.core.service.replicas import Assignment, assign, unhealthy_to_replace
@@ -46,13 +49,13 @@ from slipway_operator.core.service.revision import (
     create_revision,
     delete_revisions,
     load_revisions,
-    resolve,
 )
 from slipway_operator.core.service.rollout import RolloutStep
 from slipway_operator.core.service.status import Decided, build_status, deletion_status, progress_deadline
 from slipway_operator.core.service.strategy import decide_rollout
 from slipway_operator.core.service.target import Target, choose_target
 from slipway_operator.core.service.undrain import take_back
+from slipway_operator.core.service.upgrade import choose_revision
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
@@ -70,10 +73,13 @@ class Plan:
     recommendations: tuple[PastRecommendation, ...] = ()  # input of the next pass
     scaling_memory: ScalingMemory = field(default_factory=ScalingMemory)  # input of the next pass
     ready: frozenset[str] | None = None  # input of the next pass; None: not compared in this pass
+    accounting: Accounting = NOT_ACCOUNTED  # its memory is input of the next pass
 
 
 def plan(observed: Observed, now: datetime) -> Plan:
     """Decide everything about one service. `now` is timezone-aware UTC."""
+    facts = known_facts(observed)
+    observed = with_known_shape(observed)
     service = observed.service
     members = _our_replicas(observed, now)
     if service.is_being_deleted:
@@ -82,7 +88,8 @@ def plan(observed: Observed, now: datetime) -> Plan:
         return _leave_alone(observed, members, now)
 
     stored = load_revisions(service, observed.revisions)
-    revision = resolve(service, observed.defaults.runtime_image, stored)
+    asked = choose_revision(service, observed.defaults.runtime_image, stored, now)
+    revision = asked.revision
     target = choose_target(service, revision, stored)
     scale = find_target(observed, members, capacity_shortage=find_capacity_shortage(observed, members), now=now)
     desired = scale.desired
@@ -102,20 +109,27 @@ def plan(observed: Observed, now: datetime) -> Plan:
         [one for one in members if one.replica.revision in assigned], service.status.attempts
     )
     assigned_update = _assign_update(observed, members, target.revision, rolling.step, desired, unhealthy, now)
+    may_act = _is_recorded(service, target, desired)
+    cache = decide_cache(
+        observed, members, target.revision, now, may_create=may_act and target.revision.spec is not None
+    )
     decided = Decided(
         members=members,
+        cache=cache,
+        facts=facts,
         target=target,
         scale=scale,
+        pending_upgrade=asked.pending,
         rollout=rolling.step,
         progress=rolling.progress,
         failed_revision=rolling.failed_revision,
         assignment=assigned_update,
+        accounting=account(observed, members, now),
         pool_wait=describe_wait(observed, target.revision, assigned_update.creations, now),
         stable_assignment=_assign_stable(observed, members, target.stable, rolling.step, unhealthy, now),
     )
-    may_act = _is_recorded(service, target, desired)
 
-    steps = _add_finalizer(service)
+    steps = ask_hub(observed) + _add_finalizer(service)
     steps += _remove(observed, decided, now, may_begin=may_act)
     if may_act and target.revision.spec is not None:
         steps += taken_back.steps
@@ -140,6 +154,7 @@ def plan(observed: Observed, now: datetime) -> Plan:
     if may_act:
         populated = {one.replica.revision for one in members}
         steps += Steps(actions=delete_revisions(service, observed.revisions, populated=populated))
+    steps += cache.steps  # last: a refused pod that pulls must keep nothing else from being done
 
     status = build_status(observed, decided, now)
     must_act_again = not may_act or decided.must_record or _has_advanced(service, status)
@@ -152,10 +167,13 @@ def plan(observed: Observed, now: datetime) -> Plan:
             *rolling.progress.events,
             *find_events(observed, status, decided),
         ),
-        requeue_after=0.0 if must_act_again else _seconds_until(_wake_at(observed, decided, steps, now), now),
+        requeue_after=0.0
+        if must_act_again
+        else _seconds_until(earliest(_wake_at(observed, decided, steps, now), asked.again_at), now),
         recommendations=scale.recommendation.recommendations if scale.recommendation else (),
         scaling_memory=replace(scale.memory, asked_back=taken_back.asked_back if may_act else {}),
         ready=ready_names(members),
+        accounting=decided.accounting,
     )
 
 
@@ -175,7 +193,7 @@ def _assign_update(
         mine,
         service=service.metadata.name,
         revision=revision,
-        create_up_to=0 if isinstance(check_fit(revision.apply_to(service).spec), DoesNotFit) else rolling.create_up_to,
+        create_up_to=rolling.create_up_to if _may_start(observed, members, revision, now) else 0,
         keep_at_most=desired if rolling.update_wanted is None else min(desired, rolling.update_wanted),
         moves=max(rolling.moves, disruption.replaced_at_once(mine)),
         attempts=service.status.attempts,
@@ -184,6 +202,14 @@ def _assign_update(
         now=now,
         unhealthy=unhealthy,
     )
+
+
+def _may_start(observed: Observed, members: Sequence[Member], revision: Revision, now: datetime) -> bool:
+    """Whether a replica of this revision could serve, as far as that is known before its pod."""
+    spec = revision.apply_to(observed.service).spec
+    if find_refusal(spec, observed.defaults) or hold_until(observed, members, now) is not None:
+        return False
+    return not isinstance(check_fit(spec), DoesNotFit)
 
 
 def _assign_stable(
@@ -249,6 +275,8 @@ def _has_advanced(service: InferenceService, after: InferenceServiceStatus) -> b
     """Whether the rollout took a step in this pass: replicas follow it in the next one, when status has it."""
     before = service.status
     was, now = before.canary or CanaryStatus(), after.canary or CanaryStatus()
+    if before.current_revision != after.current_revision:
+        return True  # an upgrade may have waited for that
     return (was.step, was.weight) != (now.step, now.weight) or before.failed_revision != after.failed_revision
 
 
@@ -334,6 +362,8 @@ def _create_of(observed: Observed, revision: Revision, assignment: Assignment, w
             attempt=creation.attempt,
             access=port_access(observed, service, name),
             avoid_node=creation.avoid_node,
+            node_cache=observed.defaults.node_cache,
+            user=observed.defaults.pod_user,
         )
         reason = f"{creation.reason}; {wanted} wanted of revision {revision.hash}"
         create = CreatePod(name=name, manifest=manifest, reason=reason)
@@ -377,9 +407,11 @@ def _wake_at(observed: Observed, decided: Decided, steps: Steps, now: datetime) 
     limits = _limits(observed)
     moments = [
         *(moment for one in decided.members for moment in next_change(one.replica, observed.nodes, limits)),
+        hold_until(observed, decided.members, now),
         decided.assignment.again_at,
         decided.stable_assignment.again_at,
         decided.progress.again_at,
+        decided.accounting.again_at,
         progress_deadline(observed, decided),
         observed.service.restart_moment,
         *disruption.drain_moments(decided.members, _drain_rules(observed.service)),

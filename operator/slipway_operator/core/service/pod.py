@@ -14,13 +14,13 @@ from slipway_api.model_spec import SamplingDefaults, WarmPrompt
 from slipway_api.overlay import ContainerOverlay, PodOverlay
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import SpeculationMethod
+from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
 from slipway_operator.core.service import adapters, model_access
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.disruption import startup_annotations
 from slipway_operator.core.service.drain import GRACE_AFTER_DRAIN_SECONDS
 from slipway_operator.core.service.revision import Revision, owner_reference
 
-USER: Final = 65532  # the "nonroot" of distroless images
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
@@ -40,6 +40,8 @@ def build_pod(
     attempt: int,
     access: PortAccess,
     avoid_node: str = "",
+    node_cache: NodeCache | None = None,
+    user: PodUser | None = NONROOT,
 ) -> dict[str, Any]:
     """The Pod that serves as this slot's replica; it prefers any other node to `avoid_node`."""
     spec, overlay = service.spec, service.spec.template
@@ -57,13 +59,13 @@ def build_pod(
             "ownerReferences": [owner_reference(service)],
         },
         "spec": {
-            "containers": [_server(service, revision, access)],
-            "volumes": _volumes(service),
+            "containers": [_server(service, revision, access, node_cache)],
+            "volumes": _volumes(service, node_cache),
             "restartPolicy": "Always",
             "terminationGracePeriodSeconds": spec.drain.timeout_seconds + GRACE_AFTER_DRAIN_SECONDS,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "securityContext": _pod_security(overlay.spec),
+            "securityContext": _pod_security(overlay.spec, user),
             "topologySpreadConstraints": [_spread_over_nodes(service), *overlay.spec.topology_spread_constraints],
         }
         | _placement(service, avoid_node),
@@ -82,7 +84,9 @@ def _labels(service: InferenceService, revision: Revision, slot: int, attempt: i
     }
 
 
-def _server(service: InferenceService, revision: Revision, access: PortAccess) -> dict[str, Any]:
+def _server(
+    service: InferenceService, revision: Revision, access: PortAccess, node_cache: NodeCache | None
+) -> dict[str, Any]:
     overlay = _server_overlay(service.spec.template.spec)
     paths = OWN_MOUNTS | (SHARED_MEMORY if _shares_gpus(service) else {})
     own_mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
@@ -91,7 +95,7 @@ def _server(service: InferenceService, revision: Revision, access: PortAccess) -
         "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
         "args": [*arguments(service, revision), *access.arguments()],
-        "env": _environment(service, overlay, access),
+        "env": _environment(service, overlay, access, node_cache),
         "ports": [
             {"name": "http", "containerPort": names.SERVING_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": names.ADMIN_PORT, "protocol": "TCP"},
@@ -100,7 +104,7 @@ def _server(service: InferenceService, revision: Revision, access: PortAccess) -
             "mountPath",
             overlay.volume_mounts,
             own_mounts,
-            model_access.mounts(service.spec.model),
+            model_access.mounts(service.spec.model, node_cache, namespace=service.metadata.namespace),
             adapters.mounts(service),
         ),
         "lifecycle": {"preStop": {"exec": {"command": ["slipway-runtime", "drain"]}}},
@@ -150,6 +154,8 @@ def model_spec(service: InferenceService, revision: Revision) -> ModelSpec:
         quantization=runtime.quantization,
         kv_cache_dtype=runtime.kv_cache.dtype,
         kv_cache_host_bytes=runtime.kv_cache.host_bytes,
+        task=runtime.task,
+        pooling=runtime.pooling,
         deterministic=runtime.deterministic,
         tensor_parallel_size=runtime.tensor_parallel_size,
         speculation=runtime.speculation.method,
@@ -185,7 +191,9 @@ def _sampling_defaults(defaults: SamplingDefaults) -> dict[str, float | int]:
     }
 
 
-def _environment(service: InferenceService, overlay: ContainerOverlay, access: PortAccess) -> list[dict[str, Any]]:
+def _environment(
+    service: InferenceService, overlay: ContainerOverlay, access: PortAccess, node_cache: NodeCache | None
+) -> list[dict[str, Any]]:
     # On shared cores OpenMP's spinning threads cost more than they bring: as many threads as the CPU limit, no more.
     threads = {"resourceFieldRef": {"containerName": names.SERVER_CONTAINER, "resource": "limits.cpu", "divisor": "1"}}
     # The root file system is read-only: Triton's compiled kernels and HOME are in a writable volume.
@@ -199,16 +207,17 @@ def _environment(service: InferenceService, overlay: ContainerOverlay, access: P
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         access.environment(),
     ]
+    sources = model_access.environment(service.spec.model, node_cache)
     keys = model_access.credentials(service.spec.model)
-    return _merged("name", defaults, keys, service.spec.runtime.env, overlay.env, own)
+    return _merged("name", defaults, sources, keys, service.spec.runtime.env, overlay.env, own)
 
 
-def _volumes(service: InferenceService) -> list[dict[str, Any]]:
-    """The pod's volumes. The user's overlay may replace the cache volume, but not the model's claim."""
+def _volumes(service: InferenceService, node_cache: NodeCache | None) -> list[dict[str, Any]]:
+    """The pod's volumes. The user's overlay may replace the cache volume, but not those of the model."""
     own: list[dict[str, Any]] = [{"name": name, "emptyDir": {}} for name in OWN_MOUNTS]
     if _shares_gpus(service):
         own += [{"name": name, "emptyDir": {"medium": "Memory"}} for name in SHARED_MEMORY]
-    mine = model_access.volumes(service.spec.model) + adapters.volumes(service)
+    mine = model_access.volumes(service.spec.model, node_cache) + adapters.volumes(service)
     return _merged("name", own, service.spec.template.spec.volumes, mine)
 
 
@@ -236,14 +245,11 @@ def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
     }
 
 
-def _pod_security(overlay: PodOverlay) -> dict[str, Any]:
-    context = {
-        "runAsNonRoot": True,
-        "runAsUser": USER,
-        "runAsGroup": USER,
-        "fsGroup": USER,  # or the server's user could not write to the emptyDirs
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+def _pod_security(overlay: PodOverlay, user: PodUser | None) -> dict[str, Any]:
+    context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if user is not None:
+        # Without the fsGroup the server's user could not write to the emptyDirs.
+        context |= {"runAsUser": user.user, "runAsGroup": user.group, "fsGroup": user.group}
     stricter = overlay.security_context.to_json() if overlay.security_context else {}
     return context | {field: value for field, value in stricter.items() if value not in ([], {})}
 

@@ -5,6 +5,7 @@ The reason of Stalled is what only a person can change:
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
 | the model does not fit its hardware, by arithmetic      | DoesNotFit         |
+| model.cache.policy Node, which is not permitted         | CacheNotPermitted  |
 | the API server refuses pods: over quota                 | QuotaExceeded      |
 | the API server refuses pods: not valid                  | InvalidSpec        |
 | the kubelet cannot pull the image                       | ImagePullFailed    |
@@ -34,6 +35,8 @@ from slipway_operator.core.health import Member, Stage
 from slipway_operator.core.observed import Failure, Observed, Replica
 from slipway_operator.core.service import model_access
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.model_cache import describe_forbidden, find_refusal
+from slipway_operator.core.service.pulls import is_pull
 from slipway_operator.core.service.revision import Revision
 
 CRASHES_UNTIL_STALLED: Final = 3  # two restarts may be a slow node; three are a pattern
@@ -115,7 +118,7 @@ def find_problems(
             *(describe_replica(one, observed, revision) for one in not_serving),
             *(_describe_pause(status) for status in waiting),
         ),
-        refusals=tuple(_describe_refusal(one) for one in observed.failures),
+        refusals=tuple(_describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
         stalled=None if serves else find_stall_cause(observed, members, revision, attempts),
         waits_for_gpu=bool(observed.service.spec.resources.gpu.count) and any(map(_is_unschedulable, members)),
         downloads=any(_is_downloading(one) for one in members),
@@ -126,11 +129,18 @@ def find_stall_cause(
     observed: Observed, members: Sequence[Member], revision: Revision, attempts: Sequence[AttemptStatus]
 ) -> tuple[Reason, str] | None:
     """Finds what keeps the wanted revision from serving until a person acts; asked while no replica of it serves."""
+    wanted = revision.apply_to(observed.service).spec
+    if refusal := find_refusal(wanted, observed.defaults):
+        return Reason.CACHE_NOT_PERMITTED, f"no replica is started: {refusal}"
     if isinstance(fit := check_fit(revision.apply_to(observed.service).spec), DoesNotFit):
         return Reason.DOES_NOT_FIT, f"no replica is started: {fit.message}"
     for failure in observed.failures:
+        if is_pull(failure.action):
+            continue  # condition ModelCached tells it: replicas may start all the same
         if is_quota_refusal(failure):
             return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
+        if forbidden := describe_forbidden(failure):
+            return Reason.CACHE_NOT_PERMITTED, forbidden
         if failure.reason == "Invalid" and failure.action.startswith("CreatePod"):
             return Reason.INVALID_SPEC, f"the API server refuses the pods of this spec: {failure.message}"
     told = _told_of_revision(observed, revision)
@@ -160,8 +170,9 @@ def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str
 
 
 def is_quota_refusal(failure: Failure) -> bool:
-    """Whether the API server refused a pod because of a quota."""
-    return failure.action.startswith("CreatePod") and "exceeded quota" in failure.message
+    """Whether the API server refused a replica because of a quota."""
+    is_replica = failure.action.startswith("CreatePod") and not is_pull(failure.action)
+    return is_replica and "exceeded quota" in failure.message
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
@@ -172,9 +183,9 @@ def describe_replica(member: Member, observed: Observed, revision: Revision) -> 
     replica = member.replica
     match member.stage:
         case Stage.IMAGE_ERROR:
+            image, field = _image_not_pulled(replica, observed, revision)
             return (
-                f"{replica.name} cannot pull image {revision.image}: {_pull_error(replica)}; "
-                "check spec.runtime.image and imagePullSecrets"
+                f"{replica.name} cannot pull image {image}: {_pull_error(replica)}; check {field} and imagePullSecrets"
             )
         case Stage.CONFIG_ERROR:
             return f"{replica.name} cannot be started: {replica.waiting_message or replica.waiting_reason}"
@@ -253,6 +264,14 @@ def _describe_refusal(failure: Failure) -> str:
 
 def _times(count: int) -> str:
     return "1 time" if count == 1 else f"{count} times"
+
+
+def _image_not_pulled(replica: Replica, observed: Observed, revision: Revision) -> tuple[str, str]:
+    """The image, and the field that names it: that of the runtime, or of an oci:// model, which is a volume."""
+    model = model_access.image(observed.service.spec.model)
+    if model is not None and model in replica.waiting_message:
+        return model, "spec.model.uri"
+    return revision.image, "spec.runtime.image"
 
 
 def _pull_error(replica: Replica) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -27,8 +28,11 @@ from slipway_operator.core.profiles import apply_profile
 
 HASH_LENGTH: Final = 10
 SHORT_LENGTH: Final = 5  # in the names of pods
+_NOT_INPUTS: Final[dict[str, Any]] = {
+    "model": {"shape"},  # it plans; it changes no pod
+    "runtime": {"upgrade_policy", "upgrade_window"},  # they decide when an image is taken
+}
 # Kubernetes' alphabet for generated names: no vowels, so no words; no digit that looks like a letter.
-_NOT_INPUTS: Final[dict[str, Any]] = {"model": {"shape"}}  # it plans; it changes no pod
 _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
 _INPUTS: Final[dict[str, Any]] = {
     "model": True,
@@ -68,7 +72,9 @@ class Revision:
             )
             for part, fields in _INPUTS.items()
         }
-        frozen["model"] = self.spec.model.model_copy(update={"shape": service.spec.model.shape})
+        # The sizes describe the model that the spec names now; those of another one are not known.
+        shape = service.spec.model.shape if self.spec.model.uri == service.spec.model.uri else None
+        frozen["model"] = self.spec.model.model_copy(update={"shape": shape})
         return service.model_copy(update={"spec": service.spec.model_copy(update=frozen)})
 
 
@@ -96,13 +102,41 @@ def resolve(service: InferenceService, default_image: str, stored: Iterable[Revi
     kept = {revision.hash: revision for revision in stored}
     known = {revision.hash: revision for revision in service.status.revisions}
     text = inputs(service.spec)
-    chosen = digest(text)
-    if chosen not in known:
-        chosen = _find(text, service.status.revisions)
+    chosen = _upgraded_to(text, service)
+    if not chosen:
+        chosen = digest(text)
+        if chosen not in known:
+            chosen = _find(text, service.status.revisions)
     if chosen in kept:
         return kept[chosen]
     frozen = known[chosen].image if chosen in known else ""
     return Revision(hash=chosen, image=frozen or service.spec.runtime.image or default_image)
+
+
+def upgraded(service: InferenceService, image: str) -> Revision:
+    """The revision of the same spec with a newer runtime image; its hash covers the image."""
+    return Revision(hash=_find(_with_image(inputs(service.spec), image), service.status.revisions), image=image)
+
+
+def is_upgrade(service: InferenceService, revision: Revision) -> bool:
+    """Whether the revision of the present spec came from an upgrade of its runtime image."""
+    return revision.hash in _candidates(_with_image(inputs(service.spec), revision.image))
+
+
+def _with_image(text: str, image: str) -> str:
+    return f"{text}\nimage {image}"
+
+
+def _upgraded_to(text: str, service: InferenceService) -> str:
+    """The newest known revision of this spec that is an upgrade; empty where none is, or an older one came back."""
+    if service.spec.runtime.image:
+        return ""
+    for one in service.status.revisions:  # newest first: what the spec asked for last
+        if one.hash in _candidates(_with_image(text, one.image)):
+            return one.hash
+        if one.hash in _candidates(text):
+            return ""
+    return ""
 
 
 def load_revisions(service: InferenceService, stored: Iterable[StoredRevision]) -> tuple[Revision, ...]:
@@ -181,9 +215,14 @@ def _find(text: str, revisions: tuple[RevisionStatus, ...]) -> str:
     A known hash wins over a free one: it may owe its collision count to a revision that is forgotten by now. At most
     six revisions are known, so one of sixteen candidates is free.
     """
-    candidates = [digest(text, collisions) for collisions in range(16)]
+    candidates = _candidates(text)
     known = {revision.hash for revision in revisions}
     taken = {revision.hash[:SHORT_LENGTH] for revision in revisions}
     remembered = [candidate for candidate in candidates if candidate in known]
     free = [candidate for candidate in candidates if candidate[:SHORT_LENGTH] not in taken]
     return (remembered or free)[0]
+
+
+@lru_cache(maxsize=4096)
+def _candidates(text: str) -> tuple[str, ...]:
+    return tuple(digest(text, collisions) for collisions in range(16))

@@ -27,7 +27,7 @@ from slipway_operator.core.observed import Node
 from slipway_operator.core.service.problems import describe_stage
 from slipway_operator.core.service.replicas import SCALING_DOWN
 
-REPLACED: Final = "a newer revision replaces it"
+REPLACED: Final = "another revision replaces it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,16 +261,16 @@ def _old_that_may_go(
     must_stay = max(0, desired - limits.max_unavailable)
 
     # A broken replica is removed at once: the new revision may be waiting for its GPU.
-    leaving = [(member, f"a newer revision replaces it: {describe_stage(member)}") for member in hopeless]
+    leaving = [(member, f"another revision replaces it: {describe_stage(member)}") for member in hopeless]
     # 3 desired, 2 old ready + 1 old loading, 1 new ready: 3 + 1 - 3 = 1 may go, and the loading one is cheapest.
     spare = max(0, len(waiting) + len(serving) + new_ready - must_stay)
-    leaving += [(member, "a newer revision replaces it before it was ready") for member in waiting[:spare]]
+    leaving += [(member, "another revision replaces it before it was ready") for member in waiting[:spare]]
     spare = max(0, len(serving) + new_ready - must_stay)
     leaving += [(member, REPLACED) for member in serving[:spare]]
     # A replica on a lost node may still serve streams; it is removed when it is not needed any more.
     lost = [member for member in old if member.stage is Stage.LOST]
     if new_ready >= desired:
-        leaving += [(member, "its node does not answer, and a newer revision serves instead") for member in lost]
+        leaving += [(member, "its node does not answer, and another revision serves instead") for member in lost]
     return tuple(leaving)
 
 

@@ -16,7 +16,7 @@ of decisions but never live numbers. What it tells of autoscaling is in `scaling
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -37,6 +37,8 @@ from slipway_api.inference_status import (
     AutoscalingStatus,
     CapacityStatus,
     InferenceServiceStatus,
+    ModelFacts,
+    PendingUpgrade,
     RevisionStatus,
 )
 from slipway_api.memory import Fits
@@ -45,9 +47,11 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.scaling.autoscaling import Recommendation
 from slipway_operator.core.scaling.target import ScaleTarget
+from slipway_operator.core.service.accounting import NOT_ACCOUNTED, Accounting
 from slipway_operator.core.service.adapters import adapters_condition, adapters_status
 from slipway_operator.core.service.canary import Progress
 from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.model_cache import CacheDecision
 from slipway_operator.core.service.performance import measure_performance
 from slipway_operator.core.service.problems import Problems, find_problems
 from slipway_operator.core.service.replicas import Assignment
@@ -73,6 +77,10 @@ class Decided:
     failed_revision: str
     assignment: Assignment  # of the revision that replicas are rolled to
     stable_assignment: Assignment
+    accounting: Accounting = NOT_ACCOUNTED
+    facts: ModelFacts | None = None
+    cache: CacheDecision = field(default_factory=CacheDecision)
+    pending_upgrade: PendingUpgrade | None = None
     pool_wait: str = ""  # why replicas wait for a pod of a WarmPool; empty: none does
 
     @property
@@ -147,6 +155,11 @@ def build_status(observed: Observed, decided: Decided, now: datetime) -> Inferen
         capacity=_capacity(decided) or before.capacity or _planned_capacity(service, decided),
         adapters=adapters_status(observed.adapters),
         performance=measure_performance(decided.members) or before.performance,
+        slo=decided.accounting.slo,
+        cost=decided.accounting.cost,
+        model_cache=decided.cache.status,
+        model=decided.facts,
+        pending_upgrade=decided.pending_upgrade,
     )
 
 
@@ -296,6 +309,14 @@ def _conditions(
         write(ConditionType.ADAPTERS_READY, *adapters)
     else:
         conditions = remove_condition(conditions, ConditionType.ADAPTERS_READY)
+    if decided.accounting.condition:
+        write(ConditionType.WITHIN_SLO, *decided.accounting.condition)
+    else:
+        conditions = remove_condition(conditions, ConditionType.WITHIN_SLO)
+    if decided.cache.condition:
+        write(ConditionType.MODEL_CACHED, *decided.cache.condition)
+    else:
+        conditions = remove_condition(conditions, ConditionType.MODEL_CACHED)
     return conditions
 
 

@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
+from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus
 from slipway_api.rollout_spec import Rollout, RolloutStrategy
 from slipway_operator.core.actions import AskSmokeTests, Event
@@ -25,8 +26,9 @@ from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service import canary, rollout
 from slipway_operator.core.service.canary import Progress, Replicas
-from slipway_operator.core.service.gates import GATE_PASSED, GateState, check_gates
+from slipway_operator.core.service.gates import GATE_PASSED, GateState, check_gates, describe_gates, is_gated
 from slipway_operator.core.service.rollout import Revisions, RolloutStep
+from slipway_operator.core.service.slo_status import exhausted_budget
 from slipway_operator.core.service.target import Target
 
 KEEP_BLUE: Final = timedelta(seconds=30)  # the old set serves again at once where the new one fails in this time
@@ -85,14 +87,17 @@ def _roll_with_tests(
     spec, status = service.spec.rollout, service.status
     recorded = status.canary if status.update_revision == target.asked.hash else None
     new = [one for one in members if one.replica.revision == between.update]
-    if recorded is None and spec.paused and not target.is_promoted and not any(one.is_live for one in new):
-        return _not_begun(observed, members, target, between, desired)
+    pause = "" if target.is_promoted else paused_by(service)
+    if recorded is None and pause and not any(one.is_live for one in new):
+        return _not_begun(observed, members, target, between, desired, pause)
     before = recorded or canary.begin(now)
     gate = check_gates(
         spec.gates,
         new,
+        stable_members=[one for one in members if one.replica.revision == between.stable],
         revision=between.update,
         model=target.revision.apply_to(service).served_name,
+        stable_model=target.stable.apply_to(service).served_name if target.stable else "",
         was_passed=before.gate == GATE_PASSED or target.is_promoted,
         results=observed.smoke_results,
         now=now,
@@ -100,8 +105,8 @@ def _roll_with_tests(
     events: tuple[Event, ...] = ()
     if gate.has_just_passed:
         before = before.model_copy(update={"gate": GATE_PASSED, "started_time": now.replace(microsecond=0)})
-        count = len(spec.gates.smoke) if spec.gates else 0
-        message = f"revision {between.update} has passed its {count} smoke tests"
+        message = f"revision {between.update} has passed {describe_gates(spec.gates)}"
+        message += f": {gate.verdict}" if gate.verdict else ""
         events = (Event(reason=EventReason.CANARY_STEP_COMPLETED, action="Rollout", message=message),)
 
     replicas = Replicas(
@@ -119,16 +124,14 @@ def _roll_with_tests(
             stable=between.stable,
             replicas=replicas,
             outcomes_since=observed.outcomes_since,
-            is_paused=spec.paused,
+            paused_by=paused_by(service),
             is_promoted=target.is_promoted,
             now=now,
         )
     elif spec.strategy is RolloutStrategy.BLUE_GREEN:
-        progress = _advance_blue_green(
-            before, between, replicas, is_held=spec.paused and not target.is_promoted, now=now
-        )
+        progress = _advance_blue_green(before, between, replicas, held_by=pause, now=now)
     else:
-        progress = _passed_gates(before, spec, between)
+        progress = _passed_gates(before, spec, between, pause)
 
     step = _step_of(observed, members, target, between, before, progress, desired, gate, now)
     if spec.strategy in (RolloutStrategy.ROLLING_UPDATE, RolloutStrategy.RECREATE) and progress.status:
@@ -143,6 +146,11 @@ def _roll_with_tests(
         step = replace(step, weights=rollout.returned_weights(members, weights, target=between.stable))
     progress = replace(progress, events=(*events, *progress.events))
     return Rolling(step=step, progress=progress, failed_revision=failed, actions=gate.actions)
+
+
+def paused_by(service: InferenceService) -> str:
+    """What holds new revisions where they are: the spec, or an exhausted error budget; empty: nothing does."""
+    return "spec.rollout.paused" if service.spec.rollout.paused else exhausted_budget(service)
 
 
 # --- replicas and weights ---------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ def _step_of(
     has_split = spec.strategy in (RolloutStrategy.CANARY, RolloutStrategy.BLUE_GREEN)
     if not has_split and (gate.is_passed or spec.strategy is RolloutStrategy.RECREATE):
         step = _common_step(observed, members, between, desired)
-        if spec.paused and not target.is_promoted:
+        if paused_by(observed.service) and not target.is_promoted:
             step = rollout.paused_step(step, members, between)
         if not gate.is_passed:  # Recreate: nothing else is ready, and still no traffic
             closed = {hash: 100 if hash == between.stable else 0 for hash in step.weights}
@@ -208,7 +216,7 @@ def _common_step(observed: Observed, members: Sequence[Member], between: Revisio
 
 
 def _not_begun(
-    observed: Observed, members: Sequence[Member], target: Target, between: Revisions, desired: int
+    observed: Observed, members: Sequence[Member], target: Target, between: Revisions, desired: int, pause: str
 ) -> Rolling:
     """A rollout that is paused before it began: the stable revision serves, and is kept whole."""
     step = rollout.split_step(
@@ -222,7 +230,7 @@ def _not_begun(
         weight=0,
         is_finished=False,
     )
-    holds = "paused by spec.rollout.paused before it began"
+    holds = f"paused by {pause} before it began"
     return Rolling(step=step, progress=Progress(holds=holds), failed_revision=target.failed)
 
 
@@ -230,41 +238,40 @@ def _not_begun(
 
 
 def _waits_for_gates(before: CanaryStatus, gate: GateState, spec: Rollout, replicas: Replicas) -> Progress:
-    count = len(spec.gates.smoke) if spec.gates else 0
-    message = f"{count} smoke tests have to pass before it gets traffic"
+    message = f"{describe_gates(spec.gates)} have to pass before it gets traffic"
     return Progress(
         status=before.model_copy(update={"weight": 0}),
         condition=(ConditionStatus.UNKNOWN, Reason.ANALYZING, message),
         failed_because=gate.failed_because,
-        holds="smoke tests" if replicas.canary else "",
+        holds="gates" if replicas.canary else "",
         again_at=gate.again_at,
     )
 
 
-def _passed_gates(before: CanaryStatus, spec: Rollout, between: Revisions) -> Progress:
+def _passed_gates(before: CanaryStatus, spec: Rollout, between: Revisions, pause: str) -> Progress:
     """RollingUpdate and Recreate after their gates, or without any."""
-    is_gated = spec.gates is not None and bool(spec.gates.smoke)
-    message = f"revision {between.update} has passed its smoke tests"
+    has_gates = is_gated(spec.gates)
+    message = f"revision {between.update} has passed {describe_gates(spec.gates)}"
     return Progress(
-        status=before if is_gated else None,
-        condition=(ConditionStatus.TRUE, Reason.PASSED, message) if is_gated else None,
-        holds="paused by spec.rollout.paused" if spec.paused else "",
+        status=before if has_gates else None,
+        condition=(ConditionStatus.TRUE, Reason.PASSED, message) if has_gates else None,
+        holds=f"paused by {pause}" if pause else "",
     )
 
 
 def _advance_blue_green(
-    before: CanaryStatus, between: Revisions, replicas: Replicas, *, is_held: bool, now: datetime
+    before: CanaryStatus, between: Revisions, replicas: Replicas, *, held_by: str, now: datetime
 ) -> Progress:
     """Switch all traffic when the second set is ready; `step` counts the switch."""
     is_whole = 0 < replicas.desired <= replicas.canary
-    if before.step == 0 and not (is_whole and not is_held):
+    if before.step == 0 and not (is_whole and not held_by):
         sentence = (
             f"revision {between.update} gets all traffic at once, when {replicas.desired} replicas of it are ready"
         )
         return Progress(
             status=before.model_copy(update={"weight": 0}),
             condition=(ConditionStatus.UNKNOWN, Reason.ANALYZING, sentence),
-            holds="paused by spec.rollout.paused before the switch" if is_held else "",
+            holds=f"paused by {held_by} before the switch" if held_by else "",
         )
     events = []
     if before.step == 0:

@@ -207,7 +207,7 @@ def _refill(observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: 
         access = PortAccess(nonce=nonce, admin_digests=observed.token_digests(pool.metadata.namespace, name, nonce))
         number = int(name.rsplit("-", 1)[1])
         image = pool.spec.image or observed.defaults.runtime_image
-        manifest = build_pool_pod(pool, number, shape, image=image, access=access)
+        manifest = build_pool_pod(pool, number, shape, image=image, access=access, user=observed.defaults.pod_user)
         reason = f"{len(live)} of {size.pods} pods wait: {size.reason}"
         creations.append(CreatePod(name=name, manifest=manifest, reason=reason))
     return tuple(creations)

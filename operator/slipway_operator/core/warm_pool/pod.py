@@ -11,6 +11,7 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.warm_pool import WarmPool
+from slipway_operator.core.observed import NONROOT, PodUser
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import build_pod
 from slipway_operator.core.service.revision import Revision
@@ -26,7 +27,9 @@ def pool_pod_name(pool: str, number: int) -> str:
     return f"{pool}-warm-{number}"
 
 
-def build_pool_pod(pool: WarmPool, number: int, shape: Shape, *, image: str, access: PortAccess) -> dict[str, Any]:
+def build_pool_pod(
+    pool: WarmPool, number: int, shape: Shape, *, image: str, access: PortAccess, user: PodUser | None = NONROOT
+) -> dict[str, Any]:
     """The pod as it is sent to the API server."""
     spec, name = pool.spec, pool.metadata.name
     stand_in = InferenceService.model_validate(
@@ -40,7 +43,7 @@ def build_pool_pod(pool: WarmPool, number: int, shape: Shape, *, image: str, acc
             },
         }
     )
-    pod = build_pod(stand_in, Revision("", image), slot=0, attempt=0, access=access)
+    pod = build_pod(stand_in, Revision("", image), slot=0, attempt=0, access=access, user=user)
     pod["metadata"] = {
         "name": pool_pod_name(name, number),
         "namespace": pool.metadata.namespace,

@@ -65,7 +65,7 @@ def test_a_start_in_the_hour_that_is_skipped_happens_right_after_it():
     schedule = a_schedule("30 2 * * *", 1)
     start = datetime(2026, 3, 29, 1, 30, tzinfo=UTC)
 
-    assert starts_around(schedule, berlin(2026, 3, 29, 1))[1] == start
+    assert starts_around(schedule.start, schedule.time_zone, berlin(2026, 3, 29, 1))[1] == start
     assert find_active([schedule], start).schedule is schedule
 
 
@@ -78,7 +78,11 @@ def test_a_start_in_the_hour_that_comes_twice_happens_once():
     assert find_active([schedule], first).schedule is schedule
     assert find_active([schedule], second).schedule is None
     following = berlin(2026, 10, 26, 2, 30)
-    assert starts_around(schedule, first) == starts_around(schedule, second) == (first, following)
+    assert (
+        starts_around(schedule.start, schedule.time_zone, first)
+        == starts_around(schedule.start, schedule.time_zone, second)
+        == (first, following)
+    )
 
 
 @pytest.mark.capability("AS-11")
@@ -114,15 +118,15 @@ STARTS = ["0 8 * * 1-5", "30 2 * * *", "*/7 * * * *", "0 0 1 * *", "15 1,2,3 * *
 )
 def test_nothing_starts_between_the_last_start_and_the_next(zone, start, now):
     schedule = a_schedule(start, 1, zone=zone)
-    last, following = starts_around(schedule, now)
+    last, following = starts_around(schedule.start, schedule.time_zone, now)
 
     assert last is not None
     assert following is not None
     assert last <= now < following
     # Neither depends on where between them one asks: what is waited for arrives.
-    assert starts_around(schedule, last) == (last, following)
-    assert starts_around(schedule, following - timedelta(seconds=1)) == (last, following)
-    assert starts_around(schedule, following)[0] == following
+    assert starts_around(schedule.start, schedule.time_zone, last) == (last, following)
+    assert starts_around(schedule.start, schedule.time_zone, following - timedelta(seconds=1)) == (last, following)
+    assert starts_around(schedule.start, schedule.time_zone, following)[0] == following
 
 
 @pytest.mark.parametrize(

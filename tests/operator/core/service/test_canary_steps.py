@@ -76,7 +76,7 @@ def look(step, *, ready=1, age=0, answers=None, paused=False, promoted=False, **
         stable="old",
         replicas=Replicas(desired=5, canary=ready, stable=5),
         outcomes_since=(lambda since: answers) if answers is not None else None,
-        is_paused=paused,
+        paused_by="spec.rollout.paused" if paused else "",
         is_promoted=promoted,
         now=T0 + seconds(age),
     )

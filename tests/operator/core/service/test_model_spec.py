@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from slipway_api.runtime_api import ModelSpec
 from slipway_operator.core.service.pod import arguments, model_spec
 from slipway_operator.core.service.revision import Revision
 from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.settings import RuntimeSettings
 from tests.builders import a_service
 
 REVISION = Revision("bcdfghjklm", "slipway/runtime:1")
@@ -79,6 +81,18 @@ def test_flags_and_body_of_any_spec_give_the_same_settings(model: dict[str, Any]
     assert by_body == by_flags
 
 
+@pytest.mark.capability("API-16")
+@pytest.mark.parametrize("pooling", ["auto", "lastToken", "mean"])
+def test_a_service_of_embeddings_says_so_on_the_command_line_and_in_the_body(pooling: str):
+    service = a_service(uri="hf://org/model@abc", runtime={"task": "embed", "pooling": pooling})
+
+    by_flags = serve_settings(arguments_of(arguments(service, REVISION)), {})
+    by_body = RuntimeSettings(model_uri="").with_model(model_spec(service, REVISION))
+
+    assert (by_flags.task, by_flags.pooling) == (by_body.task, by_body.pooling) == ("embed", pooling)
+    assert "--task" not in arguments(a_service(uri="hf://org/model@abc"), REVISION), "an older image knows no task"
+
+
 def test_every_field_that_the_engine_needs_is_in_the_body():
     """A field that is added to the settings of a model, and not to the body, would be lost on POST /model."""
     written = {argument for argument in arguments(EVERYTHING, REVISION) if argument.startswith("--")}
@@ -103,6 +117,8 @@ EVERYTHING = a_service(
         "tensorParallelSize": 2,
         "kvCache": {"bytes": "64Mi", "dtype": "fp8", "hostBytes": "1Gi"},
         "speculation": {"method": "promptLookup"},
+        "task": "embed",
+        "pooling": "mean",
         "lora": {},
     },
 )

@@ -44,7 +44,7 @@ def test_a_victim_that_still_runs_serves_again_instead_of_a_new_replica():
 @pytest.mark.parametrize(
     "facts",
     [
-        {"reason": "a newer revision replaces it"},
+        {"reason": "another revision replaces it"},
         {"reason": "its node node-1 is cordoned"},
         {"reason": ""},
         {"drains_since": T0 - seconds(61)},

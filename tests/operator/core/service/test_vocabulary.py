@@ -12,10 +12,13 @@ import pytest
 from slipway_api.autoscaling import Limit
 from slipway_api.conditions import Condition, EventReason, Reason
 from slipway_api.inference_service import InferenceService
+from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_api.types import ServiceKey
 from slipway_api.vocabulary import CONDITIONS, EVENTS, LIMITS
 from slipway_operator.core.observed import Failure, Namesake
+from slipway_operator.core.pulls import PullPod, PullsSeen
 from slipway_operator.core.service.plan import Plan, plan
+from slipway_operator.core.service.pulls import pull_digest
 from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
 from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, revision_of, seen
@@ -225,6 +228,24 @@ def life_of_a_canary() -> Said:
     return world.told, set(world.event_reasons())
 
 
+def life_of_an_error_budget() -> Said:
+    slo = {"objectivePercent": "99", "ttftP95Seconds": "1.0"}
+    rich = a_canary_world(rate=20.0, replicas=2, slo=slo)
+    period = SLOPeriod(start_time=rich.now, requests=1_000_000, streams=1_000_000)
+    status = rich.service.status.model_copy(update={"slo": SLOStatus(recorded_time=rich.now, periods=(period,))})
+    rich.service = rich.service.model_copy(update={"status": status})
+    (revision,) = [one.hash for one in rich.service.status.revisions]
+    rich.run(120)
+    rich.traffic.behaviours[revision] = Behaviour(ttft=3.0)
+    rich.run(80)
+    rich.traffic.behaviours[revision] = Behaviour(errors=0.5)
+    rich.run(200)
+    poor = a_canary_world(rate=20.0, replicas=2, slo=slo)
+    poor.traffic.behaviours[revision] = Behaviour(errors=0.5)
+    poor.run(120)
+    return rich.told | poor.told, set(rich.event_reasons()) | set(poor.event_reasons())
+
+
 def with_adapters() -> Said:
     service = one()
     pod = a_pod(service=service)
@@ -232,6 +253,16 @@ def with_adapters() -> Said:
     states = [(replace(attached, is_ready=is_ready),) for is_ready in (False, True)]
     plans = [plan(replace(seen(service, pod.ready()), adapters=adapters), T0) for adapters in states]
     return said_in(plans)
+
+
+def with_a_cache() -> Said:
+    node_cache = {"cache": {"policy": "Node"}}
+    pulled = one(uri="hf://org/model", model={"cache": {"policy": "Shared", "claimName": "models"}}, prePull={})
+    digest = pull_digest(pulled, revision_of(pulled), None)
+    pod = PullPod(name="p", uid="u", owner_uid=pulled.metadata.uid, digest=digest, node="", created_at=T0)
+    states = [(), (replace(pod, exit_code=1),), (replace(pod, phase="Succeeded"),)]
+    plans = [plan(replace(seen(pulled), pulls=PullsSeen(pods=pods)), T0) for pods in states]
+    return said_in([*plans, *passes(one(uri="hf://org/model", model=node_cache), ())])
 
 
 def watched(service: InferenceService, **cluster: Any) -> SimulatedCluster:
@@ -265,7 +296,9 @@ SCENARIOS: list[Callable[[], Said]] = [
     scaled_to_zero_and_activated_in_vain,
     disrupted_and_suspended,
     life_of_a_canary,
+    life_of_an_error_budget,
     with_adapters,
+    with_a_cache,
 ]
 
 

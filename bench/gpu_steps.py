@@ -1,0 +1,252 @@
+"""Whole worker steps on a GPU that is not there, and what each asks of it: `python -m bench.gpu_steps [MODEL]`.
+
+The runtime's own runner executes the scheduler's plans, on fake tensors (`bench.fake_gpu`). Prints launches, copies
+and waits of each step, and exits with 1 where one has a fault: a device mismatch, a host read outside of
+`upload.download`, a copy that the host waits for.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.fake_gpu import DEVICE, FakeGpu, Operation, Record, fake_gpu
+from slipway_runtime.kernels import kv_pages
+from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.layers.lora import LoraBank
+from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput, TokenMasks
+from slipway_runtime.models.adapters import HostAdapter, lora_modules
+from slipway_runtime.models.config import ModelConfig, parse_config
+from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.sharding import WHOLE, Share, part_of
+from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.host_arena import HostArena
+from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
+from slipway_runtime.worker.runner import Runner
+
+BLOCK = 16
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, top_k=40)
+PENALIZED = SamplingParams(max_tokens=9, temperature=0.8, repetition_penalty=1.05, presence_penalty=0.1)
+EVERYTHING = SamplingParams(
+    max_tokens=9, temperature=0.8, min_p=0.1, repetition_penalty=1.05, min_tokens=6, logit_bias=((1, 1.0), (2, -1.0)),
+    logprobs=5, stop_token_ids=(3,),
+)  # fmt: skip
+# As published: huggingface.co, config.json of the repositories of these names.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+        "tie_word_embeddings": True, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+        "torch_dtype": "bfloat16", "eos_token_id": 151_645,
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False,
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "torch_dtype": "bfloat16",
+        "eos_token_id": 128_001, "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}  # fmt: skip
+
+
+class NoWeights:
+    """A checkpoint whose tensors have shapes only."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def take(self, name: str, *shape: int, rows: slice | None = None) -> Tensor:
+        """As `Checkpoint.take`."""
+        first = shape[0] if rows is None else len(range(*rows.indices(shape[0])))
+        return torch.empty((first, *shape[1:]), dtype=self._dtype, device=DEVICE)
+
+    def in_parallel(self, make: Any, count: int) -> list[Any]:
+        """As `Checkpoint.in_parallel`."""
+        return [make(index) for index in range(count)]
+
+    def ignore(self, name: str) -> None:
+        """As `Checkpoint.ignore`."""
+
+
+class Machine:
+    """A runner on the fake GPU; row n has the blocks of its own."""
+
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        config: ModelConfig,
+        *,
+        rows: int = 256,
+        longest: int = 2048,
+        dtype: torch.dtype = torch.bfloat16,
+        quantization: str = "none",
+        kv_dtype: str = "auto",
+        deterministic: bool = False,
+        adapters: int = 0,
+        graphs: bool = False,
+        ranks: int = 1,
+    ) -> None:
+        self.gpu, self.config, self.rows, self.longest = gpu, config, rows, longest
+        kernels = kernels_for(DEVICE, dtype, deterministic=deterministic)
+        share = WHOLE if ranks == 1 else Share(1, ranks, self._sum)
+        makers = [make(quantization, deterministic=deterministic, device=DEVICE) for make in (matmul_maker, head_maker)]
+        with torch.inference_mode():
+            decoder = load_decoder(config, NoWeights(dtype), kernels, longest, dtype, DEVICE, *makers, share)  # type: ignore[arg-type]
+            self._slots = self._adapters(decoder, kernels, adapters, dtype, deterministic) if adapters else None
+            size = CacheSize(rows * -(-longest // BLOCK), BLOCK, 0)
+            caches = allocate_cache(part_of(config, ranks), size, choose_kv_dtype(kv_dtype, dtype), DEVICE)
+        gpu.caches = {cache.untyped_storage()._cdata for cache in caches}
+        self._kv_dtype = caches[0].dtype
+        self.runner = Runner(
+            decoder, caches, kernels, block_size=BLOCK, max_num_seqs=rows, max_model_len=longest,
+            eos_token_ids=config.eos_token_ids, device=DEVICE, adapters=self._slots,
+        )  # fmt: skip
+        self.runner.host = HostArena(2, 1 << 20, config.num_layers, DEVICE)
+        if graphs:
+            self.runner.capture_graphs(gpu.capture)
+
+    def step(self, new: list[int], computed: list[int], params: SamplingParams = GREEDY, **more: Any) -> Record:
+        """Rows 0, 1, … get so many new tokens after so many computed ones; what that asked of the device.
+
+        more: fields of the plan; `slot`, of every row's adapter; `follow`: as a rank that does not sample.
+        """
+        slot, follow, grammar = more.pop("slot", -1), more.pop("follow", False), more.pop("grammar", False)
+        order = sorted(range(len(new)), key=lambda row: new[row] != 1)
+        drafts = more.get("drafts")
+        known = [computed[row] + new[row] - (len(drafts[row]) if drafts else 0) for row in range(len(new))]
+        width = -(-self.longest // BLOCK)
+        before = SchedulerOutput(
+            step=0,
+            adapter_loads=(AdapterLoad(slot, f"adapter-{slot}"),) if slot >= 0 else (),
+            new_rows=tuple(
+                NewRow(row=row, token_ids=(1,) * known[row], num_prompt_tokens=max(known[row] - 5, 1), params=params,
+                       adapter_slot=slot, grammar=grammar)
+                for row in order
+            ),
+        )  # fmt: skip
+        plan = SchedulerOutput(
+            step=1,
+            rows=tuple(order),
+            num_computed=tuple(computed[row] for row in order),
+            num_new=tuple(new[row] for row in order),
+            new_blocks=tuple(tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in order),
+            samples=(True,) * len(new),
+            **more,
+        )
+        self.gpu.attention = {"_decode": self._attention(new, computed, decode=True),
+                              "_extend": self._attention(new, computed, decode=False)}  # fmt: skip
+        self.runner.execute(before)  # new rows are not in a step of decode
+        with self.gpu.step() as record:
+            self.runner.follow(plan) if follow else self.runner.execute(plan)
+        return record
+
+    def _attention(self, new: list[int], computed: list[int], *, decode: bool) -> tuple[int, int]:
+        """Bytes of keys and values, and operations, of one layer; each key is counted once, queries see half of new."""
+        config, rows = self.config, [pair for pair in zip(new, computed, strict=True) if (pair[0] == 1) == decode]
+        of_a_token = 2 * config.num_kv_heads * kv_pages.head_bytes(config.head_dim, self._kv_dtype)
+        seen = sum(count * (past + (count + 1) // 2) for count, past in rows)
+        return of_a_token * sum(map(sum, rows)), 4 * config.num_q_heads * config.head_dim * seen
+
+    def _sum(self, x: Tensor) -> Tensor:
+        self.gpu.launch("all_reduce", [x])
+        return x
+
+    def _adapters(
+        self, decoder: Any, kernels: Any, count: int, dtype: torch.dtype, deterministic: bool
+    ) -> AdapterSlots:
+        bank = LoraBank(
+            [linear for layer in decoder.layers for linear in layer.linears], kernels,
+            num_slots=count, max_rank=16, dtype=dtype, device=DEVICE, deterministic=deterministic,
+        )  # fmt: skip
+        slots = AdapterSlots(bank, self.rows)
+        matrices = {
+            name: (torch.empty(16, columns, dtype=dtype), torch.empty(16, rows, dtype=dtype))
+            for name, (rows, columns) in lora_modules(self.config).items()
+        }
+        for slot in range(count):
+            slots.keep(HostAdapter(digest=f"adapter-{slot}", rank=16, matrices=matrices, bytes=0))
+        return slots
+
+
+def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The same model with so many layers: those beyond the first do the same again."""
+    from dataclasses import replace
+
+    return replace(config, num_layers=layers)
+
+
+DECODE, PROMPT, MIXED = ([1] * 256, [1000] * 256), ([700, 300], [0, 512]), ([1, 1, 300, 17], [99, 1023, 512, 0])
+DRAFTS = {"drafts": ((7, 7, 7, 7), (7, 7), (), ())}
+# name -> (settings of the machine, new tokens and computed tokens of the rows, what else the step is given)
+STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, Any]]] = {
+    "prefill": ({}, PROMPT, {}),
+    "mixed": ({}, MIXED, {}),
+    "decode 256": ({}, DECODE, {}),
+    "decode 256 sampled": ({}, DECODE, {"params": SAMPLED}),
+    "decode 256 penalties": ({}, DECODE, {"params": PENALIZED}),
+    "decode 256 bias, min_tokens, penalties, logprobs": ({}, DECODE, {"params": EVERYTHING}),
+    "decode 256 recorded": ({"graphs": True}, DECODE, {"params": SAMPLED}),
+    "decode 256 recorded, adapters": ({"graphs": True, "adapters": 4}, DECODE, {"params": SAMPLED, "slot": 1}),
+    "decode 250 recorded": ({"graphs": True}, ([1] * 250, [1000] * 250), {}),
+    "verify": ({}, ([5, 3, 1, 1], [40, 1023, 99, 7]), DRAFTS),
+    "verify, penalties and logprobs": ({}, ([5, 3, 1, 1], [40, 1023, 99, 7]), {**DRAFTS, "params": EVERYTHING}),
+    "adapters": ({"adapters": 4}, MIXED, {"slot": 2}),
+    "prompt logprobs": ({}, PROMPT, {"params": SamplingParams(max_tokens=9, prompt_logprobs=2, logprobs=1)}),
+    "grammar": ({}, ([1] * 3, [100] * 3), {
+        "params": EVERYTHING, "grammar": True, "masks": TokenMasks((0, 1), b"\xff" * (2 * 4 * 4748)),
+    }),
+    "deterministic": ({"deterministic": True}, MIXED, {}),
+    "int8 weights": ({"quantization": "int8"}, MIXED, {}),
+    "fp8 weights": ({"quantization": "fp8"}, MIXED, {}),
+    "int8 weights, fp16": ({"quantization": "int8", "dtype": torch.float16}, MIXED, {}),
+    "int8 KV": ({"kv_dtype": "int8"}, MIXED, {}),
+    "fp8 KV": ({"kv_dtype": "fp8"}, MIXED, {}),
+    "rank 1 of 2": ({"ranks": 2}, DECODE, {"follow": True}),
+    "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"follow": True}),
+    "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
+}  # fmt: skip
+
+
+@contextmanager
+def a_machine(model: str = "Qwen3-0.6B", layers: int = 2, **settings: Any) -> Iterator[Machine]:
+    """A machine of a published model with fewer layers."""
+    with fake_gpu() as gpu:
+        yield Machine(gpu, with_layers(parse_config(CONFIGS[model]), layers), **settings)
+
+
+def run_step(name: str, model: str = "Qwen3-0.6B", layers: int = 2) -> Record:
+    """What the named step asks of the device."""
+    settings, (new, computed), more = STEPS[name]
+    with a_machine(model, layers, **settings) as machine:
+        machine.step(new, computed, **more)  # tables of counts and the like are made once
+        return machine.step(new, computed, **more)
+
+
+def main() -> int:
+    """Print a line for each step."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_steps", description=__doc__)
+    parser.add_argument("model", nargs="?", default="Qwen3-0.6B", choices=CONFIGS)
+    parser.add_argument("--layers", type=int, default=2)
+    options = parser.parse_args()
+    faulty = 0
+    for name in STEPS:
+        record = run_step(name, options.model, options.layers)
+        print(f"{name}: {record.summary()}")
+        for sentence in record.faults:
+            print(f"  fault: {sentence}")
+        faulty += bool(record.faults)
+    return int(bool(faulty))
+
+
+__all__ = ["CONFIGS", "STEPS", "Machine", "Operation", "a_machine", "main", "run_step", "with_layers"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Applies and deletes the children of our objects: Service, PodDisruptionBudget, NetworkPolicy, ConfigMap.
+
+A child is compared with the API server once per object, at the start of a leader and at a resync, and written only
+where it differs. A new leader compares all children at once, so it lists them instead of asking for each one.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import structlog
+
+from slipway_api import names
+from slipway_api.conditions import Reason
+from slipway_kube import resources
+from slipway_kube.client import Client
+from slipway_kube.errors import Conflict, KubeError, NotFound
+from slipway_kube.objects import Object
+from slipway_kube.resources import Resource
+from slipway_kube.writer import Writer
+from slipway_operator.controller.kinds import Key, Memory
+from slipway_operator.core.actions import ABSENT, ApplyChild, DeleteChild
+
+log = structlog.get_logger()
+
+CHILDREN: Mapping[str, Resource] = {
+    resource.kind: resource
+    for resource in (
+        resources.SERVICES,
+        resources.CONFIG_MAPS,
+        resources.DISRUPTION_BUDGETS,
+        resources.NETWORK_POLICIES,
+    )
+}
+LISTED = (resources.SERVICES, resources.DISRUPTION_BUDGETS, resources.NETWORK_POLICIES)  # every service has these
+LIST_IS_FRESH_SECONDS = 60.0
+
+
+class Children:
+    """Applies and deletes children; a child of another owner is reported and never touched."""
+
+    def __init__(self, client: Client, writer: Writer, *, monotonic: Callable[[], float]) -> None:
+        self._client = client
+        self._writer = writer
+        self._monotonic = monotonic
+        self._listed: dict[str, Any] = {}  # by path, each used once
+        self._listed_at = float("-inf")
+
+    async def list_all(self, namespaces: tuple[str, ...]) -> None:
+        """List the children that Slipway made, for the first comparison of each; () means all namespaces.
+
+        What cannot be listed is asked for one by one instead.
+        """
+        at, listed = self._monotonic(), {}
+        for resource in LISTED:
+            for namespace in namespaces or ("",):
+                path = resource.path(namespace)
+                try:
+                    async for page in self._client.list_pages(
+                        path, label_selector=f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY}"
+                    ):
+                        for item in page.items or ():
+                            child = msgspec.json.decode(item)
+                            meta = child["metadata"]
+                            child |= {"apiVersion": resource.api_version, "kind": resource.kind}  # lists leave them out
+                            listed[resource.path(meta["namespace"], meta["name"])] = child
+                        await asyncio.sleep(0)
+                except KubeError as error:
+                    log.debug("children are not listed", path=path, error=str(error))
+        self._listed, self._listed_at = listed, at
+
+    async def apply(self, key: Key, action: ApplyChild, memory: Memory) -> None:
+        """Apply the child where it differs. Raises Conflict where another owner has an object of that name."""
+        resource, name = CHILDREN[action.manifest["kind"]], action.manifest["metadata"]["name"]
+        manifest = with_digest(action)
+        if action.key not in memory.applied:
+            there = await self._read(resource, key.namespace, name)
+            if (
+                there is not None
+                and there["metadata"].get("labels", {}).get(names.LABEL_MANAGED_BY) != names.MANAGED_BY
+            ):
+                kind = action.manifest["kind"]
+                advice = f"rename it, or name the {key.kind} otherwise"
+                sentence = f"there is a {kind} {name} that Slipway did not make; {advice}"
+                raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT)
+            # A resync and a new leader compare every child: one that is as it should be causes no write.
+            if there is not None and contains(there, manifest):
+                memory.applied[action.key] = action.digest
+                return
+        await self._writer.apply(resource, key.namespace, name, manifest, field_manager=names.FIELD_MANAGER)
+        memory.applied[action.key] = action.digest
+
+    async def delete(self, key: Key, action: DeleteChild, memory: Memory) -> None:
+        """Delete the child where it exists and Slipway made it."""
+        resource = CHILDREN[action.key.partition("/")[0]]
+        with suppress(NotFound):
+            there = msgspec.json.decode(await self._client.get(resource.path(key.namespace, action.name)), type=Object)
+            if there.labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY:
+                await self._writer.delete(resource, key.namespace, action.name, uid=there.uid)
+        memory.applied[action.key] = ABSENT
+
+    async def _read(self, resource: Resource, namespace: str, name: str) -> Any | None:
+        """The live child: as it was listed, once and while the list is fresh, else by a GET."""
+        path = resource.path(namespace, name)
+        if self._monotonic() - self._listed_at > LIST_IS_FRESH_SECONDS:
+            self._listed.clear()
+        if (listed := self._listed.pop(path, None)) is not None:
+            return listed
+        try:
+            return msgspec.json.decode(await self._client.get(path))
+        except NotFound:
+            return None
+
+
+def with_digest(action: ApplyChild) -> dict[str, Any]:
+    """The manifest with its own digest as an annotation, which tells whether our last apply was this manifest.
+
+    Without it, a field that the manifest no longer has could not be told from one that another client added.
+    """
+    metadata = action.manifest["metadata"]
+    annotations = metadata.get("annotations", {}) | {names.ANNOTATION_APPLIED: action.digest}
+    return action.manifest | {"metadata": metadata | {"annotations": annotations}}
+
+
+def contains(there: Any, wanted: Any) -> bool:
+    """Whether a live object has every value of a manifest; the API server adds defaults, also within list items."""
+    if isinstance(wanted, Mapping):
+        return isinstance(there, Mapping) and all(
+            name in there and contains(there[name], value) for name, value in wanted.items()
+        )
+    if isinstance(wanted, list | tuple):
+        return (
+            isinstance(there, list)
+            and len(there) == len(wanted)
+            and all(contains(one, other) for one, other in zip(there, wanted, strict=True))
+        )
+    return bool(there == wanted)

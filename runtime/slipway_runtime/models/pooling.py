@@ -1,0 +1,57 @@
+"""How the hidden states of a text become its embedding: what was asked for, or what the checkpoint's authors say.
+
+`sentence-transformers` writes it to `1_Pooling/config.json`. A checkpoint without that file is pooled by its last
+token, as decoder-based embedding models are trained. Which sizes an embedding may be cut to stands in `config.json`,
+under vLLM's names: `is_matryoshka`, `matryoshka_dimensions`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from slipway_runtime.models.config_values import ModelRefusedError, read_json
+
+LAST, MEAN = "last", "mean"
+POOLING_FILE: Final = "1_Pooling/config.json"
+DOWNLOADED_AS: Final = "1_Pooling.config.json"  # a model that was downloaded is kept without folders
+# The keys of older files, and the one word of newer ones.
+_MODES: Final = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "lasttoken": LAST, "mean": MEAN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """What kind of embedding a model computes."""
+
+    pooling: str  # LAST or MEAN
+    size: int
+    is_matryoshka: bool = False  # may be cut to fewer dimensions
+    dimensions: tuple[int, ...] = ()  # to these only; empty: to any
+
+
+def read_embedding_config(model_path: Path, asked: str, size: int) -> EmbeddingConfig:
+    """`asked` is last, mean, or auto: as the checkpoint says. Raises ModelRefusedError for another kind of pooling."""
+    raw = read_json(model_path / "config.json")
+    dimensions = raw.get("matryoshka_dimensions") or []
+    if not (isinstance(dimensions, list) and all(isinstance(one, int) and 0 < one <= size for one in dimensions)):
+        raise ModelRefusedError(f"config.json: matryoshka_dimensions is a list of sizes up to {size}")
+    return EmbeddingConfig(
+        pooling=_pooling_of(model_path) if asked == "auto" else asked,
+        size=size,
+        is_matryoshka=bool(raw.get("is_matryoshka") or dimensions),
+        dimensions=tuple(sorted(dimensions)),
+    )
+
+
+def _pooling_of(model_path: Path) -> str:
+    found = (path for path in (model_path / POOLING_FILE, model_path / DOWNLOADED_AS) if path.is_file())
+    path = next(found, None)
+    if path is None:
+        return LAST
+    said: dict[str, Any] = read_json(path)
+    modes = [key for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
+    if isinstance(said.get("pooling_mode"), str):
+        modes = [said["pooling_mode"]]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        named = ", ".join(modes) or "no mode"
+        raise ModelRefusedError(f"{POOLING_FILE} asks for {named}: this engine pools by the last token or the mean")
+    return _MODES[modes[0]]

@@ -1,0 +1,311 @@
+"""The wire types of Anthropic's POST /v1/messages, and their translation to a chat request.
+
+Text, tool use and tool results are understood; images, documents, thinking and the tools that Anthropic's servers run
+themselves are refused in a sentence. `cache_control` is accepted everywhere: prefixes are cached by themselves.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from slipway_runtime.server.bodies import checked
+from slipway_runtime.server.chat_types import MAX_TOOLS
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.openai_types import MAX_MESSAGES, ChatRequest, Count, Resume
+from slipway_runtime.server.wire import Misused, Unsupported, Wire
+
+_CALLED = {
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+
+
+class CacheControl(Wire):
+    """Where a cached prefix may end: every prefix is cached here."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cacheable(Wire):
+    """What may carry a cache mark."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cacheable):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = Field(default=None, max_length=0)
+
+
+class ToolUseBlock(Cacheable):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1, max_length=256)
+    name: str
+    input: dict[str, Any]
+    caller: Any = None  # clients send a block back as they got it
+
+
+class ToolResultBlock(Cacheable):
+    """What a call returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1, max_length=256)
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+class OtherBlock(Wire):
+    """Any other block: refused, because no answer could honour it."""
+
+    model_config: ClassVar[Any] = {"extra": "allow"}
+
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        raise Misused("messages", "may hold text, tool_use and tool_result blocks; this server understands no other")
+
+
+def _kind_of(block: Any) -> str:
+    kind = block.get("type", "") if isinstance(block, dict) else ""
+    return kind if kind in {"text", "tool_use", "tool_result"} else "other"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_kind_of),
+]
+
+
+class Message(Wire):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[Block], Tag("blocks")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "blocks"),
+    ]
+
+
+class ToolDefinition(Cacheable):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None  # arguments stream as soon as they are certain
+    input_examples: list[Any] | None = Field(default=None, max_length=0)
+
+
+class ToolChoice(Wire):
+    """Whether and which tool must be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise Misused("tool_choice", "of type tool names one, and no other type does")
+        return self
+
+
+class OutputFormat(Wire):
+    """What the text of the answer must look like."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Wire):
+    """The format of the answer, and how much the model thinks where its template knows that."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high"] | None = None
+
+
+class NoThinking(Wire):
+    """Extended thinking, which this server has not."""
+
+    type: Literal["disabled"]
+
+
+class Metadata(Wire):
+    """It says something about the caller, not about the answer."""
+
+    user_id: str | None = None
+
+
+class CountTokensRequest(Cacheable):
+    """POST /v1/messages/count_tokens: what the prompt is made of."""
+
+    model: str = Field(default="", max_length=1024)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    thinking: NoThinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The same request to the chat endpoint; raises ApiError 400 in the words of this API."""
+        try:
+            return checked(_TranslatedChat, self._fields())
+        except ApiError as error:
+            raise in_words_of_messages(error) from None
+
+    def _fields(self) -> dict[str, Any]:
+        messages = [message for one in self.messages for message in _translated(one)]
+        if system := _text(self.system or ""):
+            messages.insert(0, {"role": "system", "content": system})
+        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        if messages[-1]["role"] == "assistant":
+            fields["continue_final_message"] = True  # the answer goes on where the last message ends
+        if self.chat_template_kwargs is not None:
+            fields["chat_template_kwargs"] = self.chat_template_kwargs
+        if self.tools:
+            fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
+        if (choice := self.tool_choice) is not None:
+            words = {"auto": "auto", "any": "required", "none": "none"}
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = words.get(choice.type, named)
+            if choice.disable_parallel_tool_use:
+                fields["parallel_tool_calls"] = False
+        if (config := self.output_config) is not None:
+            if config.format is not None:
+                schema = {"name": "answer", "schema": config.format.schema_, "strict": True}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+            if config.effort is not None:
+                fields["reasoning_effort"] = config.effort
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Count = Field(ge=1)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stream: bool | None = False
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: Count | None = Field(default=None, ge=0)
+    metadata: Metadata | None = None
+
+    # Beyond Anthropic's fields; checked as chat checks them.
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    slipway_resume: Resume | None = None
+
+    # Known and not supported: refused unless they ask for what happens anyway.
+    service_tier: str | None = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+    context_management: Any = None
+    inference_geo: str | None = None
+    speed: str | None = None
+
+    passed_on: ClassVar[tuple[str, ...]] = (
+        "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "ignore_eos", "priority", "cache_salt",
+        "session_id", "slipway_resume",
+    )  # fmt: skip
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": (),
+        "inference_geo": (),
+        "speed": ("standard",),
+    }
+
+    @model_validator(mode="after")
+    def _only_what_is_honoured(self) -> Self:
+        for name, harmless in self.neutral.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise Unsupported(name)
+        return self
+
+    def _fields(self) -> dict[str, Any]:
+        fields = super()._fields() | {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, Wire) else value
+            for name in self.passed_on
+            if (value := getattr(self, name)) is not None
+        }
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        if self.stream:
+            # The first event already says how long the prompt is.
+            fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        return fields
+
+
+class _TranslatedChat(ChatRequest):
+    """A chat request with as many stop strings as this API takes."""
+
+    stop: list[str] | None = Field(default=None, max_length=16)
+
+
+def in_words_of_messages(error: ApiError) -> ApiError:
+    """The same refusal, naming the field of this API instead of chat's."""
+    for chats, ours in _CALLED.items():
+        if error.param is not None and error.param.partition(".")[0] == chats:
+            error.param = ours
+            error.message = (
+                ours + error.message.removeprefix(chats) if error.message.startswith(chats) else error.message
+            )
+    return error
+
+
+def _translated(message: Message) -> list[dict[str, Any]]:
+    """The messages of a chat that say the same: results of tools are messages of their own, before the user's text."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results, text, calls = [], "", []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                text += block.text
+            case ToolUseBlock() if message.role == "assistant":
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock() if message.role == "user":
+                content = ("Error: " if block.is_error else "") + _text(block.content or "")
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            case _:
+                sentence = f"a message of the {message.role} has no {block.type} block"
+                raise ApiError(400, sentence, param="messages")
+    if calls:
+        return [{"role": "assistant", "content": text or None, "tool_calls": calls}]
+    return results + ([{"role": message.role, "content": text}] if text or not results else [])
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not all(isinstance(block, TextBlock) for block in content):
+        raise ApiError(400, "the result of a tool is text: this server understands no other blocks", param="messages")
+    return "".join(block.text for block in content)
+
+
+def _function(tool: ToolDefinition) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {name: value for name, value in function.items() if value is not None} | {"parameters": tool.input_schema}

@@ -1,0 +1,322 @@
+"""The wire types of POST /v1/responses, and their translation to a chat request.
+
+Stateless: nothing is kept after an answer, so what refers to an earlier response is refused in a sentence. The input
+carries the conversation, as the clients of this API send it with `store: false`.
+"""
+
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from slipway_runtime.server.bodies import checked
+from slipway_runtime.server.chat_types import MAX_TOOLS, StructuredOutputs
+from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Resume
+from slipway_runtime.server.wire import Misused, Unsupported, Wire
+
+LOGPROBS: Final = "message.output_text.logprobs"
+_NOTHING_KEPT: Final = (
+    "is not supported: this server keeps no responses; send the whole conversation in input, and leave store out"
+)
+# Fields of the chat request that a sentence about them may name, in the words of this API.
+_CALLED: Final = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class InputText(Wire):
+    """A part of a message; text is all that is understood."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str = ""
+    refusal: str | None = None
+    annotations: list[Any] | None = None  # clients send an output back as they got it
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(Wire):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class FunctionCallItem(Wire):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1, max_length=256)
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class FunctionCallOutputItem(Wire):
+    """What a call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1, max_length=256)
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class OtherItem(Wire):
+    """Any other item: refused, because no answer could honour it."""
+
+    model_config: ClassVar[Any] = {"extra": "allow"}
+
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        raise Misused("input", "may hold messages, function_call and function_call_output items; no other type")
+
+
+def _kind_of(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else ""
+    return kind if kind in {"message", "function_call", "function_call_output"} else "other"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind_of),
+]
+
+
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("text")]
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
+]
+
+
+class FunctionTool(Wire):
+    """A function that the model may call. The tools that OpenAI's servers run themselves do not exist here."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Wire):
+    """`tool_choice` as an object: this function and no other."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Wire):
+    """What the text of the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None and self.name is not None):
+            raise Misused("text.format", "of type json_schema needs name and schema, and no other type has them")
+        return self
+
+
+class TextConfig(Wire):
+    """The `text` field."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None  # what happens anyway
+
+
+class Reasoning(Wire):
+    """How much a model thinks before it answers, where its template knows that."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    summary: None = None
+
+
+class ResponsesStreamOptions(Wire):
+    """What a stream carries beside text."""
+
+    include_obfuscation: bool | None = None  # padding against side channels; sends nothing more here
+
+
+class ResponsesRequest(Wire):
+    """POST /v1/responses."""
+
+    model: str = Field(default="", max_length=1024)
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Count | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    stream: bool | None = False
+    stream_options: ResponsesStreamOptions | None = None
+
+    # What vLLM's clients ask beyond OpenAI's fields; checked as chat checks them.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    slipway_resume: Resume | None = None
+
+    # They say something about the caller, not about the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = Field(default=None, max_length=256)
+    max_tool_calls: Count | None = None  # of tools that OpenAI's servers run themselves
+
+    # Known and not supported: refused unless they ask for what happens anyway.
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    prompt_cache_retention: str | None = None
+    context_management: list[Any] | None = None
+
+    passed_on: ClassVar[tuple[str, ...]] = (
+        "model", "temperature", "top_p", "parallel_tool_calls", "stream", "top_k", "min_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos", "priority", "cache_salt",
+        "chat_template_kwargs", "structured_outputs", "slipway_resume", "session_id",
+    )  # fmt: skip
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_retention": ("in_memory",),
+        "context_management": ([],),
+    }
+
+    @model_validator(mode="after")
+    def _only_what_is_honoured(self) -> Self:
+        if self.store:
+            raise Misused("store", _NOTHING_KEPT)
+        for name in ("previous_response_id", "conversation"):
+            if getattr(self, name) is not None:
+                raise Misused(name, _NOTHING_KEPT)
+        for name, harmless in self.neutral.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise Unsupported(name)
+        if self.top_logprobs and not self.wants_logprobs:
+            raise Misused("top_logprobs", f"is only allowed with {LOGPROBS} in include")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token comes with its logprob."""
+        return LOGPROBS in (self.include or ())
+
+    def chat(self) -> ChatRequest:
+        """The same request to the chat endpoint; raises ApiError 400 in the words of this API."""
+        fields: dict[str, Any] = {
+            name: value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Wire) else value
+            for name in self.passed_on
+            if (value := getattr(self, name)) is not None
+        }
+        fields["messages"] = self._messages()
+        if self.max_output_tokens is not None:
+            fields["max_completion_tokens"] = self.max_output_tokens
+        if self.stream:
+            fields["stream_options"] = {"include_usage": True}
+        if self.wants_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.tools:
+            fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
+        if isinstance(self.tool_choice, FunctionChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = _response_format(self.text.format)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        try:
+            return checked(ChatRequest, fields)
+        except ApiError as error:
+            raise in_words_of_responses(error) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            match item:
+                case InputMessage():
+                    messages.append({"role": item.role, "content": _text(item.content)})
+                case FunctionCallItem():
+                    # Calls that follow each other, or the words before them, are one message of the assistant.
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant"})
+                    function = {"name": item.name, "arguments": item.arguments}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                case FunctionCallOutputItem():
+                    messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        return messages
+
+
+def in_words_of_responses(error: ApiError) -> ApiError:
+    """The same refusal, naming the field of this API instead of chat's."""
+    for chats, ours in _CALLED.items():
+        if error.param is not None and error.param.partition(".")[0] == chats:
+            error.param = ours
+            error.message = (
+                ours + error.message.removeprefix(chats) if error.message.startswith(chats) else error.message
+            )
+    return error
+
+
+def _text(content: str | list[InputText]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def _function(tool: FunctionTool) -> dict[str, Any]:
+    return tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+
+
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    schema = {"name": wanted.name, "schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema | {"description": wanted.description}}

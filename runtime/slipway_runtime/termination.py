@@ -1,0 +1,38 @@
+"""The termination message of the container: it outlives the container, and the operator makes a condition of it."""
+
+import contextlib
+from pathlib import Path
+from typing import Final
+
+from slipway_api import names
+from slipway_runtime.gpu_faults import is_gpu_fault
+from slipway_runtime.storage.address import shown
+from slipway_runtime.storage.errors import AccessDeniedError, ModelNotFoundError
+
+TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default; its mount is there in a pod only
+
+
+def termination_message(model_uri: str, error: Exception) -> str:
+    """The termination message of a pod whose model cannot be served; the operator reads how it begins."""
+    if isinstance(error, ModelNotFoundError):
+        return f"{names.WORD_MODEL_NOT_FOUND}{error}"
+    if isinstance(error, AccessDeniedError):
+        return f"{names.WORD_CREDENTIALS_INVALID}{error}"
+    if str(error).startswith(names.WORD_DOES_NOT_FIT):
+        return str(error)
+    if is_gpu_fault(str(error)):
+        return f"{names.WORD_GPU_FAULT}{error}"
+    return f"cannot serve {shown(model_uri)}: {error}"
+
+
+def engine_death_message(error: str) -> str:
+    """The termination message of a pod whose engine has died while it served."""
+    prefix = names.WORD_GPU_FAULT if is_gpu_fault(error) else "the engine has died: "
+    return f"{prefix}{error}"
+
+
+def write_termination_message(sentence: str) -> None:
+    """Write it, in a pod."""
+    if TERMINATION_MESSAGE.exists():
+        with contextlib.suppress(OSError):
+            TERMINATION_MESSAGE.write_text(sentence[:4000])

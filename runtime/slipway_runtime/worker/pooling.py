@@ -1,0 +1,49 @@
+"""Hidden states of prompts to embeddings, in an engine that computes nothing else.
+
+A prompt may be computed in several steps, so the sums of a mean are kept by row. An embedding is one where the row
+reaches the last token of its prompt: float32, of length 1.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipway_runtime.messages import SchedulerOutput, StepResult
+from slipway_runtime.models.pooling import MEAN
+from slipway_runtime.worker.inputs import StepInputs
+
+
+class Pooler:
+    """Pools by the last token or by the mean of all."""
+
+    def __init__(self, pooling: str, max_num_seqs: int, size: int, device: torch.device) -> None:
+        self._sums = torch.zeros(max_num_seqs, size, device=device) if pooling == MEAN else None
+
+    def __call__(
+        self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor, norm: Callable[[Tensor], Tensor]
+    ) -> StepResult:
+        """hidden: (T, H). The result has an embedding, and a token that means nothing, for each row that ends."""
+        if self._sums is None:
+            last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+            pooled = norm(last).float()
+        else:
+            pooled = self._mean(self._sums, plan, inputs, norm(hidden).float())
+        values = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
+        of_rows = iter(values)
+        return StepResult(
+            step=plan.step,
+            token_ids=tuple([(0,) if ends else () for ends in plan.samples]),
+            embeddings=tuple([next(of_rows).tobytes() if ends else b"" for ends in plan.samples]),
+        )
+
+    def _mean(self, sums: Tensor, plan: SchedulerOutput, inputs: StepInputs, normed: Tensor) -> Tensor:
+        """Add this step's tokens to the sums of their rows; the means of the rows that end. (T, H) -> (D, H)."""
+        rows = torch.tensor(plan.rows, device=normed.device)
+        # A row that begins, or begins anew after a preemption, has computed nothing: its sum is another sequence's.
+        sums[rows[torch.from_numpy(inputs.num_computed == 0).to(rows.device)]] = 0.0
+        sums.index_add_(0, rows.repeat_interleave(torch.from_numpy(inputs.num_new).to(rows.device)), normed)
+        ends = np.array(plan.samples, dtype=bool)
+        lengths = torch.from_numpy((inputs.num_computed + inputs.num_new)[ends]).to(normed.device)
+        return sums[rows[torch.from_numpy(ends).to(rows.device)]] / lengths[:, None]

@@ -1,0 +1,400 @@
+"""The dashboard and the alerts: a real Prometheus evaluates every expression over what our processes export."""
+
+import asyncio
+import json
+import re
+import subprocess
+import urllib.parse
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import yaml
+from aiohttp import web
+from prometheus_client import generate_latest
+
+from slipway_operator.core.service.plan import plan
+from slipway_operator.metrics import OperatorMetrics
+from slipway_runtime.server.metrics import Metrics
+from tests.builders import a_service
+from tests.gateway.doubles import Runtime, a_caller, a_gateway
+from tests.operator.core.simulated_cluster import SimulatedCluster
+from tests.operator.core.simulated_traffic import SimulatedTraffic
+from tests.prometheus_server import find_binary, free_port
+from tests.runtime.server.test_metrics_page import ENDED, FACTS, STATS
+
+FILES = Path(__file__).resolve().parents[2] / "charts" / "slipway" / "files"
+ALERTS, DASHBOARD = FILES / "alerts.yaml", FILES / "dashboard.json"
+# Of other exporters: DCGM, cAdvisor and kube-state-metrics.
+EXTERNAL = {
+    "DCGM_FI_PROF_DRAM_ACTIVE",
+    "DCGM_FI_DEV_GPU_UTIL",
+    "container_cpu_usage_seconds_total",
+    "kube_pod_container_resource_limits",
+}
+NAME = re.compile(r"\b(?:vllm:|slipway:|slipway_|DCGM_|container_|kube_)[a-zA-Z0-9_:]+")
+
+
+def panels() -> dict[str, list[str]]:
+    found = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return {panel["title"]: [target["expr"] for target in panel["targets"]] for panel in found}
+
+
+def rules() -> dict[str, str]:
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def filled_in(expression: str) -> str:
+    """As Grafana sends it: every service, and a short interval."""
+    for name, value in {"$namespace": ".*", "$service": ".*", "$__rate_interval": "30s"}.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+# --- what our processes export --------------------------------------------------------------------------------------
+
+
+class Exporters:
+    """The `/metrics` of a runtime, a gateway and an operator, each with its own code; something happens between two."""
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._runtime = Metrics("chat", FACTS, self._stats, gpu_memory_utilization=0.9)
+        self._operator = OperatorMetrics()
+        service = a_service(
+            replicas=1,
+            slo={"ttftP95Seconds": "1.0", "itlP95Seconds": "0.1"},
+            budget={"gpuHourCost": "2.50"},
+            resources={"gpu": {"count": 1}},
+        )
+        self._world = SimulatedCluster(service, load_seconds=5)
+        self._world.traffic = SimulatedTraffic(2.0)
+        self._world.reconcile()
+        self._world.run(400)
+        self._operator.decisions.labels("ReplicaUnhealthy").inc()
+        self._operator.is_leader.set(1)
+        self._operator.reconcile_errors.labels("Refused").inc()
+
+    def _stats(self) -> Any:
+        n = self._n
+        return msgspec.structs.replace(
+            STATS, steps=n, running=2, waiting=n, blocks_total=100, blocks_live=97, prefix_queries=10 * n,
+            prefix_hits=5 * n, prompt_tokens=10 * n, generated_tokens=20 * n, preemptions=n, draft_tokens=4 * n,
+            accepted_tokens=n,
+        )  # fmt: skip
+
+    def runtime(self) -> str:
+        self._n += 1
+        self._runtime.stepped(self._stats())
+        self._runtime.between_outputs(0.02)
+        self._runtime.ended(ENDED)
+        self._runtime.refused(429)
+        return generate_latest(self._runtime.registry).decode()
+
+    def operator(self) -> str:
+        self._world.run(2)
+        self._operator.accounts.set(self._world.service.key, plan(self._world.observed(), self._world.now).accounting)
+        return self._operator.exposition().decode()
+
+    def external(self) -> str:
+        self._n += 1
+        return "\n".join(
+            (
+                'DCGM_FI_PROF_DRAM_ACTIVE{namespace="team",pod="chat-0"} 0.8',
+                'DCGM_FI_DEV_GPU_UTIL{namespace="team",pod="chat-0"} 20',
+                f'container_cpu_usage_seconds_total{{namespace="team",pod="chat-0",container="server"}} {self._n}',
+                'kube_pod_container_resource_limits{namespace="team",pod="chat-0",container="server",resource="cpu"} 1',
+                "",
+            )
+        )
+
+
+@asynccontextmanager
+async def exporters() -> AsyncIterator[int]:
+    """Serves the expositions at /<part>/metrics; gives the port."""
+    parts = Exporters()
+    async with Runtime() as runtime, a_gateway(runtime) as gateway, a_caller(gateway) as caller:
+
+        async def answer(request: web.Request) -> web.Response:
+            match request.match_info["part"]:
+                case "runtime":
+                    return web.Response(text=parts.runtime())
+                case "operator":
+                    return web.Response(text=parts.operator())
+                case "gateway":
+                    async with caller.chat(stream=True) as response:
+                        await response.read()
+                    async with caller.session.get(f"{caller.admin_url}/metrics") as response:
+                        return web.Response(text=await response.text())
+            return web.Response(text=parts.external())
+
+        app = web.Application()
+        app.router.add_get("/{part}/metrics", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
+
+
+async def scrape(port: int, part: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/{part}/metrics") as response:
+        assert response.status == 200
+        return await response.text()
+
+
+@pytest.mark.capability("OB-4", "OB-5")
+async def test_every_metric_of_the_dashboard_and_the_alerts_is_exported():
+    async with exporters() as port:
+        texts = [await scrape(port, part) for part in ("runtime", "gateway", "operator")]
+    exported = {re.split(r"[{ ]", line)[0] for text in texts for line in text.splitlines() if not line.startswith("#")}
+    expressions = [one for each in panels().values() for one in each] + list(rules().values())
+    used = {name for expression in expressions for name in NAME.findall(expression)}
+
+    assert len(used) > 20
+    assert used - exported - EXTERNAL == set(), "in an expression, and exported by none of our processes"
+    assert used >= EXTERNAL, "named as another exporter's, and not used"
+
+
+@pytest.mark.capability("OB-4")
+def test_the_dashboard_has_the_eleven_panels_of_inference_and_those_of_objectives_and_cost():
+    titles = list(panels())
+
+    assert len(titles) >= 11
+    for part in ("KV cache occupancy", "Prefix cache hit rate", "GPU memory bandwidth", "Speculation acceptance"):
+        assert part in titles
+    assert {"Error budget left", "Goodput", "Cost of a million output tokens"} <= set(titles)
+
+
+# --- a real Prometheus ----------------------------------------------------------------------------------------------
+
+CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+rule_files: [{rules}]
+scrape_configs:
+{jobs}
+"""
+JOB = """
+  - job_name: {part}
+    metrics_path: /{part}/metrics
+    honor_labels: true
+    static_configs: [{{targets: ["127.0.0.1:{port}"], labels: {{{labels}}}}}]
+"""
+# As the chart's PodMonitors label the series of pods.
+LABELS = {
+    "runtime": "namespace: team, pod: chat-0, service: chat, revision: r1",
+    "gateway": "namespace: slipway-system, pod: gateway-0",
+    "operator": "namespace: slipway-system, pod: operator-0",
+    "external": "job: others",
+}
+
+
+@pytest.fixture
+def start_prometheus(tmp_path: Path) -> Iterator[Any]:
+    binary, started = find_binary(), []
+
+    def start(exporters_port: int) -> str:
+        jobs = "".join(JOB.format(part=part, port=exporters_port, labels=text) for part, text in LABELS.items())
+        config = tmp_path / "prometheus.yml"
+        config.write_text(CONFIG.format(jobs=jobs, rules=ALERTS), encoding="utf-8")
+        address = f"127.0.0.1:{free_port()}"
+        flags = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+        with (tmp_path / "log").open("ab") as log:
+            process = subprocess.Popen([binary, *flags, f"--web.listen-address={address}"], stdout=log, stderr=log)
+        started.append(process)
+        return f"http://{address}"
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+async def ask(session: aiohttp.ClientSession, url: str, expression: str) -> list[dict[str, Any]]:
+    query = urllib.parse.urlencode({"query": expression})
+    async with session.get(f"{url}/api/v1/query?{query}") as response:
+        body = await response.json()
+    assert body["status"] == "success", f"{expression}: {body}"
+    return list(body["data"]["result"])
+
+
+async def until_scraped(session: aiohttp.ClientSession, url: str) -> None:
+    """Four scrapes of each part; generous, because a machine may be busy."""
+    for _ in range(600):
+        try:
+            if len(await ask(session, url, "count_over_time(up[5m]) >= 4")) == len(LABELS):
+                return
+        except (aiohttp.ClientError, AssertionError):
+            pass
+        await asyncio.sleep(0.2)
+    raise AssertionError("not within two minutes")
+
+
+@pytest.mark.capability("OB-4", "OB-5", "OB-9", "CO-1")
+async def test_a_real_prometheus_has_an_answer_to_every_panel_and_takes_every_alert(start_prometheus):
+    async with exporters() as port, aiohttp.ClientSession() as session:
+        url = start_prometheus(port)
+        await until_scraped(session, url)
+        unanswered = []
+        for title, expressions in panels().items():
+            for expression in expressions:
+                series = await ask(session, url, filled_in(expression))
+                if not any(isfinite(float(one["value"][1])) for one in series):
+                    unanswered.append(f"{title}: {expression}: {series}")
+        assert unanswered == []
+        for expression in rules().values():
+            await ask(session, url, expression)
+        async with session.get(f"{url}/api/v1/rules") as response:
+            loaded = (await response.json())["data"]["groups"]
+        assert sum(len(group["rules"]) for group in loaded) == len(rules())
+        assert [rule for group in loaded for rule in group["rules"] if rule.get("lastError")] == []
+        # The pool is 97 % in use: that is seen at once, and waits for its minute.
+        saturated = await ask(session, url, rules()["SlipwayKVCacheSaturated"])
+        assert [(one["metric"]["namespace"], one["metric"]["service"]) for one in saturated] == [("team", "chat")]
+
+
+# --- when alerts fire -----------------------------------------------------------------------------------------------
+
+
+def promtool(*arguments: object) -> None:
+    done = subprocess.run([find_binary("promtool"), *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.capability("OB-5")
+def test_promtool_finds_nothing_to_complain_about():
+    promtool("check", "rules", ALERTS)
+
+
+OF = 'namespace="team", service="chat"'
+OBJECTIVE = f'{OF}, objective="TTFTP95"'
+POD = 'namespace="team", pod="chat-0"'
+LE = "vllm:time_to_first_token_seconds_bucket"
+# alert: its series, a value each minute; when it fires, and when it does not. Minutes.
+STORIES: dict[str, tuple[dict[str, str], int, int]] = {
+    "SlipwayKVCacheSaturated": ({f"vllm:kv_cache_usage_perc{{{OF}}}": "0.5x10 0.97x10"}, 14, 9),
+    "SlipwayQueueGrowing": ({f"vllm:num_requests_waiting{{{OF}}}": "3x10 6+6x10"}, 15, 9),
+    "SlipwayPreemptions": ({f"vllm:num_preemptions_total{{{OF}}}": "0x10 60+60x10"}, 15, 10),
+    "SlipwayTimeToFirstTokenTail": (
+        {
+            f'{LE}{{{OF}, le="0.1"}}': "0+45x40",
+            f'{LE}{{{OF}, le="0.2"}}': "0+100x15 1590+90x25",
+            f'{LE}{{{OF}, le="5.0"}}': "0+100x40",
+            f'{LE}{{{OF}, le="+Inf"}}': "0+100x40",
+            f"vllm:time_to_first_token_seconds_count{{{OF}}}": "0+100x40",
+        },
+        35,
+        14,
+    ),
+    "SlipwayPrefixHitRateDropped": (
+        {
+            f"vllm:prefix_cache_hits_total{{{OF}}}": "0+80x120 9600+5x60",
+            f"vllm:prefix_cache_queries_total{{{OF}}}": "0+100x180",
+        },
+        150,
+        119,
+    ),
+    "SlipwaySpeculationAcceptanceLow": (
+        {
+            f"vllm:spec_decode_num_accepted_tokens_total{{{OF}}}": "0+70x30 2100+20x60",
+            f"vllm:spec_decode_num_draft_tokens_total{{{OF}}}": "0+100x90",
+        },
+        65,
+        29,
+    ),
+    "SlipwayCPUBound": (
+        {
+            f'container_cpu_usage_seconds_total{{{POD}, container="server"}}': "0+58x40",
+            f'kube_pod_container_resource_limits{{{POD}, container="server", resource="cpu"}}': "1x40",
+            f"DCGM_FI_DEV_GPU_UTIL{{{POD}}}": "90x10 20x30",
+        },
+        25,
+        10,
+    ),
+    "SlipwayErrorBudgetBurningFast": (
+        {
+            f'slipway_service_slo_burn_rate{{{OBJECTIVE}, window="1h"}}': "1x10 15x10",
+            f'slipway_service_slo_burn_rate{{{OBJECTIVE}, window="5m"}}': "20x20",
+        },
+        15,
+        9,
+    ),
+    "SlipwayErrorBudgetBurningSlowly": (
+        {
+            f'slipway_service_slo_burn_rate{{{OBJECTIVE}, window="6h"}}': "1x10 7x10",
+            f'slipway_service_slo_burn_rate{{{OBJECTIVE}, window="30m"}}': "9x20",
+        },
+        17,
+        12,
+    ),
+    "SlipwayErrorBudgetExhausted": (
+        {f"slipway_service_slo_error_budget_remaining_ratio{{{OBJECTIVE}}}": "0.2x10 -0.1x20"},
+        20,
+        9,
+    ),
+    "SlipwayNoLeader": ({'slipway_operator_is_leader{pod="operator-0"}': "1x10 0x10"}, 15, 9),
+    "SlipwayReconcileErrors": ({'slipway_operator_reconcile_errors_total{error="Refused"}': "0x20 0+30x40"}, 50, 19),
+    "SlipwayGatewayViewOld": ({'slipway_gateway_view_age_seconds{pod="gateway-0"}': "1x10 500x10"}, 15, 9),
+    "SlipwayWarningEvents": ({'slipway_operator_decisions_total{reason="GPUFault"}': "0x10 1x10"}, 12, 9),
+}
+
+
+def written(tmp_path: Path, tests: list[dict[str, Any]]) -> Path:
+    file = tmp_path / "alerts_test.yaml"
+    content = {"rule_files": [str(ALERTS)], "evaluation_interval": "30s", "tests": tests}
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+def firing(alert: str, minute: int, *, yes: bool) -> dict[str, Any]:
+    expression = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})'
+    samples = [{"labels": "{}", "value": 1}] if yes else []
+    return {"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples}
+
+
+@pytest.mark.capability("OB-5", "OP-10")
+@pytest.mark.parametrize("alert", sorted(STORIES))
+def test_an_alert_fires_when_it_should_and_not_before(alert, tmp_path):
+    series, fires, silent = STORIES[alert]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [firing(alert, fires, yes=True), firing(alert, silent, yes=False)],
+    }
+    promtool("test", "rules", written(tmp_path, [test]))
+
+
+def test_every_alert_has_a_story():
+    assert set(STORIES) == set(rules())
+
+
+@pytest.mark.capability("OB-5")
+def test_saturation_is_seen_before_latency(tmp_path):
+    """The pool fills at minute 5, the queue grows from minute 6 on; clients notice at minute 20."""
+    series = {
+        f"vllm:kv_cache_usage_perc{{{OF}}}": "0.7x5 0.96x35",
+        f"vllm:num_requests_waiting{{{OF}}}": "0x5 2+4x35",
+        f"vllm:num_preemptions_total{{{OF}}}": "0x5 0+30x35",
+        f'slipway_service_slo_burn_rate{{{OBJECTIVE}, window="1h"}}': "0.2x19 16x21",
+        f'slipway_service_slo_burn_rate{{{OBJECTIVE}, window="5m"}}': "0.2x19 18x21",
+    }
+    early = ("SlipwayKVCacheSaturated", "SlipwayQueueGrowing", "SlipwayPreemptions")
+    late = "SlipwayErrorBudgetBurningFast"
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            *(firing(alert, 12, yes=True) for alert in early),
+            firing(late, 12, yes=False),
+            firing(late, 25, yes=True),
+        ],
+    }
+    promtool("test", "rules", written(tmp_path, [test]))

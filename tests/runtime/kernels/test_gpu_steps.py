@@ -1,0 +1,132 @@
+"""Whole worker steps on a GPU that is not there: one device, no hidden waits, and few launches and copies."""
+
+import functools
+
+import pytest
+import torch
+
+from bench.fake_gpu import DEVICE, fake_gpu
+from bench.gpu_steps import BLOCK, DECODE, EVERYTHING, STEPS, a_machine
+from bench.gpu_steps import run_step as run_step_anew
+from slipway_runtime.kernels.upload import download, upload
+from slipway_runtime.worker.graphs import reserve_bytes
+
+run_step = functools.cache(run_step_anew)  # a record is read only
+ROWS, COMPUTED = len(DECODE[0]), DECODE[1][0]
+# What the host sends for a row of a decode step: its block table, and some numbers for inputs, filters and penalties.
+BYTES_OF_A_ROW = 4 * (COMPUTED // BLOCK + 1) + 240
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_stays_on_its_device_and_waits_once(name, record_property):
+    """Finding A2, C15: layers on another rank's device; 5 to 14 copies of pageable memory in a step of decode."""
+    record = run_step(name)
+    record_property("asked", record.summary())
+    print(f"{name}: {record.summary()}")
+    assert record.faults == []
+    samples = not name.startswith("rank 1")
+    # Scores of prompts come in parts, so that they need little memory beside the model.
+    assert record.waits == record.count("download")
+    assert record.count("download") <= samples or name == "prompt logprobs"
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("decode")])
+def test_a_step_of_decode_sends_some_numbers_a_row_and_no_table(name):
+    """Finding C12: penalties sent 296 MB for 256 rows; biases and ends were copied row by row."""
+    record = run_step(name)
+    sent = sum(one.nbytes for one in record.operations if one.kind == "upload")
+    assert record.count("download") == 1
+    assert record.count("upload") <= 8
+    assert record.count("kernel") <= 50
+    assert sent <= ROWS * BYTES_OF_A_ROW
+
+
+@pytest.mark.capability("KN-5", "KN-8")
+def test_a_recorded_step_is_one_graph_and_what_samples():
+    record = run_step("decode 256 recorded")
+    assert record.count("graph") == 1
+    print(record.summary())
+    assert record.names()["_decode"] == 2, "both layers are within the graph"
+    assert record.count("kernel") <= 16
+
+
+@pytest.mark.capability("KN-5", "KN-8")
+def test_graphs_end_before_the_scores_and_share_their_buffers():
+    """Finding A4: float32 scores kept for 35 batch sizes were 2 GB of Llama's vocabulary, outside of the budget."""
+    scores = 4 * ROWS * 151_936
+    largest = max(one.flops for one in run_step("decode 256 recorded").inside)
+    assert 0 < largest < 2 * ROWS * 1024 * 151_936, "the head is not among the products"
+    with a_machine(graphs=True) as machine:
+        graphs = machine.runner.graphs
+        assert graphs is not None
+        assert len({plan.tables.untyped_storage()._cdata for plan in graphs._plans.values()}) == 1
+        buffers = [graphs._token_ids, graphs._positions, graphs._slots, graphs._hidden, graphs._plans[256].lengths,
+                   graphs._plans[256].tables]  # fmt: skip
+        reserved = reserve_bytes(
+            machine.config.shape, max_num_seqs=ROWS, max_model_len=machine.longest, block_size=BLOCK, dtype="bf16",
+            with_adapters=False,
+        )  # fmt: skip
+        assert sum(buffer.nbytes for buffer in buffers) < reserved < scores * 2
+
+
+@pytest.mark.capability("KN-8")
+def test_a_rank_beyond_the_first_reads_nothing_and_sums_twice_a_layer():
+    record = run_step("rank 1 of 2")
+    assert record.waits == 0
+    assert record.names()["all_reduce"] == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (lambda x: x + torch.zeros(4, device="cuda"), "same device"),
+        (lambda x: x + torch.zeros(4), "same device"),
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x[x > 0], "nonzero"),
+        (lambda x: bool((x > 0).all()), "_local_scalar_dense"),
+    ],
+)
+def test_what_cannot_be_on_a_gpu_raises(mistake, sentence):
+    with fake_gpu() as gpu, gpu.step(), pytest.raises(Exception, match=sentence):
+        mistake(torch.zeros(4, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        (lambda x: x.copy_(torch.zeros(4)), "pageable"),
+        (lambda x: x.copy_(torch.zeros(4), non_blocking=True), "pageable"),
+        (lambda x: torch.zeros(4, pin_memory=True).to(DEVICE), "pageable"),
+        (lambda x: x.cpu(), "outside of download"),
+        (lambda x: x[torch.tensor([1, 2])], "of the host"),
+    ],
+)
+def test_what_makes_the_host_wait_unseen_is_a_fault(mistake, sentence):
+    with fake_gpu() as gpu, gpu.step() as record:
+        mistake(torch.zeros(4, device=DEVICE))
+    assert any(sentence in fault for fault in record.faults)
+
+
+def test_one_copy_each_way_is_no_fault():
+    import numpy as np
+
+    with fake_gpu() as gpu, gpu.step() as record:
+        one, two = upload((np.arange(5), np.ones(3, dtype=np.float32)), DEVICE)
+        arrays = download((one, two))
+    assert record.faults == []
+    assert (record.count("upload"), record.count("download"), record.waits) == (1, 1, 1)
+    assert [(array.dtype, array.shape) for array in arrays] == [(np.dtype("int64"), (5,)), (np.dtype("float32"), (3,))]
+
+
+def test_a_copy_from_the_host_has_no_place_in_a_graph():
+    with fake_gpu() as gpu, pytest.raises(RuntimeError, match="cannot be captured"):
+        gpu.capture(lambda: torch.zeros(4, device=DEVICE).copy_(torch.zeros(4)))
+
+
+def test_rows_of_one_step_may_ask_for_everything():
+    """The fullest step there is: all kinds of sampling for drafts."""
+    with a_machine() as machine:
+        record = machine.step([5, 3, 1, 1], [40, 1023, 99, 7], EVERYTHING, drafts=((7,) * 4, (7,) * 2, (), ()))
+    assert record.faults == []
