@@ -19,6 +19,9 @@ class RollingUpdate(Struct):
     """Replicas above the desired number."""
     max_unavailable: int = Field(default=0, ge=0, le=1000)
     """Replicas below the desired number."""
+    min_ready_seconds: int = Field(default=0, ge=0, le=3600)
+    """How long a new replica has to be ready before the next old one leaves, as in a Deployment: its prefix cache fills
+    meanwhile. With maxSurge 1, one replica at a time is cold. Strategy RollingUpdate."""
 
 
 class RolloutStrategy(StrEnum):
@@ -213,6 +216,11 @@ class Rollout(Struct):
             "strategy Canary needs rollingUpdate.maxSurge of at least 1: the first canary runs beside the stable "
             "replicas; without a spare GPU use RollingUpdate or Recreate",
             ".rollingUpdate",
+        ),
+        Rule(
+            "self.rollingUpdate.minReadySeconds < self.progressDeadlineSeconds",
+            "progressDeadlineSeconds must be above rollingUpdate.minReadySeconds",
+            ".progressDeadlineSeconds",
         ),
     )
 

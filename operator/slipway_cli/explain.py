@@ -50,6 +50,7 @@ def explain_status(service: InferenceService) -> dict[str, Any]:
             {"type": one.type, "status": one.status.value, "reason": one.reason, "message": one.message}
             for one in status.conditions
         ],
+        "pendingUpgrade": status.pending_upgrade.to_json() if status.pending_upgrade else None,
     }
 
 

@@ -69,6 +69,8 @@ def status(name: Name, namespace: Namespace = "", context: Context = "", output:
             f"{cost.get('perMillionOutputTokens', '?')} {cost['currency']} for a million output tokens",
             soft_wrap=True,
         )
+    if upgrade := found["pendingUpgrade"]:
+        out.print(f"runtime image on offer: {upgrade['image']}; {upgrade['reason']}", soft_wrap=True)
     _print_table(("REVISION", "ROLE", "TRAFFIC", "READY", "IMAGE"), found["revisions"], _revision_row)
     return _print_table(("CONDITION", "STATUS", "REASON", "MESSAGE"), found["conditions"], _values)
 

@@ -113,6 +113,9 @@ class SmokeTests:
         self, service: Key, pod: Pod, beside: Pod | None, action: AskSmokeTests, test: GoldenTest
     ) -> SmokeResult:
         new, stable = [], []
+        if test.beside and beside is None:
+            error = f"{test.beside} of the stable revision is gone"
+            return SmokeResult(at=self._now(), errors=action.errors + 1, error=error, is_golden=True)
         try:
             prompts = await self._read_prompts(service.namespace, test)
             for one in prompts:

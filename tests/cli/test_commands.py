@@ -1,6 +1,7 @@
 """Verbs that need no cluster: what they print, in both forms, and what they say to bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,18 @@ def test_status_shows_the_error_budget_and_the_cost_with_its_unit(monkeypatch):
     assert "cost: 5.00 USD an hour for 2 GPUs; 1.25 USD for a million output tokens" in printed
     assert data["slo"]["ttftP95Seconds"] == "0.412"
     assert data["cost"]["perMillionOutputTokens"] == "1.25"
+
+
+def test_status_tells_of_an_upgrade_that_is_on_offer():
+    service = promised(a_service(), 1)
+    observed = seen(service, a_pod(service=service).ready())
+    newer = replace(observed, defaults=replace(observed.defaults, runtime_image="slipway/runtime:next"))
+
+    status = plan(newer, T0).status
+    shown = explain_status(service.model_copy(update={"status": status}))
+
+    assert shown["pendingUpgrade"]["image"] == "slipway/runtime:next"
+    assert "OnSpecChange" in shown["pendingUpgrade"]["reason"]
 
 
 def test_a_manifest_without_a_shape_is_not_guessed():

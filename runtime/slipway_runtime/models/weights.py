@@ -120,8 +120,8 @@ class Checkpoint:
 
     def _use_device(self) -> None:
         """Triton launches kernels on a thread's current device, which is number 0 in each new thread."""
-        if self._device.index is not None:
-            torch.cuda.set_device(self._device)
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""

@@ -76,7 +76,8 @@ def check_gates(
         tests = f"golden prompts of {gates.golden.uri}" if silent.is_golden and gates.golden else "smoke tests"
         return GateState(failed_because=f"the {tests} got no answer {silent.errors} times: {silent.error}")
     ready = [one for one in members if one.is_ready and one.replica.pod_ip]
-    if not ready:
+    # A stable replica that is unready for a moment is waited for: without it, disagreement would not be measured.
+    if not ready or (gates.golden and _will_be_ready(stable_members)):
         return GateState()
     chosen = min(ready, key=lambda one: (one.replica.slot, one.replica.attempt)).replica
     before = results.get(chosen.uid)
@@ -92,6 +93,12 @@ def check_gates(
         golden=_golden_test(gates.golden, stable_members, stable_model) if gates.golden else None,
     )
     return GateState(actions=(ask,), again_at=now + ASK_AGAIN)
+
+
+def _will_be_ready(members: Sequence[Member]) -> bool:
+    """Whether none of the replicas is ready, and one of them is about to be."""
+    hopeful = [one for one in members if one.is_live and not one.stage.is_broken]
+    return bool(hopeful) and not any(one.is_ready and one.replica.pod_ip for one in hopeful)
 
 
 def _golden_test(golden: GoldenGate, stable_members: Sequence[Member], model: str) -> GoldenTest:

@@ -3,7 +3,7 @@
 Two numbers are compared with their limits, both in percent of the prompts, for answers with temperature 0:
 
 - drop: how many points fewer of the stored answers the new revision gives than the stable one, or, where no replica of
-  the stable one is ready, than all of them;
+  the stable one is there, than all of them;
 - disagreement: how many prompts get another text from the new revision than from the stable one.
 
 Sentences and errors hold numbers of lines, never a text of prompts or answers.
@@ -98,7 +98,9 @@ def judge_answers(
             f"{share:.1f}% of {len(prompts)} answers differ from the stable revision's, "
             f"{test.max_disagreement:g}% allowed"
         )
-    return Verdict(not problems, f"{eval_name}: {'; '.join(problems or found) or 'nothing to compare with'}")
+    if not found and not problems:
+        problems.append("no line has a stored answer, and no stable replica is ready to compare with")
+    return Verdict(not problems, f"{eval_name}: {'; '.join(problems or found)}")
 
 
 def _score(prompts: Sequence[GoldenPrompt], answers: Sequence[str], stored: Sequence[int]) -> float:

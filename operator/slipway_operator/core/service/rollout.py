@@ -18,6 +18,7 @@ during the rollout are started again, as far as the new revision does not serve 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.names import STATE_DRAINING
@@ -198,6 +199,20 @@ def paused_step(step: RolloutStep, members: Sequence[Member], revisions: Revisio
     new_live = {one.replica.slot for one in members if one.is_live and one.replica.revision == revisions.update}
     limit = min(step.create_up_to, len(new_live))
     return replace(step, create_up_to=limit, update_wanted=len(new_live), leaving=(), may_empty=False)
+
+
+def warm_at(members: Sequence[Member], revisions: Revisions, limits: RollingUpdate, now: datetime) -> datetime | None:
+    """When the newest replica of the new revision has been ready for minReadySeconds; None: all have been."""
+    if not limits.min_ready_seconds:
+        return None
+    new = [one.replica for one in members if one.is_ready and one.replica.revision == revisions.update]
+    moments = [one.ready_since + timedelta(seconds=limits.min_ready_seconds) for one in new if one.ready_since]
+    return max((moment for moment in moments if moment > now), default=None)
+
+
+def warming_step(step: RolloutStep) -> RolloutStep:
+    """The step while a new replica fills its prefix cache: no old one that serves leaves."""
+    return replace(step, leaving=tuple((one, why) for one, why in step.leaving if not one.is_ready))
 
 
 def split_weights(

@@ -21,7 +21,7 @@ from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, 
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import CanaryStatus
 from slipway_api.rollout_spec import Rollout, RolloutStrategy
-from slipway_operator.core.actions import AskSmokeTests, Event
+from slipway_operator.core.actions import AskSmokeTests, Event, earliest
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed
 from slipway_operator.core.service import canary, rollout
@@ -144,6 +144,11 @@ def _roll_with_tests(
         progress = replace(progress, condition=(ConditionStatus.FALSE, Reason.ROLLED_BACK, sentence))
         weights = dict.fromkeys(step.weights, 0) | {one.hash: one.weight for one in status.revisions}
         step = replace(step, weights=rollout.returned_weights(members, weights, target=between.stable))
+    elif spec.strategy is RolloutStrategy.ROLLING_UPDATE:
+        warm_at = rollout.warm_at(members, between, spec.rolling_update, now)
+        if warm_at is not None:
+            step = rollout.warming_step(step)
+            progress = replace(progress, again_at=earliest(progress.again_at, warm_at))
     progress = replace(progress, events=(*events, *progress.events))
     return Rolling(step=step, progress=progress, failed_revision=failed, actions=gate.actions)
 

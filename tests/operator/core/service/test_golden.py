@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipway_operator.core.actions import GoldenTest
+from slipway_api.rollout_spec import Gates, GoldenGate
+from slipway_operator.core.actions import GoldenTest, SmokeResult
+from slipway_operator.core.health import judge as judge_health
+from slipway_operator.core.service.gates import MOST_ERRORS, check_gates
 from slipway_operator.core.service.golden import (
     MOST_PROMPTS,
     GoldenError,
@@ -15,7 +18,9 @@ from slipway_operator.core.service.golden import (
     parse_config_map,
     parse_prompts,
 )
+from tests.builders import T0, a_pod, minutes
 
+GATES = Gates(golden=GoldenGate(uri="configmap://golden/prompts.jsonl"))
 TEST = GoldenTest(
     uri="configmap://golden/prompts.jsonl",
     config_map="golden",
@@ -74,6 +79,13 @@ def test_a_revision_that_differs_too_often_never_passes_and_an_equal_one_always_
     assert judge(prompts, stable, stable).is_passed
 
 
+def test_where_nothing_can_be_compared_nothing_passes():
+    verdict = judge([GoldenPrompt(prompt="p")], ["a text"], None)
+
+    assert not verdict.is_passed
+    assert "no line has a stored answer, and no stable replica is ready" in verdict.sentence
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -103,3 +115,59 @@ def test_prompts_do_not_show_in_a_repr():
 
     assert (prompt.prompt, prompt.answer, prompt.max_tokens) == ("a secret", "a text", 4)
     assert "secret" not in repr(prompt)
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def members_of(*pods):
+    return judge_health([pod.replica for pod in pods], {}, startup_timeout=minutes(30), now=T0)
+
+
+def gate(*stable, result=None):
+    """The gate of a revision whose one replica is ready, beside these replicas of the stable one."""
+    new = members_of(a_pod("new").ready())
+    return check_gates(
+        GATES,
+        new,
+        stable_members=members_of(*stable),
+        revision="new",
+        model="chat",
+        stable_model="chat",
+        was_passed=False,
+        results={new[0].replica.uid: result} if result else {},
+        now=T0,
+    )
+
+
+def test_the_prompts_are_asked_beside_a_ready_replica_of_the_stable_revision():
+    (ask,) = gate(a_pod("old").slot(0), a_pod("old").slot(1).ready()).actions
+
+    assert ask.golden.beside.startswith("chat-old-1")
+    assert (ask.golden.config_map, ask.golden.key) == ("golden", "prompts.jsonl")
+
+
+def test_a_stable_replica_that_is_not_ready_for_a_moment_is_waited_for():
+    state = gate(a_pod("old"))
+
+    assert (state.actions, state.is_passed, state.failed_because) == ((), False, "")
+
+
+def test_without_any_stable_replica_the_stored_answers_count():
+    (ask,) = gate().actions
+
+    assert ask.golden.beside == ""
+
+
+@pytest.mark.capability("QZ-2")
+def test_a_bad_verdict_fails_the_revision_with_its_sentence():
+    state = gate(result=SmokeResult(at=T0, golden="golden prompts of x: 9.0 points lost"))
+
+    assert state.failed_because == "golden prompts of x: 9.0 points lost"
+    assert not state.is_passed
+
+
+def test_prompts_that_cannot_be_judged_fail_it_after_some_tries():
+    error = SmokeResult(at=T0, errors=MOST_ERRORS, error="ConfigMap golden does not exist", is_golden=True)
+
+    assert gate(result=error).failed_because.endswith("got no answer 5 times: ConfigMap golden does not exist")
