@@ -191,7 +191,8 @@ def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
 def activation_bytes(shape: ModelShape, needs: Needs) -> int:
     """Peak of the largest step: a residual and gate, up and their product for each token; then logits."""
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    width = 2 * shape.hidden + max(3 * shape.mlp, attention)
+    copies = 3 * shape.experts_per_token * shape.hidden  # rows by expert, their outputs, and those in order
+    width = 2 * shape.hidden + max(3 * shape.mlp + copies, attention)
     layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.dtype]
     logits = 2 * needs.max_num_seqs * shape.vocab * 4  # float32, and a copy while they are sampled
     return max(layer, logits)

@@ -209,6 +209,8 @@ def test_all_experts_are_weights_and_those_of_a_token_are_activations():
     assert MIXTRAL.all_parameters == pytest.approx(46.70e9, rel=0.001)
     assert weight_bytes(MIXTRAL, "bf16") == pytest.approx(93.4e9, rel=0.001)
     assert QWEN3_30B.mlp == 8 * 768, "the inner width of the eight experts of a token"
+    step = replace(CHAT, max_num_batched_tokens=2048, max_num_seqs=1)
+    assert activation_bytes(QWEN3_30B, step) == 2048 * 2 * (2 * 2048 + 3 * 8 * 768 + 3 * 8 * 2048)
 
 
 @pytest.mark.capability("API-21")

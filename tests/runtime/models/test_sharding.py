@@ -12,6 +12,7 @@ from slipway_runtime.models.sharding import Share, part_of
 from slipway_runtime.models.weights import Checkpoint
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine, Stretch
+from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint
 from tests.runtime.shards import Shards
 
 FAMILIES = {
@@ -54,6 +55,14 @@ def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     kind, shape = FAMILIES[family]
     a_checkpoint(tmp_path, kind, **shape)
     assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 1e-5
+
+
+@pytest.mark.capability("DD-3", "QZ-4")
+@pytest.mark.parametrize("name", ["awq", "gptq, in the order of activations", "fp8, blocks", "int8, W8A8"])
+def test_a_quantized_checkpoint_is_divided_like_its_numbers(name, tmp_path):
+    """o and down become numbers on each rank; rows of the others keep their codes, whose inputs are rounded."""
+    a_quantized_checkpoint(tmp_path, *FORMATS[name])
+    assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 0.1
 
 
 @pytest.mark.capability("DD-3")
