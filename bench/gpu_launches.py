@@ -38,6 +38,10 @@ class Model:
     tokens: int  # columns that are tokens
     norms: bool = False
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    experts: tuple[int, int] | None = None  # of a layer, and of a token; `inner` is the width of one
+    limit: float | None = None  # of a clamped SwiGLU
 
 
 MODELS = {
@@ -51,7 +55,9 @@ MODELS = {
 EDGES = {
     "head 80": Model(32, 32, 80, 2560, 6912, 50304, 50304),
     "head 96": Model(32, 32, 96, 3072, 8192, 32064, 32064, window=2047),
-    "head 256": Model(8, 4, 256, 2304, 9216, 262144, 262144, window=4096),
+    "head 256": Model(8, 4, 256, 2304, 9216, 262144, 262144, window=4096, softcap=50.0),
+    "gpt-oss-20b": Model(64, 8, 64, 2880, 2880, 201088, 201088, window=128, sinks=True, experts=(32, 4), limit=7.0),
+    "Qwen3-30B-A3B": Model(32, 4, 128, 2048, 768, 151936, 151669, norms=True, experts=(128, 8)),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = ("auto", "fp8", "int8")
@@ -149,7 +155,7 @@ class Recorder:
             known.cases.append(self.case)
 
 
-DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand"})  # kernels that multiply matrices
+DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_grouped"})  # kernels that multiply matrices
 
 
 def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
@@ -159,6 +165,7 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
     for part, steps in (
         (f"{model_name} {dtype_name} KV {kv}", _attention(model, dtype, kv)),
         (f"{model_name} {dtype_name}", _rows(model, dtype)),
+        (f"{model_name} {dtype_name} experts", _experts(model, dtype)),
         *((f"{model_name} {dtype_name} rank {rank}", _lora(model, dtype, rank)) for rank in ranks),
     ):
         recorder.case = f"{part} "
@@ -185,9 +192,12 @@ def record_sampling(recorder: Recorder, target: int, model_name: str) -> None:
 def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
     """Yields the name of each step before it is launched. Steps as `layers.attention` and `layers.rotary` make them."""
     from slipway_runtime.kernels import gpu, gpu_fixed_order, kv_pages
+    from slipway_runtime.kernels.reference_attention import Scoring
 
     heads, kv_heads, d = model.q_heads, model.kv_heads, model.head_dim
     kv_dtype = dtype if kv == "auto" else kv_pages.KV_DTYPES[kv]
+    sinks = torch.empty(heads) if model.sinks else None
+    scoring = Scoring(model.softcap, sinks) if model.softcap or model.sinks else None
     shape = (2, 9, 2, kv_heads, *kv_pages.page_shape(PAGE, d, kv_dtype))
     cache = torch.empty(shape, dtype=kv_dtype).unbind(0)[1]  # a layer in the middle of the arena
     table = torch.empty(64, 2, d, dtype=dtype)
@@ -202,7 +212,8 @@ def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
         before, added = np.array(computed, dtype=np.int64), np.array(new, dtype=np.int64)
         blocks = np.zeros((len(new), -(-int((before + added).max()) // PAGE)), dtype=np.int64)
         plan = plan or kernels.plan_attention(before, added, blocks, PAGE, LIKE)
-        kernels.paged_attention(q, qkv[:, heads:].view(total, 2, kv_heads, d), cache, plan, d**-0.5, model.window)
+        kv_new = qkv[:, heads:].view(total, 2, kv_heads, d)
+        kernels.paged_attention(q, kv_new, cache, plan, d**-0.5, model.window, scoring)
 
     yield "decode 1x100"
     step([99], [1])
@@ -230,6 +241,28 @@ def _rows(model: Model, dtype: torch.dtype) -> Iterator[str]:
         gpu.rms_norm(x, weight, 1e-5)
         gpu.add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
         gpu.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
+        gpu.geglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
+
+
+def _experts(model: Model, dtype: torch.dtype) -> Iterator[str]:
+    """The products of a mixture of experts, small in all that compilation does not depend on."""
+    from slipway_runtime.kernels import gpu
+    from slipway_runtime.kernels.reference_experts import ExpertWeights
+
+    if model.experts is None:
+        return
+    count, per_token = model.experts
+    weights = ExpertWeights(
+        torch.empty(count, 2 * model.inner, model.hidden, dtype=dtype, device="meta"),
+        torch.empty(count, model.hidden, model.inner, dtype=dtype, device="meta"),
+        torch.empty(count, 2 * model.inner, dtype=dtype, device="meta") if model.sinks else None,
+        torch.empty(count, model.hidden, dtype=dtype, device="meta") if model.sinks else None,
+        model.limit,
+    )
+    for tokens in (1, 256, TOKENS):
+        yield f"tokens {tokens}"
+        x, chosen = torch.empty(tokens, model.hidden, dtype=dtype), torch.zeros(tokens, per_token, dtype=torch.int64)
+        gpu.mix_experts(x, torch.empty(tokens, per_token), chosen, weights)
 
 
 def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:

@@ -83,6 +83,16 @@ class ModelShape:
         return self.layers * self._attention_parameters + dense + sparse
 
     @property
+    def linear_rows(self) -> int:
+        """Rows of these matrices, each of which has a scale when it is quantized."""
+        if not self.experts:
+            return self.layers * sum(out for _, out in self.projections)
+        attention = (self.heads + 2 * self.kv_heads) * self.head_dim + self.hidden
+        dense = self._dense_layers * (2 * self.intermediate + self.hidden)
+        sparse = (self.layers - self._dense_layers) * self.experts * (2 * self.moe_intermediate + self.hidden)
+        return self.layers * attention + dense + sparse
+
+    @property
     def all_parameters(self) -> int:
         """Every weight; norms and biases are too few to count."""
         return self.parameters or self.linear_parameters + self.embedding_parameters
@@ -162,7 +172,7 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none") -> i
     plain = shape.all_parameters * WEIGHT_BYTES[dtype]
     if quantization == "none":
         return plain
-    rows = shape.layers * sum(out for _, out in shape.projections) * max(1, shape.experts)
+    rows = shape.linear_rows
     linear = min(shape.linear_parameters, shape.all_parameters)
     return plain - linear * (WEIGHT_BYTES[dtype] - WEIGHT_BYTES[quantization]) + rows * SCALE_BYTES
 
@@ -181,7 +191,8 @@ def adapter_slot_bytes(shape: ModelShape, max_rank: int, dtype: str) -> int:
 def activation_bytes(shape: ModelShape, needs: Needs) -> int:
     """Peak of the largest step: a residual and gate, up and their product for each token; then logits."""
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    width = 2 * shape.hidden + max(3 * shape.mlp, attention)
+    copies = 3 * shape.experts_per_token * shape.hidden  # rows by expert, their outputs, and those in order
+    width = 2 * shape.hidden + max(3 * shape.mlp + copies, attention)
     layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.dtype]
     logits = 2 * needs.max_num_seqs * shape.vocab * 4  # float32, and a copy while they are sampled
     return max(layer, logits)

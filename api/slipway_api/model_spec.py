@@ -138,6 +138,12 @@ class Shape(Struct):
             "headDim is needed where hiddenSize is no multiple of heads",
             ".headDim",
         ),
+        Rule(
+            "!has(self.experts) || self.experts == 0 || has(self.expertsPerToken) && self.expertsPerToken > 0 && "
+            "self.expertsPerToken <= self.experts && has(self.moeIntermediateSize) && self.moeIntermediateSize > 0",
+            "experts needs expertsPerToken, at most as many, and moeIntermediateSize",
+            ".experts",
+        ),
     )
 
     layers: int = Field(ge=1, le=1000)
@@ -151,7 +157,13 @@ class Shape(Struct):
     head_dim: int = Field(default=0, ge=0, le=10_000)
     """head_dim; 0: hiddenSize divided by heads."""
     parameters: int = Field(ge=1, le=100_000_000_000_000)
-    """Number of weights, such as 8030261248."""
+    """Number of weights, such as 8030261248; of a mixture of experts, those of all experts."""
+    experts: int = Field(default=0, ge=0, le=10_000)
+    """num_experts or num_local_experts of a mixture of experts; 0: a dense model."""
+    experts_per_token: int = Field(default=0, ge=0, le=10_000)
+    """num_experts_per_tok."""
+    moe_intermediate_size: int = Field(default=0, ge=0, le=1_000_000)
+    """moe_intermediate_size, or intermediate_size where config.json has no such key: the inner width of one expert."""
 
 
 class Model(Struct):

@@ -196,6 +196,8 @@ class State(Body):
     kv_tiers: dict[str, BlockCounts] = {}  # by where blocks are: `device`, which is `blocks`, and what is behind it
     last_step: LastStep | None = None  # absent: none yet
     adapters: tuple[AdapterInfo, ...] = ()  # as GET /adapters has them
+    quantization: str = ""  # of the weights: none, int8, fp8, or how the checkpoint has them, such as awq
+    warnings: tuple[str, ...] = ()  # what costs quality or speed in the way that the model is loaded; sentences
 
 
 class AdapterList(Body):

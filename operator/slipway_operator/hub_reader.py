@@ -139,10 +139,23 @@ def shape_of(config: Mapping[str, Any], parameters: int) -> Shape:
                 "kvHeads": config.get("num_key_value_heads") or heads,
                 "headDim": config.get("head_dim") or 0,
                 "parameters": parameters,
+                **_experts(config),
             }
         )
     except ValidationError:
         raise NoFacts("config.json does not have the sizes of a decoder") from None
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a mixture of experts: a step computes the few of each token, and all of them lie in memory."""
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if not count:
+        return {}
+    return {
+        "experts": count,
+        "expertsPerToken": config.get("num_experts_per_tok"),
+        "moeIntermediateSize": config.get("moe_intermediate_size") or config.get("intermediate_size"),
+    }
 
 
 def _count(config: Mapping[str, Any], index: Mapping[str, Any]) -> int:

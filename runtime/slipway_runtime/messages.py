@@ -173,6 +173,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_rank: int = 0
     speculation: str = "none"
     host_blocks: int = 0  # that host memory has room for, beside the pool; 0: cold prefixes are dropped
+    warnings: tuple[str, ...] = ()  # what costs quality in the way that the model is loaded; sentences
     pooling: str = ""  # of an engine that computes embeddings: last or mean; empty: it generates
     embedding_size: int = 0
     is_matryoshka: bool = False  # embeddings may be cut to fewer dimensions

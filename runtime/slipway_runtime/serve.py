@@ -185,6 +185,8 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
             load_seconds=round(client.facts.load_seconds, 3),
             warmup_seconds=round(client.facts.warmup_seconds, 3),
         )
+        for warning in client.facts.warnings:
+            log.warning("quantized twice", reason=warning)
         if client.facts.graphs_failed:
             log.warning("slower than it could be", reason=client.facts.graphs_failed)
         replica.ready_with(model, times)

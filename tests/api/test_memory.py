@@ -194,3 +194,37 @@ def test_a_share_of_the_device_above_the_limit_is_warned_about():
     assert utilization_warning(0.85) is None
     assert utilization_warning(0.92) is None
     assert "0.95 is above 0.92" in (utilization_warning(0.95) or "")
+
+
+# Qwen3-30B-A3B and Mixtral-8x7B, as their config.json files have them
+QWEN3_30B = ModelShape(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocab=151_936,
+                       experts=128, experts_per_token=8, moe_intermediate=768)  # fmt: skip
+MIXTRAL = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=32_000,
+                     experts=8, experts_per_token=2, moe_intermediate=14_336)  # fmt: skip
+
+
+@pytest.mark.capability("API-21")
+def test_all_experts_are_weights_and_those_of_a_token_are_activations():
+    assert QWEN3_30B.all_parameters == pytest.approx(30.53e9, rel=0.001)
+    assert MIXTRAL.all_parameters == pytest.approx(46.70e9, rel=0.001)
+    assert weight_bytes(MIXTRAL, "bf16") == pytest.approx(93.4e9, rel=0.001)
+    assert QWEN3_30B.mlp == 8 * 768, "the inner width of the eight experts of a token"
+    step = replace(CHAT, max_num_batched_tokens=2048, max_num_seqs=1)
+    assert activation_bytes(QWEN3_30B, step) == 2048 * 2 * (2 * 2048 + 3 * 8 * 768 + 3 * 8 * 2048)
+
+
+@pytest.mark.capability("API-21")
+def test_a_mixture_planned_from_its_number_of_weights_takes_no_more_activations_than_its_active_experts():
+    known = replace(QWEN3_30B, parameters=QWEN3_30B.all_parameters, intermediate=0)
+    assert weight_bytes(known, "bf16") == weight_bytes(QWEN3_30B, "bf16")
+    assert footprint(known, CHAT).reserve == footprint(QWEN3_30B, CHAT).reserve
+    unknown = replace(known, experts=0, experts_per_token=0, moe_intermediate=0)
+    assert footprint(unknown, CHAT).reserve > footprint(known, CHAT).reserve + GIB // 2
+
+
+@pytest.mark.capability("API-21")
+def test_experts_are_divided_between_devices():
+    half = MIXTRAL.on_one_of(2)
+    assert half.moe_intermediate == 14_336 // 2
+    router = 32 * 4096 * 8  # each device has the whole router
+    assert 2 * half.linear_parameters == MIXTRAL.linear_parameters + router

@@ -201,6 +201,17 @@ def test_a_model_whose_memory_is_another_one_is_left_to_the_runtime(field: str):
         shape_of({**LLAMA_70B, field: {"some": 1}}, PARAMETERS)
 
 
+@pytest.mark.capability("API-21")
+def test_the_experts_of_a_mixture_are_read():
+    mixtral = {**LLAMA_70B, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14_336}
+    shape = shape_of(mixtral, PARAMETERS)
+    assert (shape.experts, shape.experts_per_token, shape.moe_intermediate_size) == (8, 2, 14_336)
+    qwen = {**mixtral, "num_experts": 128, "moe_intermediate_size": 768}
+    assert shape_of(qwen, PARAMETERS).moe_intermediate_size == 768
+    with pytest.raises(NoFacts):
+        shape_of({**mixtral, "num_experts_per_tok": None}, PARAMETERS)
+
+
 @pytest.mark.parametrize(
     "config", [{}, {**LLAMA_70B, "num_hidden_layers": "80 or so"}, {**LLAMA_70B, "hidden_size": -1}]
 )

@@ -35,6 +35,7 @@ from slipway_runtime.engine.warmup import Masks, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
+from slipway_runtime.models.lineage import name_of_format, quantization_warnings
 from slipway_runtime.models.pooling import read_embedding_config
 from slipway_runtime.models.sharding import WHOLE
 from slipway_runtime.scheduling.block_pool import BlockPool
@@ -143,7 +144,8 @@ def build_engine(
         load_seconds=loaded - started,
         warmup_seconds=warm - loaded,
         widest_step_seconds=widest_step,
-        quantization=options.quantization,
+        quantization=name_of_format(plan.config, options.quantization),
+        warnings=quantization_warnings(plan.config, options.quantization),
         kv_dtype="" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
         deterministic=options.deterministic,
         prefix_caching=options.prefix_caching,

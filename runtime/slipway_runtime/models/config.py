@@ -79,6 +79,7 @@ class ModelConfig:
     output_norms: bool = False  # what attention and MLP add is normed, too
     experts: Experts | None = None
     quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint, as it is written
+    derived_from: str = ""  # what the file says that the weights were made from
 
     @property
     def num_parameters(self) -> int:
@@ -253,7 +254,11 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         output_norms=family.gemma,
         experts=experts_of(model_type, raw, layers),
         quantization=_quantization(raw),
+        derived_from=" ".join(str(raw[key])[:200] for key in _ORIGINS if isinstance(raw.get(key), str)),
     )
+
+
+_ORIGINS = ("_name_or_path", "base_model_name_or_path", "base_model", "unsloth_base_model")
 
 
 def _optional(raw: dict[str, Any], key: str) -> float | None:

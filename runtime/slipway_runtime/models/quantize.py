@@ -41,13 +41,16 @@ _SMALL_MODEL = 100_000_000  # parameters; below, float32 costs a CPU little memo
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own; on a CPU float32, unless the model is large and the CPU computes bfloat16."""
+    """auto: the checkpoint's own, bfloat16 for four bits; on a CPU float32, unless the model is large and the CPU computes bfloat16."""
     if asked != "auto":
         if asked not in _DTYPES:
             raise ModelRefusedError(f"dtype is {asked!r}: auto, {', '.join(_DTYPES)} are known")
         return _DTYPES[asked]
     if device.type == "cpu":
         return torch.bfloat16 if computes_bf16() and config.num_parameters >= _SMALL_MODEL else torch.float32
+    form = parse_quantization(config.quantization)
+    if form is not None and form.name == "int4":
+        return torch.bfloat16  # the kernel of four bits has no other; AWQ's and GPTQ's files say float16
     own = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     return own.get(config.dtype, torch.bfloat16)
 

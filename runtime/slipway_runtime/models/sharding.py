@@ -6,6 +6,8 @@
 | o, down                  | inputs  | the columns for what it has computed: a summand of y       | summed up      |
 | embedding, norms, lm_head| –       | all of it                                                  |                |
 
+Experts are divided like gate, up and down: each rank has a part of the inner features of all of them.
+
 So a layer sums twice (Shoeybi et al. 2019, Megatron-LM), and the KV cache of a rank holds its own heads.
 
 A rank rounds what it has. A matrix that is cut by outputs has the codes and scales of the whole one, row for row. One
@@ -38,7 +40,11 @@ WHOLE = Share()
 
 def part_of(config: ModelConfig, size: int) -> ModelConfig:
     """The shape that each of `size` ranks computes; raises ModelRefusedError where it cannot be divided so."""
-    for count, things in ((config.num_kv_heads, "key-value heads"), (config.intermediate_size, "inner features")):
+    experts = config.experts
+    divided = [(config.num_kv_heads, "key-value heads"), (config.intermediate_size, "inner features")]
+    if experts is not None:
+        divided.append((experts.intermediate_size, "inner features of an expert"))
+    for count, things in divided:
         if count % size:
             raise ModelRefusedError(f"tensor_parallel_size is {size}: the {count} {things} cannot be divided by it")
     return replace(
@@ -46,4 +52,5 @@ def part_of(config: ModelConfig, size: int) -> ModelConfig:
         num_q_heads=config.num_q_heads // size,
         num_kv_heads=config.num_kv_heads // size,
         intermediate_size=config.intermediate_size // size,
+        experts=None if experts is None else replace(experts, intermediate_size=experts.intermediate_size // size),
     )

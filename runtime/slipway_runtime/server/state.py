@@ -38,6 +38,8 @@ def state_of(replica: Replica) -> State:
         kv_tiers=_tiers(blocks, facts, stats),
         last_step=_last_step(stats, replica.clock()),
         adapters=tuple(loaded.adapters.infos()) if loaded else (),
+        quantization=facts.quantization if facts else "",
+        warnings=facts.warnings if facts else (),
     )
 
 

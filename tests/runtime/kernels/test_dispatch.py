@@ -18,6 +18,8 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
     assert {name: getattr(chosen, name).__module__.rsplit(".", 1)[1] for name in NAMES} == {
         "rms_norm": "norms",
         "add_rms_norm": "norms",
+        "geglu": "norms",
+        "mix_experts": "experts",
         "swiglu": "norms",
         "rope_and_store": "store_kv",
         "plan_attention": "attention_plan",

@@ -14,7 +14,7 @@ from slipway_runtime.layers.matmul_native import NativeInt8
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, concatenated
 from slipway_runtime.models.config import ModelRefusedError, parse_config
-from slipway_runtime.models.quantize import matmul_maker
+from slipway_runtime.models.quantize import choose_dtype, matmul_maker
 from slipway_runtime.models.quantized_checkpoint import WeightReader, mxfp4_numbers, parse_quantization
 from slipway_runtime.models.weights import Checkpoint
 from tests.runtime import quantized_checkpoints as writers
@@ -233,6 +233,15 @@ def test_matrices_of_different_orders_are_merged_as_numbers():
     assert isinstance(both, torch.Tensor)
     assert torch.equal(both, torch.cat([one.dequantized(), one.dequantized().flip(1)]))
     assert isinstance(concatenated([one, one]), QuantizedWeight)
+
+
+@pytest.mark.capability("QZ-4")
+def test_four_bits_compute_in_the_type_that_their_kernel_has():
+    """Published in float16; as numbers they would take four times the memory."""
+    gpu = torch.device("cuda")
+    assert choose_dtype("auto", parse_config(published("qwen2.5-7b-instruct-awq")), gpu) == torch.bfloat16
+    assert choose_dtype("auto", parse_config(published("qwen2.5-7b-instruct-gptq-int4")), gpu) == torch.bfloat16
+    assert choose_dtype("fp16", parse_config(published("qwen2.5-7b-instruct-awq")), gpu) == torch.float16
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])

@@ -12,6 +12,7 @@ from slipway_runtime.models.sharding import Share, part_of
 from slipway_runtime.models.weights import Checkpoint
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine, Stretch
+from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint
 from tests.runtime.shards import Shards
 
 FAMILIES = {
@@ -20,7 +21,12 @@ FAMILIES = {
     "mistral with a window": ("mistral", {"sliding_window": 10}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4}),
-}
+    "phi4-mini": ("phi3", {"hidden_size": 64, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 9}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 1.5}),
+}  # fmt: skip
 
 
 def some_work(vocabulary: int) -> list[tuple[Stretch, ...]]:
@@ -43,12 +49,20 @@ def differences(whole: Machine, shards: Shards, vocabulary: int) -> list[float]:
     return found
 
 
-@pytest.mark.capability("DD-3")
+@pytest.mark.capability("DD-3", "API-21")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     kind, shape = FAMILIES[family]
     a_checkpoint(tmp_path, kind, **shape)
     assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 1e-5
+
+
+@pytest.mark.capability("DD-3", "QZ-4")
+@pytest.mark.parametrize("name", ["awq", "gptq, in the order of activations", "fp8, blocks", "int8, W8A8"])
+def test_a_quantized_checkpoint_is_divided_like_its_numbers(name, tmp_path):
+    """o and down become numbers on each rank; rows of the others keep their codes, whose inputs are rounded."""
+    a_quantized_checkpoint(tmp_path, *FORMATS[name])
+    assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 0.1
 
 
 @pytest.mark.capability("DD-3")

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
@@ -381,6 +382,17 @@ async def test_state_tells_all_there_is_to_know():
     assert state.block_size == 16
     assert state.bytes_per_token > 0
     assert state.startup.load_seconds == 0.1
+    assert (state.quantization, state.warnings) == ("none", ())
+
+
+@pytest.mark.capability("QZ-4")
+async def test_state_tells_how_the_weights_are_rounded_and_what_that_costs():
+    async with a_replica() as replica:
+        engine = replica.replica.loaded.engine
+        warning = "the checkpoint is quantized (gptq, int4) and --quantization int8 rounds it again"
+        engine.facts = msgspec.structs.replace(engine.facts, quantization="int8", warnings=(warning,))
+        state = State.model_validate_json((await replica.admin("/state")).content)
+    assert (state.quantization, state.warnings) == ("int8", (warning,))
 
 
 @pytest.mark.capability("OB-1", "BS-6")

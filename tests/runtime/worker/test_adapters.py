@@ -28,6 +28,7 @@ FAMILIES = {
     "qwen2": {"tie_word_embeddings": True},  # has biases
     "qwen3": {"head_dim": 16},  # norms heads
     "mistral": {"sliding_window": None, "head_dim": 12},
+    "gemma3_text": {"head_dim": 12},  # norms what is added, and heads
 }
 
 

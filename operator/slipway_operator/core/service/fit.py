@@ -72,6 +72,9 @@ def model_shape(spec: InferenceServiceSpec) -> ModelShape | None:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim or shape.hidden_size // shape.heads,
         parameters=shape.parameters,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        moe_intermediate=shape.moe_intermediate_size,
     )
 
 

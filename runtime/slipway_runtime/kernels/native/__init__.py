@@ -11,8 +11,10 @@ from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
+import structlog
 import torch
 
+log = structlog.get_logger()
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (_I,),
@@ -53,7 +55,15 @@ def library() -> Native | None:
     for name in fitting():
         try:
             return Native(Path(__file__).parent / f"{name}.so")
-        except (OSError, AttributeError):  # built from older sources: `compile` builds it again
+        except OSError:
+            continue
+        except AttributeError as missing:
+            log.warning(
+                "the compiled kernels are older than their sources, the reference computes instead: run "
+                "python -m slipway_runtime.kernels.native.compile",
+                library=name,
+                reason=str(missing),
+            )
             continue
     return None
 

@@ -154,3 +154,16 @@ def test_capacity_is_planned_until_a_replica_reports_its_own():
 
 def test_the_shape_of_a_model_is_no_part_of_its_revision():
     assert resolve(on(H100), IMAGE).hash == resolve(on(H100, shape=None), IMAGE).hash
+
+
+QWEN3_30B = {"layers": 48, "hiddenSize": 2048, "heads": 32, "kvHeads": 4, "headDim": 128, "parameters": 30_532_122_624}
+EXPERTS = {"experts": 128, "expertsPerToken": 8, "moeIntermediateSize": 768}
+
+
+@pytest.mark.capability("API-21")
+def test_the_weights_of_all_experts_count_and_the_activations_of_a_tokens_own():
+    """61 GB of weights leave room on an H100, where a dense model of as many weights would need wide activations."""
+    sparse, dense = planned(on(H100, shape=QWEN3_30B | EXPERTS)), planned(on(H100, shape=QWEN3_30B))
+    assert isinstance(sparse, Fits)
+    assert isinstance(dense, DoesNotFit) or dense.kv_tokens < sparse.kv_tokens
+    assert isinstance(planned(on("NVIDIA-L4", shape=QWEN3_30B | EXPERTS)), DoesNotFit)
