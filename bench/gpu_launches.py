@@ -149,7 +149,7 @@ class Recorder:
             known.cases.append(self.case)
 
 
-DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand"})  # kernels that multiply matrices
+DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_times_int8"})  # kernels that multiply matrices
 
 
 def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
@@ -159,6 +159,7 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
     for part, steps in (
         (f"{model_name} {dtype_name} KV {kv}", _attention(model, dtype, kv)),
         (f"{model_name} {dtype_name}", _rows(model, dtype)),
+        (f"{model_name} {dtype_name} bytes", _byte_products(model, dtype, target) if kv == "auto" else iter(())),
         *((f"{model_name} {dtype_name} rank {rank}", _lora(model, dtype, rank)) for rank in ranks),
     ):
         recorder.case = f"{part} "
@@ -230,6 +231,24 @@ def _rows(model: Model, dtype: torch.dtype) -> Iterator[str]:
         gpu.rms_norm(x, weight, 1e-5)
         gpu.add_rms_norm(x, torch.empty_like(x), weight, 1e-5)
         gpu.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
+
+
+def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:
+    """Products with one-byte weights; float8 on cards that have it."""
+    from slipway_runtime.kernels.byte_products import rows_as_float8, times_int8
+
+    if dtype == torch.float32:
+        return
+    for name, size, out in (
+        ("qkv", model.hidden, (model.q_heads + 2 * model.kv_heads) * model.head_dim),
+        ("down", model.inner, model.hidden),
+    ):
+        for tokens in (1, 32, 256):
+            yield f"{name} {tokens}"
+            codes, scales = torch.empty(out, size, dtype=torch.int8), torch.empty(out, dtype=dtype)
+            times_int8(torch.empty(tokens, size, dtype=dtype), codes, scales)
+            if target >= 89:  # `ScaledFp8.fits`
+                rows_as_float8(torch.empty(tokens, size, dtype=dtype))
 
 
 def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:
