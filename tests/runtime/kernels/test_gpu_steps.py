@@ -71,7 +71,7 @@ def test_graphs_end_before_the_scores_and_share_their_buffers():
         assert sum(buffer.nbytes for buffer in buffers) < reserved < scores * 2
 
 
-@pytest.mark.capability("KN-8")
+@pytest.mark.capability("DD-3", "KN-8")
 def test_a_rank_beyond_the_first_reads_nothing_and_sums_twice_a_layer():
     record = run_step("rank 1 of 2")
     assert record.waits == 0
