@@ -12,6 +12,7 @@ operation on two devices raises, and so does whatever reads a value on the host.
 Numbers are not computed. What the host is told of sampled tokens is zero.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,7 @@ class Operation:
     name: str
     nbytes: int = 0  # read and written, of device memory; of an upload or download what travels
     flops: int = 0
+    programs: int = 0  # of a Triton launch; 0: an operator of torch
 
 
 @dataclass
@@ -102,32 +104,37 @@ class FakeGpu:
         self.is_loading = True
 
     def capture(self, compute: Callable[[], object]) -> CapturedGraph:
-        """As `worker.graphs.CudaCapture`: what is computed inside is launched again by each replay."""
-        was_loading, self.is_loading = self.is_loading, False
-        faults = self.record.faults
-        kernels: list[Operation] = []
-        self._captured = kernels
-        compute()
-        self._captured, self.is_loading = None, was_loading
-        if faults:
-            raise RuntimeError(f"cannot be captured: {faults}")
+        """As `worker.graphs.CudaCapture`, but captured when it is first replayed: most sizes never are.
+
+        What is computed inside is launched again by each replay.
+        """
+        captured: list[Operation] = []
 
         def replay() -> None:
-            self.record.operations.append(Operation("graph", f"graph of {len(kernels)}"))
-            self.record.inside += kernels
+            if not captured:
+                self._captured = captured
+                compute()
+                self._captured = None
+            self.record.operations.append(Operation("graph", f"graph of {len(captured)}"))
+            self.record.inside += [
+                Operation("kernel", one.name, *self.attention[one.name], one.programs)
+                if one.name in self.attention
+                else one
+                for one in captured
+            ]
 
         return CapturedGraph(replay)
 
-    def launch(self, name: str, tensors: list[Tensor]) -> None:
-        """A Triton kernel."""
+    def launch(self, name: str, tensors: list[Tensor], programs: int = 0) -> None:
+        """A Triton kernel. programs: of its grid."""
         strangers = {str(one.device) for one in tensors if one.device != DEVICE}
         if strangers:
             raise RuntimeError(f"{name} is launched on {DEVICE} with operands on {sorted(strangers)}")
         if name in self.attention:
-            self._add(Operation("kernel", name, *self.attention[name]))
+            self._add(Operation("kernel", name, *self.attention[name], programs))
             return
         touched = {one.untyped_storage()._cdata: one.nbytes for one in tensors}
-        self._add(Operation("kernel", name, sum(touched[key] for key in touched.keys() - self.caches)))
+        self._add(Operation("kernel", name, sum(touched[key] for key in touched.keys() - self.caches), 0, programs))
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator of torch, after it ran."""
@@ -227,7 +234,9 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
     gpu = FakeGpu()
 
     def run(fn: Any, *args: Any, grid: tuple[int, ...], warmup: bool = False, **kwargs: Any) -> None:
-        gpu.launch(fn.fn.__name__, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
+        gpu.launch(
+            fn.fn.__name__, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)], math.prod(grid)
+        )
 
     with ExitStack() as stack:
         for target, name, value in (

@@ -162,7 +162,16 @@ def main() -> int:
     """Print, and write JSON where asked."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--plan", nargs=2, metavar=("MODEL", "CARD"), help="a roofline on paper; needs no GPU")
     options = parser.parse_args()
+    if options.plan:
+        from bench.gpu_plan import CARDS, CONFIGS, table
+
+        model, card = options.plan
+        if model not in CONFIGS or card not in CARDS:
+            parser.error(f"--plan takes one of {', '.join(CONFIGS)} and one of {', '.join(CARDS)}")
+        print(table(model, card))
+        return 0
     if not torch.cuda.is_available():
         print("There is no GPU here that torch can use: nothing was measured.")
         return 0

@@ -155,7 +155,7 @@ class Recorder:
             known.cases.append(self.case)
 
 
-DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_grouped"})  # kernels that multiply matrices
+DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_grouped", "_times_int8"})  # they multiply matrices
 
 
 def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
@@ -166,6 +166,7 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
         (f"{model_name} {dtype_name} KV {kv}", _attention(model, dtype, kv)),
         (f"{model_name} {dtype_name}", _rows(model, dtype)),
         (f"{model_name} {dtype_name} experts", _experts(model, dtype)),
+        (f"{model_name} {dtype_name} bytes", _byte_products(model, dtype, target) if kv == "auto" else iter(())),
         *((f"{model_name} {dtype_name} rank {rank}", _lora(model, dtype, rank)) for rank in ranks),
     ):
         recorder.case = f"{part} "
@@ -263,6 +264,24 @@ def _experts(model: Model, dtype: torch.dtype) -> Iterator[str]:
         yield f"tokens {tokens}"
         x, chosen = torch.empty(tokens, model.hidden, dtype=dtype), torch.zeros(tokens, per_token, dtype=torch.int64)
         gpu.mix_experts(x, torch.empty(tokens, per_token), chosen, weights)
+
+
+def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:
+    """Products with one-byte weights; float8 on cards that have it."""
+    from slipway_runtime.kernels.byte_products import rows_as_float8, times_int8
+
+    if dtype == torch.float32:
+        return
+    for name, size, out in (
+        ("qkv", model.hidden, (model.q_heads + 2 * model.kv_heads) * model.head_dim),
+        ("down", model.inner, model.hidden),
+    ):
+        for tokens in (1, 32, 256):
+            yield f"{name} {tokens}"
+            codes, scales = torch.empty(out, size, dtype=torch.int8), torch.empty(out, dtype=dtype)
+            times_int8(torch.empty(tokens, size, dtype=dtype), codes, scales)
+            if target >= 89:  # `ScaledFp8.fits`
+                rows_as_float8(torch.empty(tokens, size, dtype=dtype))
 
 
 def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bench.fake_gpu import DEVICE, FakeGpu, Operation, Record, fake_gpu
 from slipway_runtime.kernels import kv_pages
+from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput, TokenMasks
@@ -141,8 +143,13 @@ class Machine:
             samples=(True,) * len(new),
             **more,
         )
-        self.gpu.attention = {"_decode": self._attention(new, computed, decode=True),
-                              "_extend": self._attention(new, computed, decode=False)}  # fmt: skip
+        keys, products = self._attention(new, computed, decode=True)
+        parts = self._parts(new, computed)
+        self.gpu.attention = {
+            "_decode": (keys + parts, products),
+            "_merge": (parts, 0),
+            "_extend": self._attention(new, computed, decode=False),
+        }
         self.runner.execute(before)  # new rows are not in a step of decode
         with self.gpu.step() as record:
             self.runner.follow(plan) if follow else self.runner.execute(plan)
@@ -154,6 +161,12 @@ class Machine:
         of_a_token = 2 * config.num_kv_heads * kv_pages.head_bytes(config.head_dim, self._kv_dtype)
         seen = sum(count * (past + (count + 1) // 2) for count, past in rows)
         return of_a_token * sum(map(sum, rows)), 4 * config.num_q_heads * config.head_dim * seen
+
+    def _parts(self, new: list[int], computed: list[int]) -> int:
+        """Bytes of partial results: what each split of a decoded row leaves for the merge."""
+        lengths = np.array([past + 1 for count, past in zip(new, computed, strict=True) if count == 1], dtype=np.int64)
+        splits = int(num_splits(lengths, SPLIT, MAX_SPLITS).sum())
+        return 4 * splits * self.config.num_q_heads * (self.config.head_dim + 2)
 
     def _sum(self, x: Tensor) -> Tensor:
         self.gpu.launch("all_reduce", [x])

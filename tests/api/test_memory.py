@@ -114,7 +114,6 @@ def test_the_pool_and_everything_else_stay_within_the_budget():
                 assert found.kv_tokens >= needs.max_model_len
 
 
-@pytest.mark.capability("DD-3")
 def test_devices_that_share_a_model_have_their_heads_each_and_the_vocabulary_all():
     part = LLAMA_70B.on_one_of(8)
     vocabulary = 2 * 128_256 * 8192

@@ -56,16 +56,22 @@ def rounded_rows(weight: Tensor | OneScaleRows, dtype: torch.dtype) -> tuple[Ten
 class WeightOnly:
     """One-byte weights, multiplied in the type of x."""
 
-    __slots__ = ("codes", "in_features", "out_features", "scales")
+    __slots__ = ("_on_gpu", "codes", "in_features", "out_features", "scales")
     rows_are_independent = False
 
     def __init__(self, weight: Tensor | OneScaleRows, dtype: torch.dtype) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
         self.codes, scales = rounded_rows(weight, dtype)
         self.scales = scales.to(weight.dtype)
+        self._on_gpu = dtype == torch.int8 and weight.device.type == "cuda" and weight.dtype.itemsize == 2
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
+        if self._on_gpu:
+            from slipway_runtime.kernels.byte_products import MOST_ROWS, times_int8  # Triton, which a CPU never imports
+
+            if len(x) <= MOST_ROWS:
+                return times_int8(x, self.codes, self.scales)
         if x.dtype == torch.float16:  # codes are 100 times as large as weights: their sums would overflow
             return F.linear(x, self.codes.to(x.dtype).mul_(self.scales[:, None]))
         return F.linear(x, self.codes.to(x.dtype)).mul_(self.scales)
@@ -130,9 +136,11 @@ class ScaledFp8:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        codes, scale = quantize_rows(x, torch.float8_e4m3fn)
+        from slipway_runtime.kernels.byte_products import rows_as_float8  # Triton, which a CPU never imports
+
+        codes, scale = rows_as_float8(x)
         y: Tensor = torch._scaled_mm(
-            codes, self._codes.t(), scale_a=scale[:, None], scale_b=self._scales, out_dtype=torch.bfloat16
+            codes, self._codes.t(), scale_a=scale, scale_b=self._scales, out_dtype=torch.bfloat16
         )
         return y.to(x.dtype)
 

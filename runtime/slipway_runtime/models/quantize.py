@@ -2,7 +2,7 @@
 
     quantization   on a CPU                                     on a GPU
     none           packed for the processor                     as they are
-    int8           bytes × bytes where the processor does that  codes back to numbers, then a product
+    int8           bytes × bytes where the processor does that  codes converted in the kernel, up to 256 rows
     fp8            codes back to numbers, then a product        float8 × float8 from compute capability 8.9 on
 
 A checkpoint that is quantized keeps its codes where the machine multiplies them; else they become numbers at load. With

@@ -56,7 +56,7 @@ def test_a_row_is_attended_the_same_by_however_many_programs(programs, device, m
     assert torch.equal(step.triton(device), expected)
 
 
-@pytest.mark.capability("KN-1")
+@pytest.mark.capability("KN-8")
 def test_the_grid_of_a_long_recording_is_bounded(monkeypatch):
     """Finding 12: 256 rows that may reach 32k were 65,536 programs a layer, of which 4,096 had work at 1k."""
     grids = {}

@@ -12,7 +12,6 @@ from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
 NAMES = [name for name in vars(Kernels) if not name.startswith("_")]
 
 
-@pytest.mark.capability("KN-1")
 def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
     chosen = kernels_for(torch.device("cuda"), torch.bfloat16)
     assert {name: getattr(chosen, name).__module__.rsplit(".", 1)[1] for name in NAMES} == {
@@ -41,7 +40,7 @@ def test_one_order_of_sums_is_served_on_either_device():
     assert chosen.plan_attention is attention_plan.plan_in_one_order
 
 
-@pytest.mark.capability("KN-1")
+@pytest.mark.capability("KN-8")
 @pytest.mark.parametrize(
     ("capability", "changed", "sentence"),
     [

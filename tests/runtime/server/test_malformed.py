@@ -199,7 +199,7 @@ async def test_after_all_of_that_a_good_request_is_answered(replica: Running):
     assert len(KINDS) >= 60
 
 
-@pytest.mark.capability("PF-14", "API-11")
+@pytest.mark.capability("API-11")
 @in_the_loop
 async def test_a_small_prompt_does_not_wait_for_large_ones(replica: Running):
     """The threads for large prompts are all taken, and a small one is tokenized beside them."""

@@ -198,7 +198,7 @@ async def test_goodput_can_be_read_for_any_bounds_of_the_grid(replica: Running):
     assert all("ttft_le=" in name and "tpot_le=" in name for name in cells)
 
 
-@pytest.mark.capability("SE-2", "CO-2")
+@pytest.mark.capability("SE-2")
 async def test_labels_do_not_grow_with_what_callers_send(replica: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slipway_runtime.server.metrics.MOST_PAYERS", 2)
     for tenant in ("a", "b", "c", "d"):

@@ -1,0 +1,136 @@
+"""The roofline of a step on paper: `python -m bench.gpu --plan MODEL CARD`.
+
+Bytes, operations, launches and copies are those that the runtime's own code asks of a GPU (`bench.gpu_steps`); nothing
+is timed. The time of a launch is the longest of its bytes over the bandwidth, its operations over the peak, and a
+launch; bandwidth and peak are reduced to what kernels of that kind reach, by the table below. The roofline is what the
+step cannot avoid (weights and KV once, its products) at the full bandwidth and peak of the card.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bench.fake_gpu import Operation, Record
+from bench.gpu_steps import CONFIGS, GREEDY, SAMPLED, a_machine
+from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
+from slipway_runtime.models.config import parse_config
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet: without sparsity, SXM."""
+
+    bandwidth: float  # bytes a second
+    peak: float  # operations a second in bf16
+    multiprocessors: int
+    memory: float  # bytes
+
+
+CARDS = {
+    "A100": Card(2.04e12, 312e12, 108, 80e9),
+    "H100": Card(3.35e12, 989e12, 132, 80e9),
+    "H200": Card(4.8e12, 989e12, 132, 141e9),
+    "B200": Card(8.0e12, 2250e12, 148, 180e9),
+}
+CONTEXTS, BATCHES, PROMPTS = (1024, 8192, 32_768), (1, 32, 256), (2048, 8192)
+# Shares of bandwidth and peak that such kernels reach when they fill the card: assumed, until `make bench-gpu` says.
+PRODUCTS, DECODE, EXTEND, ELEMENTWISE = (0.85, 0.70), (0.85, 0.50), (0.85, 0.50), (0.80, 1.0)
+SHARES = {"linear": PRODUCTS, "_scaled_mm": PRODUCTS, "_decode": DECODE, "_extend": EXTEND}
+PROGRAM_SHARE = 2.5  # of the card's bandwidth by its multiprocessors, that one of them can draw alone
+IN_GRAPH, OUTSIDE = 1.8e-6, 5e-6  # seconds of a launch: the gap between two kernels, and the host's call
+COPY = 8e-6  # seconds of a small copy; for the last one the host waits
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step on paper."""
+
+    case: str
+    launches: int  # of the host: kernels outside of graphs, and graphs
+    kernels: int  # all of them
+    copies: int
+    nbytes: int
+    flops: int
+    seconds: float
+    roofline_seconds: float
+
+    @property
+    def share(self) -> float:
+        """Of the roofline."""
+        return self.roofline_seconds / self.seconds
+
+
+def decode(model: str, card: Card, rows: int, context: int) -> Planned:
+    """A recorded step of so many rows."""
+    with a_machine(model, layers=_layers(model), rows=rows, longest=context, graphs=True) as machine:
+        machine.step([1] * rows, [context - 1] * rows, SAMPLED)
+        record = machine.step([1] * rows, [context - 1] * rows, SAMPLED)
+        config = machine.config
+    splits = int(num_splits(np.array(context), SPLIT, MAX_SPLITS))
+    return _planned(f"decode {rows} × {context}", record, card, rows * config.num_kv_heads * splits)
+
+
+def prefill(model: str, card: Card, tokens: int) -> Planned:
+    """A prompt of so many tokens, alone."""
+    with a_machine(model, layers=_layers(model), rows=1, longest=tokens) as machine:
+        record = machine.step([tokens], [0], GREEDY)
+    return _planned(f"prefill {tokens}", record, card, 0)
+
+
+def plan(model: str, card: Card) -> Iterator[Planned]:
+    """All cases that the card's memory holds."""
+    config = parse_config(CONFIGS[model])
+    for context in CONTEXTS:
+        for rows in BATCHES:
+            if 2 * config.num_parameters + rows * context * config.kv_bytes_per_token(2) < 0.9 * card.memory:
+                yield decode(model, card, rows, context)
+    for tokens in PROMPTS:
+        yield prefill(model, card, tokens)
+
+
+def seconds(one: Operation, card: Card, gap: float) -> float:
+    """Of one launch. Few programs cannot draw the whole bandwidth."""
+    bandwidth_share, peak_share = SHARES.get(one.name, ELEMENTWISE)
+    if one.programs:
+        bandwidth_share = min(bandwidth_share, one.programs * PROGRAM_SHARE / card.multiprocessors)
+    return max(one.nbytes / (card.bandwidth * bandwidth_share), one.flops / (card.peak * peak_share)) + gap
+
+
+def _planned(case: str, record: Record, card: Card, decode_programs: int) -> Planned:
+    def busy(one: Operation) -> Operation:  # a recorded grid has programs that find nothing to do
+        return replace(one, programs=min(one.programs, decode_programs)) if one.name == "_decode" else one
+
+    outside = [one for one in record.operations if one.kind == "kernel"]
+    copies = record.count("upload") + record.count("download")
+    total = sum(seconds(busy(one), card, IN_GRAPH) for one in record.inside)
+    # The host queues what is outside of a graph while the device computes: it pays for what is left of that.
+    eager = sum(seconds(busy(one), card, IN_GRAPH) for one in outside)
+    total += max(eager, len(outside) * OUTSIDE) if not record.inside else eager
+    total += COPY * copies
+    needed = [one for one in (*outside, *record.inside) if one.name in SHARES]
+    floor = max(sum(one.nbytes for one in needed) / card.bandwidth, sum(one.flops for one in needed) / card.peak)
+    return Planned(
+        case, len(outside) + record.count("graph"), len(outside) + len(record.inside), copies, record.nbytes,
+        record.flops, total, floor,
+    )  # fmt: skip
+
+
+def _layers(model: str) -> int:
+    return parse_config(CONFIGS[model]).num_layers
+
+
+def table(model: str, card_name: str) -> str:
+    """As Markdown."""
+    lines = [
+        f"{model} on {card_name}, bf16, on paper",
+        "",
+        "| step | launches of the host | kernels | copies | GB moved | TFLOP | expected ms | share of the roofline |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one.case} | {one.launches} | {one.kernels} | {one.copies} | {one.nbytes / 1e9:.2f} | "
+        f"{one.flops / 1e12:.3f} | {one.seconds * 1e3:.2f} | {one.share:.0%} |"
+        for one in plan(model, CARDS[card_name])
+    ]
+    return "\n".join(lines)

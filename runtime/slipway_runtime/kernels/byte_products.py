@@ -1,0 +1,91 @@
+"""Products with weights of one byte on a GPU, in Triton. Tested against `layers.matmul_quantized`.
+
+- times_int8: x times int8 codes, read once as bytes and converted in registers; the sums are float32, multiplied by a
+  scale per output and rounded once, so float16 does not overflow. A decode step reads half the bytes of a product in 16
+  bits; converting the codes beforehand reads and writes five bytes a weight, 2.5 times as many.
+- rows_as_float8: rows of x rounded to float8 with a scale each, in one launch; operator by operator it took six.
+
+What they compile to is in docs/gpu-ledger.md; nothing was timed on a GPU yet.
+"""
+
+# mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
+# Triton comes without types, and gives the arguments of a kernel its own.
+# ruff: noqa: N803
+# Compile-time constants of a kernel are upper case, as everywhere in Triton.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["MOST_ROWS", "rows_as_float8", "times_int8"]
+
+# Rows from which a product is bound by its operations: then codes are converted once, and the library multiplies.
+MOST_ROWS = 256
+# For so many rows: rows, outputs and inputs of a tile, warps, stages. Narrow tiles of outputs, so that a decode step of
+# few rows is read by as many programs as there are multiprocessors.
+_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 4, 4)))
+_LARGEST = 448.0  # code of float8_e4m3fn
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+
+
+def times_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """x: (T, in), T ≤ MOST_ROWS  codes: (out, in) int8  scales: (out,) -> (T, out), in the type of x."""
+    rows, inputs = x.shape
+    outputs = codes.shape[0]
+    x = x.contiguous()
+    assert codes.is_contiguous(), "a row of codes lies side by side"
+    y = x.new_empty(rows, outputs)
+    block_m, block_n, block_k, warps, stages = next(tile for most, tile in _TILES if rows <= most)
+    _times_int8[(triton.cdiv(outputs, block_n), triton.cdiv(rows, block_m))](
+        x, codes, scales, y, rows, OUT=outputs, IN=inputs, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def rows_as_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (T, in) -> codes (T, in) float8_e4m3fn and scales (T, 1), float32: the largest becomes the largest code."""
+    x = x.contiguous()
+    rows, inputs = x.shape
+    codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    _rows_as_float8[(rows,)](
+        x, codes, scales, LARGEST=_LARGEST, SMALLEST=_SMALLEST_SCALE, IN=inputs, BLOCK=triton.next_power_of_2(inputs),
+        num_warps=8,
+    )  # fmt: skip
+    return codes, scales
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _times_int8(
+    x, codes, scales, y, rows,
+    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of outputs, blocks of rows)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    of_row = x + m.to(tl.int64)[:, None] * IN
+    of_output = codes + n.to(tl.int64)[:, None] * IN
+    for start in range(0, IN, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(of_row + k[None, :], mask=(m < rows)[:, None] & (k < IN)[None, :], other=0.0)
+        b = tl.load(of_output + k[None, :], mask=(n < OUT)[:, None] & (k < IN)[None, :], other=0)
+        acc += tl.dot(a, tl.trans(b.to(tl.float32).to(a.dtype)))
+    acc *= tl.load(scales + n, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
+    place = y + m.to(tl.int64)[:, None] * OUT + n[None, :]
+    tl.store(place, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (n < OUT)[None, :])
+
+
+@triton.jit
+def _rows_as_float8(
+    x, codes, scales, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, IN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row, held in registers. Grid: (T,)."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    values = tl.load(x + row * IN + k, mask=k < IN, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(values), 0), LARGEST), SMALLEST)
+    tl.store(scales + row, scale)
+    tl.store(codes + row * IN + k, tl.div_rn(values, scale).to(codes.dtype.element_ty), mask=k < IN)
