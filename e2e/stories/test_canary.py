@@ -7,7 +7,7 @@ import pytest
 
 from e2e.canary import edit, manifest, wait_served, weights
 from e2e.manifests import as_yaml
-from e2e.slipway import USER_NAMESPACE, Json, Slipway, wait_for
+from e2e.slipway import USER_NAMESPACE, Event, Json, Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -17,6 +17,13 @@ def serve(slipway: Slipway, spec: Json) -> str:
     """Apply it and wait until its revision has served completely; the hash."""
     slipway.apply(as_yaml(spec))
     return wait_served(slipway, spec["metadata"]["name"])
+
+
+def rolled_back(slipway: Slipway, name: str) -> list[Event]:
+    """The events CanaryRolledBack of the service; they are posted after the status is written."""
+    return wait_for(
+        "CanaryRolledBack", lambda: [one for one in slipway.events(name) if one.reason == "CanaryRolledBack"]
+    )
 
 
 def ask(slipway: Slipway, name: str, pin: str = "") -> httpx.Response:
@@ -62,7 +69,7 @@ def test_a_canary_that_answers_a_smoke_test_wrongly_gets_no_request(clean: Slipw
     wait_for("it is rolled back", lambda: clean.service("wrong")["status"].get("failedRevision") == new, timeout=90)
 
     assert weights(clean, "wrong") == {old: 100, new: 0}
-    (event,) = [one for one in clean.events("wrong") if one.reason == "CanaryRolledBack"]
+    (event,) = rolled_back(clean, "wrong")
     assert "smoke test 1 of 1" in event.note
     wait_for("it is gone", lambda: len(clean.pods("wrong")) == 1)
     assert ask(clean, "wrong").headers[names.HEADER_REVISION] == old
@@ -81,7 +88,7 @@ def test_a_slow_canary_is_rolled_back_and_not_tried_again(clean: Slipway) -> Non
     finally:
         load.stop()
 
-    (event,) = [one for one in clean.events("slow") if one.reason == "CanaryRolledBack"]
+    (event,) = rolled_back(clean, "slow")
     assert "TTFTP95" in event.note
     assert " against " in event.note
     wait_for("the canary is gone", lambda: len(clean.pods("slow")) == 1, timeout=90)
