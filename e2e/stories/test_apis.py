@@ -22,9 +22,9 @@ def test_responses_messages_and_embeddings_through_one_endpoint(clean: Slipway) 
     url = f"http://127.0.0.1:{clean.access.port(GATEWAY)}"
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        response = client.responses.create(model="talk", input="What is a pod?", temperature=0, max_output_tokens=40)
+        response = client.responses.create(model="talk", input="What is a pod?", temperature=0, max_output_tokens=200)
         with client.responses.stream(
-            model="talk", input="What is a pod?", temperature=0, max_output_tokens=40
+            model="talk", input="What is a pod?", temperature=0, max_output_tokens=200
         ) as stream:
             streamed = stream.get_final_response()
         embedded = client.embeddings.create(model="vectors", input=["A pod.", "A pod.", "A node."])
@@ -32,7 +32,7 @@ def test_responses_messages_and_embeddings_through_one_endpoint(clean: Slipway) 
             client.responses.create(model="vectors", input="What is a pod?")
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         ask = {"model": "talk", "messages": [{"role": "user", "content": "What is a pod?"}]}
-        with client.messages.stream(**ask, max_tokens=40, extra_body={"temperature": 0}) as stream:
+        with client.messages.stream(**ask, max_tokens=200, extra_body={"temperature": 0}) as stream:
             said = "".join(stream.text_stream)
         counted = client.messages.count_tokens(**ask)
 
