@@ -1,11 +1,14 @@
 """Benchmark of the gateway: delay and CPU that it adds per chunk and per request, and the cost of a fleet change.
 
-The peer is `bench.bare_proxy`, the least that passes a stream on with the same library. All three alternate in one
-run, so that a busy neighbour hits all of them.
+Peers are `bench.bare_proxy`, the least that passes a stream on with the same library, and where their packages can be
+had nginx, a proxy in C that knows nothing of models, and LiteLLM's proxy. All alternate in one run, so that a busy
+neighbour hits all of them.
 """
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -13,8 +16,11 @@ import msgspec
 import uvloop
 
 from bench.figures import Figure, Section
+from bench.litellm import a_litellm
+from bench.nginx import an_nginx
+from bench.packages import NoProgramError
 from bench.plan import Percentiles
-from bench.servers import MODEL_NAME, Server, a_gateway, a_module
+from bench.servers import MODEL_NAME, Server, ServerFailedError, a_gateway, a_module
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.resolve import RoutingTable
 
@@ -23,6 +29,13 @@ INTERVAL_MS = 50  # 20 chunks a second, as a comfortable reader gets
 CHUNKS = 100  # per stream and round: 5 s
 REQUESTS = 400  # short ones, eight at a time
 ROUNDS = 3
+MESSAGES = [{"role": "user", "content": "Tell me a story."}]
+
+
+PEERS: dict[str, Callable[[str], AbstractContextManager[Server]]] = {
+    "nginx": lambda upstream: an_nginx(upstream, "proxy_buffering off"),
+    "LiteLLM": a_litellm,
+}
 
 
 @dataclass
@@ -42,29 +55,42 @@ def measure(rounds: int = ROUNDS, streams: int = STREAMS) -> Section:
         a_module("upstream") as upstream,
         a_module("bare_proxy", "--upstream", upstream.url) as bare,
         a_gateway((MODEL_NAME, upstream.url)) as gateway,
+        ExitStack() as stack,
     ):
         ways = {"direct": (upstream, Samples()), "bare": (bare, Samples()), "through": (gateway, Samples())}
+        for name, start in PEERS.items():
+            try:
+                ways[name] = (stack.enter_context(start(upstream.url)), Samples())
+            except (NoProgramError, ServerFailedError) as missing:
+                print(f"without {name}: {missing}")
         for _ in range(rounds):
             for server, samples in ways.values():
                 uvloop.run(_round(samples, server, streams))
         samples_of = {way: samples for way, (_, samples) in ways.items()}
-        return _section(**samples_of, gateway=gateway, rounds=rounds, streams=streams)
+        peers = {name: samples_of.pop(name) for name in PEERS if name in samples_of}
+        return _section(**samples_of, peers=peers, gateway=gateway, rounds=rounds, streams=streams)
 
 
 async def _round(samples: Samples, server: Server, streams: int) -> None:
     url = f"{server.url}/v1/chat/completions"
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        before = server.cpu_seconds()
-        await asyncio.gather(*(_stream(session, url, samples) for _ in range(streams)))
-        between = server.cpu_seconds()
-        await asyncio.gather(*(_requests(session, url, samples, REQUESTS // 8) for _ in range(8)))
-        samples.cpu_streams += between - before
-        samples.cpu_requests += server.cpu_seconds() - between
+
+    def session() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+    # A session for each part: a slow peer may have closed connections that were idle while its last streams ended.
+    before = server.cpu_seconds()
+    async with session() as streaming:
+        await asyncio.gather(*(_stream(streaming, url, samples) for _ in range(streams)))
+    between = server.cpu_seconds()
+    async with session() as asking:
+        await asyncio.gather(*(_requests(asking, url, samples, REQUESTS // 8) for _ in range(8)))
+    samples.cpu_streams += between - before
+    samples.cpu_requests += server.cpu_seconds() - between
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, samples: Samples) -> None:
-    body = {"model": MODEL_NAME, "stream": True, "max_tokens": CHUNKS, "interval_ms": INTERVAL_MS}
+    body = {"model": MODEL_NAME, "messages": MESSAGES, "stream": True, "max_tokens": CHUNKS, "interval_ms": INTERVAL_MS}
     buffer, first, started = b"", True, time.monotonic()
     async with session.post(url, json=body) as response:
         response.raise_for_status()
@@ -75,21 +101,34 @@ async def _stream(session: aiohttp.ClientSession, url: str, samples: Samples) ->
                 samples.first.append(time.monotonic() - started)
                 first = False
             for event in events:
-                if event != b"data: [DONE]":
-                    samples.delay.append((now - msgspec.json.decode(event[6:])["at"]) / 1e9)
+                if event != b"data: [DONE]" and (written := _written_at(event)):
+                    samples.delay.append((now - written) / 1e9)
+
+
+def _written_at(event: bytes) -> int:
+    """When the upstream wrote the event; 0: a proxy made it, and it has no text."""
+    choices = msgspec.json.decode(event[6:]).get("choices")
+    return int(choices[0]["delta"].get("content") or 0) if choices else 0
 
 
 async def _requests(session: aiohttp.ClientSession, url: str, samples: Samples, count: int) -> None:
     for _ in range(count):
         started = time.monotonic()
-        async with session.post(url, json={"model": MODEL_NAME, "messages": []}) as response:
+        async with session.post(url, json={"model": MODEL_NAME, "messages": MESSAGES}) as response:
             response.raise_for_status()
             await response.read()
         samples.short.append(time.monotonic() - started)
 
 
 def _section(
-    *, direct: Samples, bare: Samples, through: Samples, gateway: Server, rounds: int, streams: int
+    *,
+    direct: Samples,
+    bare: Samples,
+    through: Samples,
+    gateway: Server,
+    rounds: int,
+    streams: int,
+    peers: Mapping[str, Samples],
 ) -> Section:
     chunks, requests = rounds * streams * (CHUNKS + 1), rounds * REQUESTS
     how = f"{streams} streams × {1000 // INTERVAL_MS} chunks/s"
@@ -100,11 +139,22 @@ def _section(
         Figure("CPU per request ÷ bare proxy", through.cpu_requests / bare.cpu_requests, "×", "same run"),
         Figure("memory", gateway.rss_bytes() / 2**20, "MiB", f"after {chunks:,} chunks"),
     ]
-    for name, mine, theirs in (
+    compared = [
         ("chunk delay", through.delay, direct.delay),
         ("chunk delay of the bare proxy", bare.delay, direct.delay),
         ("short request", through.short, direct.short),
-    ):
+    ]
+    for peer, its in peers.items():
+        figures += [
+            Figure(f"CPU per chunk of {peer}", its.cpu_streams / chunks * 1e6, "µs", "same run"),
+            Figure(f"CPU per chunk ÷ {peer}", through.cpu_streams / max(its.cpu_streams, 0.01), "×", "same run"),
+            Figure(f"CPU per request ÷ {peer}", through.cpu_requests / max(its.cpu_requests, 0.01), "×", "same run"),
+        ]
+        compared += [
+            (f"chunk delay of {peer}", its.delay, direct.delay),
+            (f"short request of {peer}", its.short, direct.short),
+        ]
+    for name, mine, theirs in compared:
         a, b = Percentiles.of(mine), Percentiles.of(theirs)
         figures += [
             Figure(f"{name}, added at p50", (a.p50 - b.p50) * 1e3, "ms", f"{b.p50 * 1e3:.2f} direct"),

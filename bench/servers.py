@@ -92,9 +92,9 @@ def _serving(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
 
 @contextmanager
 def served_by(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], ports: tuple[int, int]
+    command: Sequence[str], log: Path, environment: Mapping[str, str], ports: tuple[int, int], *, ready: str = "/ready"
 ) -> Iterator[Server]:
-    """Any command that answers on these two ports, with `/ready` on the second one, once it is ready."""
+    """Any command that answers on these two ports, with the path `ready` on the second one, once it is ready."""
     port, admin_port = ports
     # The process goes when we go, even if we are killed.
     tied = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
@@ -104,7 +104,7 @@ def served_by(
         )
     server = Server(process, port, admin_port, log)
     try:
-        _await_ready(server)
+        _await_ready(server, ready)
         yield server
     finally:
         stop(server)
@@ -121,13 +121,13 @@ def stop(server: Server) -> int:
         return server.process.wait()
 
 
-def _await_ready(server: Server) -> None:
+def _await_ready(server: Server, path: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise ServerFailedError(f"exit status {server.process.returncode}:\n{_tail(server.log)}")
         try:
-            with urllib.request.urlopen(f"{server.admin_url}/ready", timeout=5):
+            with urllib.request.urlopen(f"{server.admin_url}{path}", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)

@@ -87,6 +87,17 @@ class RoutingStrategy(StrEnum):
     ROUND_ROBIN = "RoundRobin"
 
 
+class Fallback(Struct):
+    """Another service that answers when this one cannot in time."""
+
+    service: str = Field(min_length=1, max_length=40)
+    """Name of an InferenceService of the same namespace. It answers while it has a ready replica and the caller may use
+    it; its own fallback comes after it. Requests that pin a revision, or name an adapter, stay with this service."""
+    after_seconds: int = Field(default=3, ge=0, le=600)
+    """How long a request waits for a ready replica of this service, and a streamed one for the first byte of its
+    answer. A request that this service refuses, or whose replicas fail, goes on at once."""
+
+
 class Routing(Struct):
     """How requests reach the replicas."""
 
@@ -100,6 +111,8 @@ class Routing(Struct):
     request_timeout_seconds: int = Field(default=600, ge=1, le=86_400)
     """How long a request may take from its arrival at the gateway to the last byte of its answer, streamed or not: then
     an answer that has not begun is a 504, and a stream ends. The gateway obeys a change at once."""
+    fallback: Fallback | None = None
+    """Another service that answers when this one cannot in time. Absent: none does."""
 
 
 class Profile(StrEnum):
@@ -258,7 +271,8 @@ class InferenceServiceSpec(Struct):
     """The model, its served name and its credentials."""
     profile: Profile | None = None
     """The kind of load: chat, coding, voice, batch or long-context. It fills runtime.maxNumSeqs,
-    runtime.maxNumBatchedTokens and runtime.speculation where they are at their default. Absent: fills nothing."""
+    runtime.maxNumBatchedTokens and runtime.speculation where they are at their default, and resources.requests of CPU
+    and memory for each GPU where nothing is said of them. Absent: fills nothing."""
     runtime: Runtime = Runtime()
     """How a replica runs the model."""
     resources: Resources = Resources()

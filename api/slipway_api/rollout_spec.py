@@ -259,6 +259,11 @@ SPEC_RULES = (
         ".rollout.gates",
     ),
     Rule(
+        "self.runtime.task != 'embed' || !has(self.rollout.gates)",
+        "rollout.gates ask for text, which a service with runtime.task embed does not generate",
+        ".rollout.gates",
+    ),
+    Rule(
         "self.rollout.strategy != 'Canary' || (has(self.model.servedName) ? self.model.servedName : '') == "
         "(has(oldSelf.model.servedName) ? oldSelf.model.servedName : '')",
         "strategy Canary cannot change model.servedName: requests are split between two revisions of one name; "

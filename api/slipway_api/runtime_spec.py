@@ -158,6 +158,11 @@ class Runtime(Struct):
             "task embed computes prompts only: speculation must be none",
             ".speculation",
         ),
+        Rule(
+            "self.task != 'embed' || !has(self.lora)",
+            "lora is only for task generate: an adapter is routed when it has generated a token",
+            ".lora",
+        ),
         Rule("self.blockSize in [8, 16, 32, 64, 128]", "blockSize must be 8, 16, 32, 64 or 128", ".blockSize"),
         Rule(
             "self.maxOutputTokens == 0 || self.maxModelLen == 0 || self.maxOutputTokens < self.maxModelLen",

@@ -39,8 +39,8 @@ def main() -> int:
                 with step(2, "Install Slipway from its chart with helm"):
                     slipway.install()
                 Acts(slipway, figures).run()
-            except StepFailedError as exc:
-                failure = str(exc)
+            except Exception as exc:  # noqa: BLE001  the summary says what was kept, and where it ended
+                failure = str(exc) if isinstance(exc, StepFailedError) else f"{type(exc).__name__}: {exc}"
             if keep:
                 next_steps(slipway)
     except KeyboardInterrupt:

@@ -113,6 +113,8 @@ class RequestRecord:
     latency_limits: LatencyLimits = NO_LIMITS  # of its service's spec.slo
     capture: Capture | None = None  # of an answer that is compared with its copy's
     trace: RequestTrace = NO_TRACE
+    fallback_from: str = ""  # the served name of the service that was asked, when another one answers
+    degraded: str = ""  # what was taken from the request because of overload
 
     @property
     def labels(self) -> tuple[str, str, str]:

@@ -33,8 +33,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_WARNING: Final = "No API keys are configured: anyone who can reach this gateway may call every model."
 
 
-def client_app(fleet: Fleet, requests: Requests) -> web.Application:
-    """The application for clients."""
+def client_app(
+    fleet: Fleet, requests: Requests, *, more: Callable[[web.Application], None] = lambda _: None
+) -> web.Application:
+    """The application for clients; `more` adds the paths of the batch API where that is on."""
 
     @web.middleware
     async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -78,6 +80,7 @@ def client_app(fleet: Fleet, requests: Requests) -> web.Application:
         app.router.add_post(path, requests.handle)
     app.router.add_get(MODELS_PATH, models)
     app.router.add_get(MODELS_PATH + "/{model:.+}", model)
+    more(app)
     app.router.add_route("*", "/{path:.*}", reject_path)
     return app
 

@@ -15,6 +15,7 @@ Refusal
 ├── service_memory_full    429 too many bytes of request bodies, of one service
 ├── service_requests_full  429 too many open requests, of one service
 ├── tenant_limit           429 a limit of the tenant
+├── overloaded             429 the service cannot keep up, and the tenant has a low priority
 ├── internal               500 our own mistake
 ├── bad_gateway            502 every replica that was tried broke off
 ├── not_ready              503 no replica can answer now
@@ -185,6 +186,11 @@ def suspended(service: str) -> Refusal:
 def waiting_room_full(service: str, limit: str, retry_after: int) -> Refusal:
     """As many requests as may wait for a replica do so already; `limit`: requests or bytes."""
     return not_ready(f"as many {limit} as may wait for {service} are waiting", retry_after=retry_after)
+
+
+def overloaded(model: str) -> Refusal:
+    """The service cannot keep up, and the request is of those that are refused first."""
+    return Refusal(429, "RateLimitError", f"{model} is overloaded; this caller has a low priority.", retry_after=2)
 
 
 def not_synced() -> Refusal:

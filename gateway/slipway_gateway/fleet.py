@@ -208,6 +208,24 @@ class Fleet:
                 self._destinations[service] = destination
         return destination
 
+    def foreign_waiting(self, service: str) -> int:
+        """How many requests that are not of this gateway wait at the service's replicas, as these reported."""
+        destination = self._destinations.get(service)
+        reports = destination.reports.fresh(self._clock()) if destination is not None else {}
+        return sum(report.foreign_waiting for report in reports.values())
+
+    def waiting(self, service: str) -> list[int]:
+        """How many requests wait at each ready replica: those of this gateway, and those that it reported of others."""
+        destination = self._destinations.get(service)
+        if destination is None or service not in self.table.services:
+            return []
+        reports = destination.reports.fresh(self._clock())
+        return [
+            len(destination.leases.get(one.name, ()))
+            + (reports[one.name].foreign_waiting if one.name in reports else 0)
+            for one in self.table.route(service).endpoints
+        ]
+
     def load(self, endpoint: Endpoint) -> Load:
         """What this gateway has outstanding there."""
         destination = self._destinations.get(endpoint.service)

@@ -13,7 +13,14 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
-from slipway_api.names import HEADER_ADAPTER, HEADER_MODEL, HEADER_REQUEST_ID, HEADER_REVISION
+from slipway_api.names import (
+    HEADER_ADAPTER,
+    HEADER_DEGRADED,
+    HEADER_FALLBACK_FROM,
+    HEADER_MODEL,
+    HEADER_REQUEST_ID,
+    HEADER_REVISION,
+)
 from slipway_gateway.access_log import SHUTTING_DOWN, RequestRecord
 from slipway_gateway.apis import error_event
 from slipway_gateway.fleet import Lease
@@ -164,6 +171,10 @@ class Forwarder:
     def sign(self, response: R, record: RequestRecord) -> R:
         """The same response under the request's id; closing its connection when this gateway is about to go."""
         response.headers[HEADER_REQUEST_ID] = record.request_id
+        if record.fallback_from:
+            response.headers[HEADER_FALLBACK_FROM] = record.fallback_from
+        if record.degraded:
+            response.headers[HEADER_DEGRADED] = record.degraded
         if self.leaving:
             response.force_close()
         return response

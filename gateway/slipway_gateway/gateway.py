@@ -8,11 +8,16 @@ import structlog
 
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.app import OPEN_WARNING, Admin, client_app
+from slipway_gateway.batch.api import ENDPOINTS as BATCH_ENDPOINTS
+from slipway_gateway.batch.api import BatchApi
+from slipway_gateway.batch.store import BatchStore
+from slipway_gateway.batch.worker import BatchWorker
 from slipway_gateway.fleet import Fleet, View, static_fleet
 from slipway_gateway.journal import JournalMemory
 from slipway_gateway.keys import GatewayKeys
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
+from slipway_gateway.overload import Ladder
 from slipway_gateway.peers import Peers
 from slipway_gateway.request_body import BodyReader
 from slipway_gateway.requests import Requests
@@ -77,6 +82,7 @@ class Gateway:
                 max_bytes=settings.max_handover_bytes, max_stream_bytes=settings.max_handover_stream_bytes
             ),
             handover_seconds=settings.handover_seconds,
+            ladder=Ladder(settings.degrade_waiting, settings.degrade_max_tokens),
             tracing=Tracing(
                 settings.otlp_endpoint,
                 ratio=settings.trace_ratio,
@@ -94,8 +100,21 @@ class Gateway:
         )
         certificate = Certificate(settings.tls_directory) if settings.tls_directory is not None else None
         self.metrics.add_certificate(certificate)
+        self.batches: BatchWorker | None = None
+        if settings.batch_directory is not None:
+            store = BatchStore(settings.batch_directory)
+            handlers = dict.fromkeys(BATCH_ENDPOINTS, self.requests.handle)
+            self.batches = BatchWorker(
+                store, self.fleet, self.tenancy, handlers, concurrency=settings.batch_concurrency
+            )
+            batch_api = BatchApi(store, self.batches, self.tenancy, settings.batch_limits)
+        add_batches = batch_api.add_routes if self.batches is not None else lambda _: None
         self.client_listener = Listener(
-            client_app(self.fleet, self.requests), settings.bind, settings.port, limits, certificate=certificate
+            client_app(self.fleet, self.requests, more=add_batches),
+            settings.bind,
+            settings.port,
+            limits,
+            certificate=certificate,
         )
         self.admin_listener = Listener(self.admin.app(), settings.bind, settings.admin_port, limits)
         self.metrics.add_listener("clients", self.client_listener.connections)
@@ -132,6 +151,8 @@ class Gateway:
                 watch = Watch(client, self.fleet, namespaces=self.settings.watch_namespaces)
                 self.watching = asyncio.create_task(watch.run(), name="watch")
                 stack.push_async_callback(_cancel, self.watching)
+            if self.batches is not None:
+                await stack.enter_async_context(self.batches)
             await self.admin_listener.open(stack)
             await self.client_listener.open(stack)
             self._stack = stack.pop_all()
@@ -148,6 +169,8 @@ class Gateway:
         self.admin.leave()
         self.requests.leave()
         log.info("leaving", open_requests=self.requests.open)
+        if self.batches is not None:
+            await self.batches.stop()
         await _first_of(self.settings.propagation_seconds, hurry)
         self.client_listener.close()
         if not hurry.is_set():

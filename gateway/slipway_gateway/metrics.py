@@ -55,6 +55,14 @@ class Metrics:
             "slipway_gateway_refused", "Requests refused because their service holds its share of a resource",
             ["service", "resource"], registry=registry,
         )  # fmt: skip
+        self.fallbacks = Counter(
+            "slipway_gateway_fallbacks", "Requests that went to another service, by what kept their own from answering",
+            ["service", "fallback", "reason"], registry=registry,
+        )  # fmt: skip
+        self.degraded = Counter(
+            "slipway_gateway_degraded", "Requests of an overloaded service: shed, capped, fallback",
+            ["service", "step"], registry=registry,
+        )  # fmt: skip
         self.mirrored = Counter(
             "slipway_gateway_mirrored",
             "Copies of requests by outcome: answered, same or different as the user's answer, failed, skipped",
@@ -94,7 +102,7 @@ class Metrics:
         self._labelled = (
             self.requests, self.first_byte, self.duration, self.retries, self.retries_denied, self.refused,
             self.upstream_errors, self.broken_streams, self.open_streams, self.mirrored, self.handovers,
-            self.handovers_failed, self.handover_disabled,
+            self.handovers_failed, self.handover_disabled, self.fallbacks, self.degraded,
         )  # fmt: skip
         self.before_exposition: list[Callable[[], None]] = []
         registry.register(_FleetCollector(fleet))

@@ -12,17 +12,18 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import msgspec
 import structlog
 from aiohttp import web
-from multidict import CIMultiDict
 
-from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_MODEL, HEADER_NOT_STARTED, HEADER_TOKEN_IDS
+from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_TOKEN_IDS
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
-from slipway_gateway.apis import refusal_response
+from slipway_gateway.apis import GENERATING_PATHS, limit_field, refusal_response
+from slipway_gateway.attempts import FAILURES, Attempts, RejectedAttempt, rejected_attempt
 from slipway_gateway.errors import (
     Refusal,
     bad_gateway,
@@ -30,12 +31,14 @@ from slipway_gateway.errors import (
     internal,
     not_ready,
     not_synced,
+    overloaded,
     service_memory_full,
     service_requests_full,
     set_retry_after,
     unknown_model,
     unknown_revision,
 )
+from slipway_gateway.fallback import Chain, NoAnswer
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.handover import DEADLINE_GRACE_SECONDS, Handover, Interrupted
@@ -44,22 +47,22 @@ from slipway_gateway.journal import JournalMemory
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.mirror import Mirror
 from slipway_gateway.outcomes import Outcomes
+from slipway_gateway.overload import Ladder, Step
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
 from slipway_gateway.shares import SharedCapacity
-from slipway_gateway.tenancy import Tenancy, internal_headers
+from slipway_gateway.tenancy import Tenancy, internal_headers, set_max_tokens
+from slipway_gateway.tenants import Caller
 from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import (
     DEADLINE,
+    BudgetError,
     DeadlineError,
     FirstByteWait,
     LostError,
-    MovedError,
-    Reply,
     RevisionError,
     SilentError,
-    UnreachableError,
     Upstream,
     UpstreamError,
     answers_for_other,
@@ -70,36 +73,6 @@ from slipway_gateway.waiting_room import WaitingRoom
 log = structlog.get_logger()
 
 MAX_WHOLE_BYTES = 1 << 20  # of an answer in one piece that is read whole first: half of it could not be retried
-MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
-UNAVAILABLE_SECONDS = 2.0  # ejection of a replica that answered 503: by then the watch shows that it is not ready
-ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
-
-_FAILURES: dict[type[UpstreamError], AttemptFailure] = {
-    UnreachableError: AttemptFailure.UNREACHABLE,
-    LostError: AttemptFailure.LOST,
-    SilentError: AttemptFailure.SILENT,
-    MovedError: AttemptFailure.MOVED,
-    RevisionError: AttemptFailure.WRONG_REVISION,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedAttempt:
-    """A replica's answer that another replica may better, kept whole."""
-
-    failure: AttemptFailure
-    status: int
-    headers: CIMultiDict[str]
-    body: bytes
-
-
-@dataclass(slots=True)
-class Attempts:
-    """The attempts of one request so far."""
-
-    failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
-    last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
-    matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
 
 
 class Requests:
@@ -119,6 +92,7 @@ class Requests:
         loading_seconds: float = 0.0,
         tenancy: Tenancy | None = None,
         tracing: Tracing | None = None,
+        ladder: Ladder | None = None,
     ) -> None:
         self._fleet = fleet
         self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
@@ -139,6 +113,7 @@ class Requests:
         self._policy = policy or RetryPolicy()
         self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
         self.tracing = tracing or Tracing("")
+        self._ladder = ladder or Ladder()
         self._forwarder = Forwarder(metrics)
         self._handover = Handover(
             fleet, upstream, self._forwarder, metrics, memory=journals, wait_seconds=handover_seconds
@@ -208,26 +183,99 @@ class Requests:
             inference = parse(body.content, request, tenant=record.tenant)
             record.stream, record.max_tokens = inference.stream, inference.max_tokens
             route = self._resolve(inference, record)
-            service = route.service.key
             self.tenancy.check(caller, body, inference, record)
-            if not body.assign_to(service):
-                self._metrics.refused.labels(service, "memory").inc()
-                raise service_memory_full(record.model)
-            if not self._connections.take(service, 1):
-                self._metrics.refused.labels(service, "connections").inc()
-                raise service_requests_full(record.model)
-            try:
-                with self.tenancy.admit(caller, inference, record):
-                    async with self._waiting_room.admit(route, len(body.content), inference.routing.pin):
-                        record.admitted = time.monotonic()
-                        return await self._answer(request, inference, body, record)
-            finally:
-                self._connections.give_back(service, 1)
+            with self.tenancy.admit(caller, inference, record):
+                return await self._ask_services(request, caller, route, inference, body, record)
         finally:
             body.release()
 
+    async def _ask_services(
+        self,
+        request: web.Request,
+        caller: Caller,
+        route: Route,
+        inference: InferenceRequest,
+        body: Body,
+        record: RequestRecord,
+    ) -> web.StreamResponse:
+        """The answer of the service, or of its fallback where it cannot answer in time."""
+        chain, table, asked, pin = Chain(), self._fleet.table, record.model, inference.routing.pin
+        step = self._degrade(caller, inference, body, record)
+        while True:
+            chain.enter(table, caller.tenant, route, pin)
+            try:
+                if step is Step.FALLBACK and chain.deadline is not None:
+                    raise NoAnswer("overloaded", not_ready(f"{record.model} is overloaded"))
+                return await self._ask_service(request, route, inference, body, record, chain.deadline)
+            except NoAnswer as none:
+                following = chain.next(table, caller.tenant, route, pin)
+                # A request that may have crashed two replicas is not tried on another service's.
+                if following is None or sum(one.may_be_the_requests_fault for one in record.failures) > 1:
+                    if isinstance(none.answer, Refusal):
+                        raise none.answer from None
+                    return self._forwarder.sign(none.answer, record)
+                self._metrics.fallbacks.labels(route.service.key, following.key, str(none)).inc()
+                if step is Step.FALLBACK:
+                    self._metrics.degraded.labels(route.service.key, "fallback").inc()
+            step = Step.NONE
+            record.fallback_from, record.finish, record.error, record.failures = asked, "", "", []
+            body.content = body.with_model(inference.routing.model, following.key)
+            inference = msgspec.structs.replace(inference, routing=replace(inference.routing, model=following.key))
+            route = self._resolve(inference, record)
+
+    def _degrade(self, caller: Caller, inference: InferenceRequest, body: Body, record: RequestRecord) -> Step:
+        """Refuse or shorten a request of an overloaded service; the step that the service is on."""
+        step = self._ladder.step(self._fleet.waiting(record.service))
+        if self._ladder.sheds(step, caller.tenant.priority):
+            self._metrics.degraded.labels(record.service, "shed").inc()
+            record.degraded = "shed"
+            raise overloaded(record.model)
+        limit = self._ladder.capped(step, inference.max_tokens)
+        if limit is not None and record.path in GENERATING_PATHS:
+            self._metrics.degraded.labels(record.service, "capped").inc()
+            record.degraded = f"max_tokens={limit}"
+            set_max_tokens(body, limit, limit_field(record.path))
+        return step
+
+    async def _ask_service(
+        self,
+        request: web.Request,
+        route: Route,
+        inference: InferenceRequest,
+        body: Body,
+        record: RequestRecord,
+        until: float | None,
+    ) -> web.StreamResponse:
+        """The answer of one service; NoAnswer where it has none, or `until`, of the event loop's clock, passes."""
+        service = route.service.key
+        if not body.assign_to(service):
+            self._metrics.refused.labels(service, "memory").inc()
+            raise NoAnswer("refused", service_memory_full(record.model))
+        if not self._connections.take(service, 1):
+            self._metrics.refused.labels(service, "connections").inc()
+            raise NoAnswer("refused", service_requests_full(record.model))
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    async with asyncio.timeout_at(until):
+                        waiting = self._waiting_room.admit(route, len(body.content), inference.routing.pin)
+                        await stack.enter_async_context(waiting)
+                except TimeoutError:
+                    raise NoAnswer("waiting", not_ready(f"{record.model} has no ready replica")) from None
+                except Refusal as refusal:
+                    raise NoAnswer("refused", refusal) from None
+                record.admitted = time.monotonic()
+                return await self._answer(request, inference, body, record, until)
+        finally:
+            self._connections.give_back(service, 1)
+
     async def _answer(
-        self, request: web.Request, inference: InferenceRequest, body: Body, record: RequestRecord
+        self,
+        request: web.Request,
+        inference: InferenceRequest,
+        body: Body,
+        record: RequestRecord,
+        until: float | None,
     ) -> web.StreamResponse:
         """Try replicas until one answers or none is left to try."""
         self._fleet.destination(record.service).retry_budget.add_request()
@@ -241,15 +289,17 @@ class Requests:
             if isinstance(endpoint, Endpoint) and record.failures and not self._may_retry(record):
                 endpoint = NoneReady(f"{record.error} at the last of {len(record.failures)} tries")
             if isinstance(endpoint, NoneReady):
-                return self._give_up(endpoint, attempts, record)
+                raise NoAnswer("failed" if record.failures else "refused", self._give_up(endpoint, attempts, record))
             record.endpoint, record.revision = endpoint.name, endpoint.revision
             record.matched_tokens = attempts.matched_tokens
             try:
-                answer = await self._try_endpoint(request, inference, body, answers, endpoint, deadline, record)
+                answer = await self._try_endpoint(request, inference, body, answers, endpoint, deadline, until, record)
             except DeadlineError:
                 raise deadline_exceeded(seconds) from None
+            except BudgetError as slow:
+                raise NoAnswer("slow", not_ready(f"{record.model} did not answer in time")) from slow
             except UpstreamError as error:
-                failure, record.error, attempts.last_answer = _FAILURES[type(error)], str(error), None
+                failure, record.error, attempts.last_answer = FAILURES[type(error)], str(error), None
                 if failure is AttemptFailure.UNREACHABLE:
                     self._fleet.record_unreachable(endpoint)
                 else:
@@ -271,6 +321,7 @@ class Requests:
         answers: int,
         endpoint: Endpoint,
         deadline: float,
+        until: float | None,
         record: RequestRecord,
     ) -> web.StreamResponse | RejectedAttempt:
         """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
@@ -280,13 +331,13 @@ class Requests:
         headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, record.error)
         headers[HEADER_DEADLINE] = f"{max(deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
         journal = self._handover.journal(content, answers, record.service, headers)
-        wait = self._first_byte_wait(inference, deadline)
-        until = deadline + DEADLINE_GRACE_SECONDS
+        wait = self._first_byte_wait(inference, deadline, until)
+        latest = deadline + DEADLINE_GRACE_SECONDS
         cost = inference.routing.cost - record.matched_tokens
         try:
             with self._fleet.lease(endpoint, cost, wait.move) as lease:
                 record.sent = time.monotonic()
-                async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait, until) as reply:
+                async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait, latest) as reply:
                     lease.answered()
                     lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
                     record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
@@ -295,7 +346,7 @@ class Requests:
                     self._fleet.record_load(endpoint, reply.load_report)
                     if reply.is_stream:
                         self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
-                    rejected = await self._rejected(endpoint, reply)
+                    rejected = await rejected_attempt(self._fleet, endpoint, reply)
                     if rejected is not None:
                         return rejected
                     if reply.is_stream and not reply.first:
@@ -349,8 +400,10 @@ class Requests:
         seconds = known.request_seconds if known is not None else None
         return self._upstream.timeouts.request_seconds if seconds is None else seconds
 
-    def _first_byte_wait(self, inference: InferenceRequest, deadline: float) -> FirstByteWait:
+    def _first_byte_wait(self, inference: InferenceRequest, deadline: float, budget: float | None) -> FirstByteWait:
         until = asyncio.get_running_loop().time() + self._upstream.timeouts.first_byte_seconds
+        if inference.stream and budget is not None and budget < min(deadline, until):
+            return FirstByteWait(budget, BudgetError("another service is to answer"))
         if not inference.stream or deadline <= until:
             return FirstByteWait(deadline, DeadlineError(DEADLINE))
         return FirstByteWait(until, SilentError("timed out: no first byte"))
@@ -381,41 +434,6 @@ class Requests:
             case NoneReady():
                 return picked
 
-    async def _rejected(self, endpoint: Endpoint, reply: Reply) -> RejectedAttempt | None:
-        """The replica's answer when another replica may better it; None: this is the answer for the client.
-
-        What says that it was not started is retried. Of the others a 503 is, because the replica has lost what it did,
-        and a 500 that says that the engine is dead; after any other 500, which counts against the replica too, the work
-        may have been done.
-        """
-        is_ours = HEADER_MODEL in reply.headers
-        was_started = is_ours and HEADER_NOT_STARTED not in reply.headers
-        if reply.status < 500 and reply.status != 429:
-            self._fleet.record_success(endpoint)
-            return None
-        if reply.status not in (429, 500, 503):
-            self._fleet.record_success(endpoint)  # 501, 504: of the request, not of the replica
-            return None
-        body = reply.first
-        while len(body) <= MAX_KEPT_BYTES and (piece := await reply.read_more()):
-            body += piece
-        match reply.status:
-            case 429:
-                failure = AttemptFailure.SHED
-            case 503 if was_started:
-                failure = AttemptFailure.INTERRUPTED
-            case 503 if "Retry-After" in reply.headers:
-                failure = AttemptFailure.UNAVAILABLE
-                self._fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)
-            case _:
-                failure = AttemptFailure.ENGINE_DEAD
-                self._fleet.record_failure(endpoint)
-                if reply.status == 500 and not _says_engine_dead(body):
-                    reply.first = body
-                    return None
-        reply.headers.popall("Content-Length", None)  # of the body as it was sent, not as we kept it
-        return RejectedAttempt(failure, reply.status, reply.headers, body)
-
     def _may_retry(self, record: RequestRecord) -> bool:
         if not self._policy.allows(record.failures):
             return False
@@ -427,27 +445,19 @@ class Requests:
         self._metrics.retries.labels(record.service, last.value).inc()
         return True
 
-    def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestRecord) -> web.Response:
-        """No replica answers: forward the last one's answer, or refuse. Always with Retry-After."""
+    def _give_up(self, reason: NoneReady, attempts: Attempts, record: RequestRecord) -> web.Response | Refusal:
+        """What the client gets when no replica answers: the last one's answer, or a refusal; with Retry-After."""
         if (answer := attempts.last_answer) is not None:
             record.status, record.finish = answer.status, "refused"
             response = web.Response(status=answer.status, body=answer.body, headers=answer.headers)
             set_retry_after(response.headers)
-            return self._forwarder.sign(response, record)
+            return response
         if any(failure.may_be_the_requests_fault for failure in record.failures):
-            raise bad_gateway(record.error)
-        raise not_ready(reason.reason)
+            return bad_gateway(record.error)
+        return not_ready(reason.reason)
 
     def _refuse(self, refusal: Refusal, record: RequestRecord) -> web.Response:
         record.status = refusal.status
         record.finish = record.finish or "refused"
         record.error = record.error or refusal.kind
         return self._forwarder.sign(refusal_response(refusal, record.path), record)
-
-
-def _says_engine_dead(body: bytes) -> bool:
-    try:
-        decoded = msgspec.json.decode(body)
-        return bool(decoded["error"]["type"] == ENGINE_DEAD_TYPE)
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return False

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
+from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.listener import ConnectionLimits
 from slipway_gateway.upstream import UpstreamTimeouts
 
@@ -85,6 +86,17 @@ class GatewaySettings(BaseSettings):
     loading_wait_seconds: NonNegativeFloat = 10.0
     hang_seconds: PositiveFloat = _TIMEOUTS.hang_seconds
 
+    # The batch API: where its files are, on a volume; none: there is no such API (see `batch`).
+    batch_directory: Path | None = None
+    batch_concurrency: PositiveInt = 16  # requests of batches at once
+    batch_max_file_bytes: PositiveInt = 100 << 20
+    batch_max_tenant_bytes: PositiveInt = 1 << 30
+    batch_max_requests: PositiveInt = 50_000
+
+    # The degrade ladder (see `overload`): requests that wait at a replica, on average; 0: never degrade.
+    degrade_waiting: NonNegativeInt = 0
+    degrade_max_tokens: PositiveInt = 256
+
     # Traces: the base URL of a collector that takes OTLP over HTTP; empty: none are made (see `tracing`).
     otlp_endpoint: str = ""
     trace_ratio: float = Field(0.01, ge=0, le=1)
@@ -131,6 +143,15 @@ class GatewaySettings(BaseSettings):
         if (self.tenants_file is None) != (self.keys_directory is None):
             raise ValueError("SLIPWAY_TENANTS_FILE and SLIPWAY_KEYS_DIRECTORY belong together")
         return self
+
+    @property
+    def batch_limits(self) -> BatchLimits:
+        """How much a tenant may keep in the batch API."""
+        return BatchLimits(
+            file_bytes=self.batch_max_file_bytes,
+            tenant_bytes=self.batch_max_tenant_bytes,
+            requests=self.batch_max_requests,
+        )
 
     @property
     def bind(self) -> str:

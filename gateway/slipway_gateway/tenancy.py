@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,8 @@ from slipway_gateway.limits import Denied, Limits
 from slipway_gateway.metrics import UNKNOWN_MODEL
 from slipway_gateway.request_body import EXPECTED_OUTPUT_TOKENS, Body, InferenceRequest
 from slipway_gateway.tenants import ANYONE, MAX_KEY_CHARACTERS, Caller, TenantFiles, digest_of
+
+CALLER: Final = web.RequestKey("slipway.caller", Caller)  # of a request that this gateway makes itself, for a batch
 
 _decode_raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -94,7 +96,9 @@ class Tenancy(Collector):
         return self._limits.usage(tenant).open
 
     def authenticate(self, request: web.Request) -> Caller:
-        """The caller whose key this request shows, or a Refusal."""
+        """The caller whose key this request shows, or a Refusal. Requests of a batch bring their caller with them."""
+        if isinstance(known := request.get(CALLER), Caller):
+            return known
         if self._files is None:
             return Caller(ANYONE)
         directory = self._files.refresh(self._clock())
@@ -114,6 +118,14 @@ class Tenancy(Collector):
         self._accounting.unauthenticated("invalid")
         raise invalid_key()
 
+    def caller_of(self, tenant: str) -> Caller | None:
+        """A caller of this tenant; None: there is no such tenant, or the files cannot be read."""
+        if self._files is None:
+            return None if tenant else Caller(ANYONE)
+        directory = self._files.refresh(self._clock())
+        found = (one for one in directory.tenants if one.label == tenant) if directory is not None else iter(())
+        return next((Caller(one) for one in found), None)
+
     def check(self, caller: Caller, body: Body, inference: InferenceRequest, record: RequestRecord) -> None:
         """Refuse a model that the tenant may not use, and more tokens than it may ask for; fill in the default."""
         if not caller.tenant.may_use(inference.routing.model, record.service):
@@ -128,7 +140,7 @@ class Tenancy(Collector):
         default = caller.tenant.default_max_tokens or self._default_max_tokens or most
         if inference.max_tokens is None:
             if default:
-                set_default_max_tokens(body, min(default, most or default), limit_field(record.path))
+                set_max_tokens(body, min(default, most or default), limit_field(record.path))
         elif most and inference.max_tokens > most:
             name = limit_field(record.path)
             message = f"{name} is {inference.max_tokens}; this caller may ask for at most {most}."
@@ -178,7 +190,7 @@ class Tenancy(Collector):
 def internal_headers(caller: Caller) -> dict[str, str]:
     """What the runtime is told of the caller. Without tenants nothing is: everybody shares one queue and one cache."""
     if not caller.tenant.label:
-        return {}
+        return {HEADER_PRIORITY: str(caller.tenant.priority)} if caller.tenant.priority else {}
     return {HEADER_TENANT: caller.tenant.label, HEADER_PRIORITY: str(caller.tenant.priority)}
 
 
@@ -190,8 +202,8 @@ def _shown_key(request: web.Request) -> str:
     return request.headers.get("x-api-key", "").strip()
 
 
-def set_default_max_tokens(body: Body, limit: int, name: str = "max_tokens") -> None:
-    """Write the limit into a body that has none. Every other field stays as the client wrote it."""
+def set_max_tokens(body: Body, limit: int, name: str = "max_tokens") -> None:
+    """Write the limit into a body that has none, or a higher one. Every other field stays as the client wrote it."""
     fields: dict[str, Any] = _decode_raw(body.content)
     fields.pop("max_completion_tokens", None)  # null, or not a number: the runtime would refuse both together
     fields[name] = msgspec.Raw(b"%d" % limit)

@@ -6,6 +6,7 @@ UpstreamError
 ├── SilentError        nothing came for too long: no first byte of a stream, or a pause within it
 │   └── HungError      within a stream, when all streams of the replica have stopped and another replica could go on
 ├── MovedError         the replica left the routing table before its first byte
+├── BudgetError        another service is to answer, because nothing came in time: not the replica's failure
 ├── RevisionError      the answer is of another revision than the pod's label says
 └── DeadlineError      the request's own deadline passed: not the replica's failure
 """
@@ -64,6 +65,10 @@ class HungError(SilentError):
 
 class MovedError(UpstreamError):
     """The replica left the routing table before its first byte."""
+
+
+class BudgetError(UpstreamError):
+    """Nothing came within the time after which another service is to answer: not the replica's failure."""
 
 
 class RevisionError(UpstreamError):

@@ -93,11 +93,19 @@ class DrainSpec(Slim, frozen=True, gc=False):
     handover: bool = True
 
 
+class FallbackSpec(Slim, frozen=True, gc=False):
+    """`spec.routing.fallback`."""
+
+    service: str = ""
+    after_seconds: int = 3
+
+
 class RoutingSpec(Slim, frozen=True, gc=False):
     """How a service wants its requests routed; text, because a newer API may know more strategies than this gateway."""
 
     strategy: str = ""
     request_timeout_seconds: int | None = None
+    fallback: FallbackSpec = FallbackSpec()
 
     @property
     def known_strategy(self) -> RoutingStrategy:
@@ -227,7 +235,7 @@ def finishes_requests(pod: Pod | None) -> bool:
 
 def service_of(resource: InferenceService) -> Service:
     """The fields that routing needs. Before the operator wrote a status, the served name is the full name."""
-    revisions = resource.status.revisions
+    revisions, fallback = resource.status.revisions, resource.spec.routing.fallback
     return Service(
         key=f"{resource.namespace}/{resource.name}",
         served_name=resource.status.served_name or resource.name,
@@ -242,6 +250,8 @@ def service_of(resource: InferenceService) -> Service:
         max_num_seqs=resource.spec.runtime.max_num_seqs,
         strategy=resource.spec.routing.known_strategy,
         request_seconds=resource.spec.routing.request_timeout_seconds,
+        fallback=f"{resource.namespace}/{fallback.service}" if fallback.service else "",
+        fallback_seconds=fallback.after_seconds,
         handover=resource.spec.drain.handover,
         latency_limits=resource.spec.slo.latency_limits,
     )

@@ -16,9 +16,7 @@ LIST_TYPE = "x-kubernetes-list-type"
 
 # Fields of later work are absent, not ignored.
 LATER = {
-    *("gpuHourCost", "slo", "experimental"),
-    *("hostnames", "gatewayRef", "engine"),
-    *("upgradePolicy", "upgradeWindow"),
+    *("experimental", "hostnames", "gatewayRef", "engine"),
 }
 
 

@@ -97,6 +97,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"runtime": {"task": "embed", "speculation": {"method": "promptLookup"}}},
         "speculation must be none",
     ),
+    ("adapters of embeddings", {"runtime": {"task": "embed", "lora": {}}}, "lora is only for task generate"),
+    (
+        "a smoke test of embeddings",
+        {"runtime": {"task": "embed"}, "rollout": {"gates": {"smoke": [{"prompt": "a", "mustMatch": "b"}]}}},
+        "rollout.gates ask for text",
+    ),
     ("no guesses", {"runtime": {"speculation": {"maxTokens": 0}}}, "greater than or equal to 1"),
     ("too many guesses", {"runtime": {"speculation": {"maxTokens": 33}}}, "less than or equal to 32"),
     ("perhaps deterministic", {"runtime": {"deterministic": "yes"}}, "must be of type boolean"),

@@ -100,6 +100,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"runtime": {"upgradePolicy": "Auto", "image": "mine:1"}},
         "runtime.image must be empty",
     ),
+    (
+        "a deadline before a replica counts as warm",
+        {"rollout": {"progressDeadlineSeconds": 60, "rollingUpdate": {"minReadySeconds": 60}}},
+        "progressDeadlineSeconds must be above rollingUpdate.minReadySeconds",
+    ),
     ("a smoke test without a prompt", canary(FULL, gates={"smoke": [{"mustMatch": "4"}]}), "prompt"),
 ]
 

@@ -46,7 +46,7 @@ def test_an_image_volume_shows_the_images_files_and_nobody_can_write_there(pods:
     pods.create(pod("broken", reads, volumes=[{"name": "model", "image": {"reference": "nowhere.invalid/x:1"}}]))
 
     assert pods.ended("reader") == "Succeeded"
-    assert pods.log("reader").startswith("{")
+    assert "{" in pods.log("reader")
     assert "sealed" in pods.log("reader")
     wait_until(lambda: pods.waiting("broken") in ("ErrImagePull", "ImagePullBackOff"))
     assert "nowhere.invalid/x:1" in pods.state("broken")["waiting"]["message"]

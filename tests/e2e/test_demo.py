@@ -1,11 +1,15 @@
 """The demo ends with exit code 1 unless every promise was kept, and says which one was not, and what to look at."""
 
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
 from bench.plan import LoadReport
+from e2e.demo import __main__ as demo
 from e2e.demo import narration
 from e2e.demo.__main__ import summarize
 from e2e.demo.narration import StepFailedError, Subject, Watcher, step
@@ -120,3 +124,28 @@ def test_the_steps_are_counted_to_the_last(capsys):
         pass
 
     assert "12/12 Tear down" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failure", [StepFailedError("step 5/12, Load: no"), LookupError("between two steps")])
+def test_a_failure_within_a_step_or_between_two_ends_with_1_and_the_summary(failure, monkeypatch, capsys):
+    class Failing:
+        def __init__(self, slipway, figures):
+            pass
+
+        def run(self):
+            raise failure
+
+    @contextmanager
+    def no_cluster(keep, figures):
+        yield None
+
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    monkeypatch.setattr(demo, "a_cluster", no_cluster)
+    monkeypatch.setattr(demo, "Slipway", lambda access: SimpleNamespace(install=lambda: None))
+    monkeypatch.setattr(demo, "Acts", Failing)
+
+    assert demo.main() == 1
+
+    printed = capsys.readouterr().out
+    assert str(failure) in printed
+    assert "What was measured" in printed

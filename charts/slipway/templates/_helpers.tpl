@@ -97,6 +97,11 @@ volumes:
       secretName: {{ . }}
       defaultMode: 0440
   {{- end }}
+  {{- with .root.Values.gateway.batch.existingClaim }}
+  - name: batches
+    persistentVolumeClaim:
+      claimName: {{ . }}
+  {{- end }}
   {{- with .root.Values.gateway.tls.secretName }}
   - name: tls
     secret:

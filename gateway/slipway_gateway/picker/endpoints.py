@@ -61,6 +61,8 @@ class Service:
     max_num_seqs: int = 64  # requests that one replica runs at once
     strategy: RoutingStrategy = RoutingStrategy.PREFIX_CACHE
     request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
+    fallback: str = ""  # <namespace>/<name> of the service that answers when this one cannot; empty: none
+    fallback_seconds: float = 3.0  # after which it is asked
     handover: bool = True  # streams of a lost replica continue on another one
     latency_limits: LatencyLimits = NO_LIMITS  # goodput counts the requests within them
 

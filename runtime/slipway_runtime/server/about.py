@@ -15,6 +15,7 @@ from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import DetokenizeRequest, TokenizeRequest
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.served import served_by
+from slipway_runtime.storage.address import shown
 
 router = APIRouter()
 probes = APIRouter()  # on both ports
@@ -67,8 +68,8 @@ def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
 
 
 def _adapter_card(replica: Replica, model: LoadedModel, adapter: Adapter) -> dict[str, Any]:
-    """An adapter: where it came from, and whose child it is. A path of this machine is only its last part."""
-    root = adapter.uri if "://" in adapter.uri and not adapter.uri.startswith("file:") else adapter.name
+    """An adapter: where it came from, and whose child it is."""
+    root = shown(adapter.uri).removeprefix("file://")
     own = {"id": adapter.name, "root": root, "parent": replica.identity.model, "digest": adapter.digest}
     return _card(replica, model) | own
 

@@ -1,7 +1,8 @@
 """vLLM's two endpoints on the serving port, for those who load adapters without an operator; off unless asked for.
 
-They answer in vLLM's words and with its status codes. Stronger here: names and paths are checked, the same content
-under the same name is a success, and `load_inplace` never mixes: running requests finish on the old content.
+They answer in vLLM's words and with its status codes: a name that is taken, also by the base model, is a 400 of type
+InvalidUserInput unless `load_inplace` asks for other content under it. Stronger here: names and paths are checked, and
+`load_inplace` never mixes: running requests finish on the old content.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
+from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.errors import ApiError
@@ -45,12 +47,16 @@ async def load_lora_adapter(http: Request) -> Response:
     if body.is_3d_lora_weight:
         raise ApiError(400, "is_3d_lora_weight is not supported by this server", param="is_3d_lora_weight")
     registry = registry_of(http)
-    try:
-        await registry.load(body.lora_name, body.lora_path, replaces=body.load_inplace, from_client=True)
-    except ApiError as error:
-        if error.status == 409:
-            raise ApiError(400, error.message, param="lora_name") from None
-        raise
+    replica: Replica = http.app.state.replica
+    if replica.identity.answers_to(body.lora_name):
+        raise _taken(f"The name '{body.lora_name}' is the base model's; an adapter needs another.")
+    known = registry.find(body.lora_name)
+    if known is not None and known.state is not AdapterState.FAILED and not body.load_inplace:
+        raise _taken(
+            f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place,"
+            " set 'load_inplace' to True."
+        )
+    await registry.load(body.lora_name, body.lora_path, from_client=True)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -60,6 +66,10 @@ async def unload_lora_adapter(http: Request) -> Response:
     body = await read_body(http, UnloadLora)
     await registry_of(http).unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _taken(sentence: str) -> ApiError:
+    return ApiError(400, sentence, param="lora_name", kind="InvalidUserInput")
 
 
 def registry_of(http: Request) -> AdapterRegistry:

@@ -239,11 +239,10 @@ class Answering:
         return choice | {"token_ids": token_ids} if self._wants_token_ids else choice
 
     def _with_prompt_ids(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's `prompt_token_ids`, for those who asked; several prompts have theirs in the order of the prompts."""
-        if not self._body.return_token_ids:
+        """vLLM's `prompt_token_ids` of a chat, for those who asked; completions have them in each choice."""
+        if not self._body.return_token_ids or self._shape.route == "completions":
             return whole
-        ids = [prompt.token_ids for prompt in self._prompts]
-        return whole | {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
+        return whole | {"prompt_token_ids": self._prompts[0].token_ids}
 
     # --- where the deltas come from
 

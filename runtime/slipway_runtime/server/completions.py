@@ -58,6 +58,7 @@ class CompletionWriter:
         self._logprobs = logprobs
         self._offset = 0  # where in the text the next token begins
         self._echo_is_due = bool(body.echo)
+        self._prompt_ids_are_due = bool(body.return_token_ids)
 
     def opening(self) -> list[dict[str, Any]]:
         """Nothing comes before the text; an echo comes with the first, which knows how likely the prompt was."""
@@ -110,6 +111,8 @@ class CompletionWriter:
         choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         if finish is not None:
             choice["stop_reason"] = delta.stop_reason
+        if self._prompt_ids_are_due:  # beside the text, as vLLM has them: each answer has a prompt of its own
+            choice["prompt_token_ids"], self._prompt_ids_are_due = self._prompt.token_ids, False
         return choice
 
 

@@ -80,18 +80,21 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
         reason: str = "",
+        kind: str = "",
     ) -> None:
-        """`reason`: the cause in one word, where a program has to tell it from others."""
+        """`reason`: the cause in one word, where a program has to tell it from others; `kind`: in place of the type."""
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.kind = kind
         self.message = message[:_LONGEST_MESSAGE]
         self.param = param
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The JSON of the error, for a response or for an event in a stream."""
-        kind = _TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
+        otherwise = "InternalServerError" if self.status >= 500 else "BadRequestError"
+        kind = self.kind or _TYPES.get(self.status, otherwise)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error | ({"reason": self.reason} if self.reason else {})}
 

@@ -54,6 +54,7 @@ class Record:
     last_token_at: float | None
     finished_at: float
     n: int = 1
+    longest_answer: int = 0  # tokens of the longest of its answers
     tenant: str = ""
     adapter: str = ""  # its name
 
@@ -207,6 +208,7 @@ class Generation:
             last_token_at=max(self._last_token_at.values(), default=None),
             finished_at=self._clock(),
             n=len(self.choices),
+            longest_answer=max(choice.completion_tokens for choice in self.choices),
         )
 
     def _note_times(self, output: Output) -> None:

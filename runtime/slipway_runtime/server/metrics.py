@@ -77,6 +77,9 @@ class Metrics:
         self._inference = seconds("request_inference_time_seconds", "Time spent running.", _LATENCY)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self._generated = self._histogram("request_generation_tokens", "Generated tokens of a request.", tokens)
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer of a request.", tokens
+        )
         self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request.", tokens)
         self._n = self._histogram("request_params_n", "n of a request.", (1, 2, 5, 10, 20))
         self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in one step.", _ITERATION)
@@ -148,6 +151,7 @@ class Metrics:
         self._e2e.observe(record.finished_at - record.arrived)
         self._prompt.observe(record.prompt_tokens)
         self._generated.observe(record.completion_tokens)
+        self._longest.observe(record.longest_answer)
         self._max_tokens.observe(record.max_tokens)
         self._n.observe(record.n)
         self._computed_kv.observe(record.prompt_tokens - record.cached_tokens)

@@ -15,7 +15,6 @@ from slipway_runtime.settings import SamplingDefaults
 
 OPENAI_COMPLETION_TOKENS: Final = 16  # what /v1/completions gives when nobody says anything
 MOST_PROMPT_LOGPROBS: Final = 131_072  # of one prompt: some 10 MB of JSON
-_GREEDY: Final = 1e-5  # below this temperature a sample is the likeliest token
 _LONGEST_ID: Final = 12  # digits
 
 
@@ -60,7 +59,7 @@ def resolve(
     stop_ids = tuple(request.stop_token_ids or ())
     _check_ids("stop_token_ids", stop_ids, facts.vocab_size)
     temperature = _first(request.temperature, defaults.temperature, 1.0)
-    _check_number_of_answers(request.wanted_answers, facts.max_num_seqs, greedy=temperature < _GREEDY)
+    _check_number_of_answers(request.wanted_answers, facts.max_num_seqs)
     logprobs = request.wanted_logprobs
     # An echoed prompt is scored like the answer.
     prompt_logprobs = _first_or_none(request.prompt_logprobs, logprobs if request.echo else None)
@@ -102,13 +101,9 @@ def _max_tokens(
     return int(min(_first(wanted, defaults.max_tokens, otherwise, room), room))
 
 
-def _check_number_of_answers(n: int, rows: int, *, greedy: bool) -> None:
+def _check_number_of_answers(n: int, rows: int) -> None:
     if n > rows:
         raise ApiError(400, f"n is {n}, and this server computes at most {rows} answers at once", param="n")
-    if n > 1 and greedy:
-        raise ApiError(
-            400, f"n must be 1 when using greedy sampling, not {n}: all answers would be the same", param="n"
-        )
 
 
 def _check_prompt_logprobs(wanted: int | None, prompt_tokens: int, field: str) -> None:

@@ -58,3 +58,59 @@ def test_a_profile_is_part_of_the_revision_and_its_numbers_are_stored_with_it():
     (revision,) = load_revisions(voice, [stored(voice)])
     assert revision.spec.runtime.max_num_batched_tokens == 512
     assert revision.apply_to(voice).spec.runtime.max_num_seqs == 16
+
+
+def resources_of(profile: str | None, **spec):
+    return apply_profile(a_service(profile=profile, **spec).spec).resources
+
+
+@pytest.mark.capability("OP-10")
+@pytest.mark.parametrize(
+    ("profile", "gpus", "product", "cpus", "memory"),
+    [
+        ("chat", 1, "", "4", "16Gi"),
+        ("chat", 1, "NVIDIA-H100-80GB-HBM3", "4", "20Gi"),
+        ("batch", 8, "NVIDIA-H200", "48", "281Gi"),
+        ("coding", 2, "NVIDIA-L4", "12", "32Gi"),
+    ],
+)
+def test_a_profile_requests_cpus_and_memory_for_each_gpu(profile, gpus, product, cpus, memory):
+    resources = resources_of(
+        profile, resources={"gpu": {"count": gpus, "product": product}}, runtime={"tensorParallelSize": gpus}
+    )
+
+    assert resources.requests == {"cpu": cpus, "memory": memory}
+    # Whole CPUs, request and limit alike: what the kubelet's static CPU manager gives to one container alone.
+    assert resources.limits == {"cpu": cpus}
+
+
+@pytest.mark.capability("OP-10")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"resources": {"requests": {"cpu": "1", "memory": "2Gi"}}},
+        {"resources": {"limits": {"cpu": "1", "memory": "2Gi"}}},
+        {
+            "template": {
+                "spec": {"containers": [{"name": "server", "resources": {"limits": {"cpu": "1", "memory": "2Gi"}}}]}
+            }
+        },
+        {"resources": {"gpu": {"count": 0}}, "runtime": {"tensorParallelSize": 1}},
+        {"warmPool": {"name": "pool"}},
+    ],
+    ids=["requests", "limits", "the template", "no GPU", "a warm pool"],
+)
+def test_resources_that_the_user_names_stay_and_cpu_services_get_none(spec):
+    service = a_service(profile="chat", **spec)
+
+    assert apply_profile(service.spec).resources == service.spec.resources
+
+
+def test_host_memory_for_the_kv_cache_is_requested_too():
+    resources = resources_of("chat", runtime={"kvCache": {"hostBytes": "10Gi"}})
+
+    assert resources.requests["memory"] == "26Gi"
+
+
+def test_without_a_profile_nothing_is_requested():
+    assert resources_of(None).requests == {}

@@ -71,7 +71,9 @@ async def test_an_adapter_is_loaded_used_named_and_unloaded(replica: Running, fo
     gone = await replica.post("/v1/unload_lora_adapter", {"lora_name": "one"})
     after = await replica.chat(model="one")
 
-    assert loaded.status_code == again.status_code == 200
+    assert loaded.status_code == 200
+    assert again.status_code == 400, "a name that is taken, whatever its content: as vLLM answers"
+    assert again.json()["error"]["type"] == "InvalidUserInput"
     assert loaded.text == "Success: LoRA adapter 'one' added successfully."
     assert answer.json()["model"] == answer.headers["x-slipway-adapter"] == "one"
     assert answer.json()["system_fingerprint"].startswith("tiny/rev1/")
@@ -79,7 +81,7 @@ async def test_an_adapter_is_loaded_used_named_and_unloaded(replica: Running, fo
     assert await said(replica, "tiny") == base
     assert [(m["id"], m["parent"]) for m in models] == [("tiny", None), ("one", "tiny")]
     assert one == models[1]
-    assert str(folders) not in json.dumps(models)
+    assert one["root"] == str(folders / "one"), "where it came from, as vLLM says it"
     assert gone.text == "Success: LoRA adapter 'one' removed successfully."
     assert after.status_code == 404
     assert after.json()["error"]["message"] == "The model `one` does not exist."
@@ -117,6 +119,15 @@ async def test_what_cannot_be_an_adapter_is_refused_and_the_rest_goes_on(
         assert failed.status_code in {404, 503}
         assert str(folders) not in failed.text
         await replica.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+
+
+@pytest.mark.parametrize("name", ["tiny", "team-a/tiny"])
+async def test_the_name_of_the_base_is_taken_also_in_place(replica: Running, folders: Path, name: str):
+    for more in ({}, {"load_inplace": True}):
+        refused = await load(replica, name, folders / "one", **more)
+
+        assert refused.status_code == 400
+        assert refused.json()["error"]["type"] == "InvalidUserInput"
 
 
 @pytest.mark.capability("ML-9")
@@ -311,7 +322,8 @@ async def test_the_node_keeps_a_fetched_adapter_while_a_name_means_it_and_not_lo
             room_after_a_refusal = node.has_room()
             assert (await load(replica, "one", node.uri("one"))).status_code == 200
             assert (await load(replica, "again", node.uri("one"))).status_code == 200
-            assert (await load(replica, "again", node.uri("one"))).status_code == 200, "asking again is harmless"
+            in_place = await load(replica, "again", node.uri("one"), load_inplace=True)
+            assert in_place.status_code == 200, "asking again is harmless"
             room_while_two_mean_it = node.has_room()
             await unloaded("again")
             room_while_one_means_it = node.has_room()

@@ -91,7 +91,6 @@ KINDS: dict[str, tuple[str, bytes]] = {
     "tokens beyond the context": (CHAT, chat(max_tokens=10**6)),
     "no answers": (CHAT, chat(n=0)),
     "too many answers": (CHAT, chat(n=10**9)),
-    "greedy answers": (CHAT, chat(n=2, temperature=0)),
     "a seed of 65 bits": (CHAT, chat(seed=2**64)),
     "five stops": (CHAT, chat(stop=[WORD] * 5)),
     "an empty stop": (CHAT, chat(stop=[""])),

@@ -31,6 +31,7 @@ HISTOGRAMS = [
     "vllm:request_decode_time_seconds",
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens",
     "vllm:request_params_max_tokens",
     "vllm:request_params_n",
     "vllm:iteration_tokens_total",
@@ -86,6 +87,7 @@ async def test_the_numbers_are_those_of_the_requests(replica: Running):
     assert found["vllm:request_success_total{finished_reason=abort}"] == 0
     assert found["vllm:generation_tokens_total"] == 10 == stats.generated_tokens
     assert found["vllm:request_generation_tokens_sum"] == 10
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 10
     assert found["vllm:request_prompt_tokens_sum"] == found["vllm:prompt_tokens_total"]
     # First tokens and the gaps between tokens are apart: two of these, eight of those.
     assert found["vllm:time_to_first_token_seconds_count"] == 2

@@ -186,14 +186,15 @@ async def test_a_body_that_is_no_request_is_a_400(replica: Running, content: byt
 async def test_unknown_paths_and_methods_answer_in_the_same_shape(replica: Running):
     nothing = await replica.http.get(f"{replica.url}/v1/nothing/{'x' * 5000}")
     wrong = await replica.http.get(f"{replica.url}/v1/chat/completions")
-    embeddings = await replica.post("/v1/embeddings", {"input": "x"})
+    others = [await replica.post(path, {"input": "x"}) for path in ("/v1/embeddings", "/v1/rerank", "/pooling")]
 
     assert nothing.status_code == 404
     assert len(error_of(nothing)["message"]) < 200
     assert wrong.status_code == 405
     error_of(wrong)
-    assert embeddings.status_code == 501
-    error_of(embeddings)
+    for other in others:
+        assert other.status_code == 404
+        error_of(other)
 
 
 async def test_a_body_beyond_the_limit_is_a_413_however_it_is_sent(replica: Running):

@@ -214,6 +214,29 @@ async def test_token_ids_are_given_to_who_asks(replica: Running):
     assert all("token_ids" not in choice for chunk in plain for choice in chunk["choices"])
 
 
+async def test_token_ids_of_completions_stand_in_each_choice(replica: Running):
+    prompts = ["Once upon a time", "A pod"]
+    ask = {"prompt": prompts, "temperature": 0, "max_tokens": 6, "return_token_ids": True, "n": 2}
+    whole = (await replica.post("/v1/completions", ask)).json()
+    chunks = await events(replica, "/v1/completions", ask)
+    ids = [(await replica.post("/tokenize", {"prompt": prompt})).json()["tokens"] for prompt in prompts]
+
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [ids[0], ids[0], ids[1], ids[1]]
+    assert all(len(choice["token_ids"]) == 6 for choice in whole["choices"])
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [c["prompt_token_ids"] for c in own if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
+        assert [i for c in own for i in c["token_ids"]] == choice["token_ids"]
+
+
+async def test_greedy_answers_are_all_the_same(replica: Running):
+    answer = await chat(replica, n=3, temperature=0, max_tokens=8)
+
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 24
+
+
 async def test_the_last_message_may_be_continued(replica: Running):
     said = {"role": "assistant", "content": "A pod is a group of"}
     continued = await chat(replica, messages=[*POD, said], continue_final_message=True, return_token_ids=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slipway_runtime.models.pooling import MEAN, read_embedding_config
 from slipway_runtime.storage.fetch import (
     Access,
     AccessDeniedError,
@@ -114,6 +115,18 @@ def test_only_what_runs_no_code_comes_from_the_hub(hub: Hub, tmp_path: Path):
     ]
     assert (directory / "config.json").read_bytes() == b"{}", "the revision that was asked for"
     assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.capability("API-16")
+def test_how_an_embedding_model_pools_comes_from_the_hub_and_nothing_else_of_folders(hub: Hub, tmp_path: Path):
+    pooling = b'{"pooling_mode_mean_tokens": true}'
+    folders = {"1_Pooling/config.json": pooling, "onnx/config.json": b"{}", "2_Normalize/config.json": b"{}"}
+    hub.repositories["org/vectors"] = {"main": dict(FILES) | folders}
+
+    directory = fetch("hf://org/vectors@main", cache=tmp_path, endpoint=hub.url)
+
+    assert sorted(path.name for path in directory.rglob("*config.json")) == ["1_Pooling.config.json", "config.json"]
+    assert read_embedding_config(directory, "auto", 8).pooling == MEAN
 
 
 def test_what_is_in_the_cache_is_not_fetched_again(hub: Hub, tmp_path: Path):

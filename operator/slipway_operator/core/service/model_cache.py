@@ -81,7 +81,7 @@ def _is_shared(spec: InferenceServiceSpec) -> bool:
 def _of_pulls(pulls: Pulls, observed: Observed) -> tuple[ModelCacheStatus, tuple[ConditionStatus, Reason, str]]:
     done = [one for one in pulls.current if one.phase == "Succeeded"]
     before = observed.service.status.model_cache
-    size = max((_size(one) for one in done), default=0) or (before.bytes if before else 0)
+    size = next((size for one in done if (size := _size(one))), 0) or (before.bytes if before else 0)
     total = len(pulls.wanted)
     status = ModelCacheStatus(nodes_ready=len(done), nodes_total=total, bytes=size)
     said = f"{len(done)} of {total} nodes have image and model" + (f" ({size / GIB:.2f} GiB)" if size else "")

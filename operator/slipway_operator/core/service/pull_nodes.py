@@ -23,7 +23,20 @@ _CONDITION_TAINTS: Final = "node.kubernetes.io/"  # of the node lifecycle: not r
 
 def nodes_for(spec: InferenceServiceSpec, nodes: Sequence[PullNode]) -> tuple[PullNode, ...]:
     """The nodes on which a replica of this spec may be placed, by name."""
-    fit = [node for node in nodes if not node.is_leaving and _admits(node, spec)]
+    gpu, overlay = spec.resources.gpu, spec.template.spec
+    selector = dict(overlay.node_selector)
+    if gpu.count and gpu.product:
+        selector[GPU_PRODUCT_LABEL] = gpu.product
+    tolerations = pull_tolerations(spec)
+    fit = [
+        node
+        for node in nodes
+        if not node.is_leaving
+        and all(node.labels.get(key) == value for key, value in selector.items())
+        and (not gpu.count or _offered(node, gpu.resource_name) >= gpu.count)
+        and _matches_affinity(node, overlay.affinity or {})
+        and _is_tolerated(node, tolerations)
+    ]
     return tuple(sorted(fit, key=lambda node: node.name))
 
 
@@ -34,18 +47,7 @@ def pull_tolerations(spec: InferenceServiceSpec) -> list[dict[str, Any]]:
     return [*spec.template.spec.tolerations, *of_gpu]
 
 
-def _admits(node: PullNode, spec: InferenceServiceSpec) -> bool:
-    gpu, overlay = spec.resources.gpu, spec.template.spec
-    selector = dict(overlay.node_selector)
-    if gpu.count and gpu.product:
-        selector[GPU_PRODUCT_LABEL] = gpu.product
-    if any(node.labels.get(key) != value for key, value in selector.items()):
-        return False
-    if gpu.count and _offered(node, gpu.resource_name) < gpu.count:
-        return False
-    if not _matches_affinity(node, overlay.affinity or {}):
-        return False
-    tolerations = pull_tolerations(spec)
+def _is_tolerated(node: PullNode, tolerations: Sequence[Mapping[str, Any]]) -> bool:
     return all(
         any(_tolerates(toleration, key, value, effect) for toleration in tolerations)
         for key, value, effect in node.taints
@@ -54,8 +56,9 @@ def _admits(node: PullNode, spec: InferenceServiceSpec) -> bool:
 
 
 def _offered(node: PullNode, resource: str) -> int:
+    amount = node.allocatable.get(resource, "0")
     try:
-        return int(parse_quantity(node.allocatable.get(resource, "0")))
+        return int(amount) if amount.isdecimal() else int(parse_quantity(amount))
     except ValueError:
         return 0
 

@@ -1,0 +1,95 @@
+"""The attempts of one request: what a failed one brought, and which answers of a replica another one may better."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+from multidict import CIMultiDict
+
+from slipway_api.names import HEADER_MODEL, HEADER_NOT_STARTED
+from slipway_gateway.fleet import Fleet
+from slipway_gateway.health import AttemptFailure
+from slipway_gateway.picker.endpoints import Endpoint
+from slipway_gateway.upstream import (
+    LostError,
+    MovedError,
+    Reply,
+    RevisionError,
+    SilentError,
+    UnreachableError,
+    UpstreamError,
+)
+
+MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
+UNAVAILABLE_SECONDS = 2.0  # ejection of a replica that answered 503: by then the watch shows that it is not ready
+ENGINE_DEAD_TYPE = "EngineDeadError"  # vLLM's and our name for it, in the `type` of a 500
+
+FAILURES: dict[type[UpstreamError], AttemptFailure] = {
+    UnreachableError: AttemptFailure.UNREACHABLE,
+    LostError: AttemptFailure.LOST,
+    SilentError: AttemptFailure.SILENT,
+    MovedError: AttemptFailure.MOVED,
+    RevisionError: AttemptFailure.WRONG_REVISION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedAttempt:
+    """A replica's answer that another replica may better, kept whole."""
+
+    failure: AttemptFailure
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts of one request so far."""
+
+    failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
+    last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
+    matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
+
+
+async def rejected_attempt(fleet: Fleet, endpoint: Endpoint, reply: Reply) -> RejectedAttempt | None:
+    """The replica's answer when another replica may better it; None: this is the answer for the client.
+
+    What says that it was not started is retried. Of the others a 503 is, because the replica has lost what it did,
+    and a 500 that says that the engine is dead; after any other 500, which counts against the replica too, the work
+    may have been done.
+    """
+    is_ours = HEADER_MODEL in reply.headers
+    was_started = is_ours and HEADER_NOT_STARTED not in reply.headers
+    if reply.status < 500 and reply.status != 429:
+        fleet.record_success(endpoint)
+        return None
+    if reply.status not in (429, 500, 503):
+        fleet.record_success(endpoint)  # 501, 504: of the request, not of the replica
+        return None
+    body = reply.first
+    while len(body) <= MAX_KEPT_BYTES and (piece := await reply.read_more()):
+        body += piece
+    match reply.status:
+        case 429:
+            failure = AttemptFailure.SHED
+        case 503 if was_started:
+            failure = AttemptFailure.INTERRUPTED
+        case 503 if "Retry-After" in reply.headers:
+            failure = AttemptFailure.UNAVAILABLE
+            fleet.record_unavailable(endpoint, UNAVAILABLE_SECONDS)
+        case _:
+            failure = AttemptFailure.ENGINE_DEAD
+            fleet.record_failure(endpoint)
+            if reply.status == 500 and not _says_engine_dead(body):
+                reply.first = body
+                return None
+    reply.headers.popall("Content-Length", None)  # of the body as it was sent, not as we kept it
+    return RejectedAttempt(failure, reply.status, reply.headers, body)
+
+
+def _says_engine_dead(body: bytes) -> bool:
+    try:
+        decoded = msgspec.json.decode(body)
+        return bool(decoded["error"]["type"] == ENGINE_DEAD_TYPE)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False

@@ -1,0 +1,54 @@
+"""What the chart gives the gateway for the batch API, traces and the degrade ladder; nothing of it by default."""
+
+from typing import Any
+
+import pytest
+
+from e2e.cluster.access import Access
+from slipway_gateway.settings import GatewaySettings
+from tests.chart.test_chart import of_kind, render
+
+pytestmark = pytest.mark.apiserver
+
+OPTIONS = (
+    "gateway.batch.existingClaim=results",
+    "gateway.batch.concurrency=3",
+    "gateway.tracing.otlpEndpoint=http://collector:4318",
+    "gateway.tracing.ratio=0.5",
+    "gateway.degrade.waiting=4",
+)
+
+
+def gateway_pod(access: Access, *settings: str) -> dict[str, Any]:
+    pod: dict[str, Any] = of_kind(render(access, *settings), "Deployment")["slipway-gateway"]["spec"]["template"][
+        "spec"
+    ]
+    return pod
+
+
+def settings_of(pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> GatewaySettings:
+    (container,) = pod["containers"]
+    for variable in container["env"]:
+        if "value" in variable:
+            monkeypatch.setenv(variable["name"], variable["value"])
+    return GatewaySettings()
+
+
+@pytest.mark.capability("API-13", "OB-10", "RD-6")
+def test_the_options_of_the_chart_are_those_of_the_gateway(apiserver: Access, monkeypatch: pytest.MonkeyPatch):
+    pod = gateway_pod(apiserver, *OPTIONS)
+    settings = settings_of(pod, monkeypatch)
+    (container,) = pod["containers"]
+
+    assert str(settings.batch_directory) in [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert {"name": "batches", "persistentVolumeClaim": {"claimName": "results"}} in pod["volumes"]
+    assert (settings.batch_concurrency, settings.degrade_waiting) == (3, 4)
+    assert (settings.otlp_endpoint, settings.trace_ratio) == ("http://collector:4318", 0.5)
+
+
+def test_by_default_they_are_off(apiserver: Access, monkeypatch: pytest.MonkeyPatch):
+    pod = gateway_pod(apiserver)
+    settings = settings_of(pod, monkeypatch)
+
+    assert (settings.batch_directory, settings.otlp_endpoint, settings.degrade_waiting) == (None, "", 0)
+    assert "batches" not in [volume["name"] for volume in pod["volumes"]]
