@@ -41,7 +41,10 @@ _SMALL_MODEL = 100_000_000  # parameters; below, float32 costs a CPU little memo
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own, bfloat16 for four bits; on a CPU float32, unless the model is large and the CPU computes bfloat16."""
+    """auto: the checkpoint's own, bfloat16 for one of four bits.
+
+    On a CPU float32, unless the model is large and the CPU computes bfloat16.
+    """
     if asked != "auto":
         if asked not in _DTYPES:
             raise ModelRefusedError(f"dtype is {asked!r}: auto, {', '.join(_DTYPES)} are known")
