@@ -92,6 +92,7 @@ class FakeGpu:
         self.record = Record()
         self._captured: list[Operation] | None = None  # while a graph is captured
         self._pinned: dict[int, Any] = {}  # storages of pinned memory, kept so that no other gets their number
+        self.compiled: set[tuple[object, ...]] = set()  # what Triton would have compiled by now
         self.caches: set[int] = set()  # storages of KV, of which a launch touches a part
         self.attention: dict[str, tuple[int, int]] = {}  # bytes and operations of a launch of these kernels
         self.is_loading = True  # weights are read: host and device may wait for each other
@@ -210,6 +211,25 @@ def _flops(name: str, given: list[Tensor], made: list[Tensor]) -> int:
     return 2 * made[0].numel() * a.shape[-1]
 
 
+def _specialization(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """What Triton compiles anew for: constants, types, and of integers whether they are 1 or divided by 16.
+
+    Addresses are taken to be aligned, which `upload` and torch's allocator see to.
+    """
+    unspecialized = getattr(fn, "do_not_specialize", None) or getattr(fn, "kwargs", {}).get("do_not_specialize") or ()
+    key: list[object] = [fn.fn.__name__]
+    for name, value in [*zip(fn.arg_names, args, strict=False), *sorted(kwargs.items())]:
+        if isinstance(value, Tensor):
+            key.append((name, value.dtype))
+        elif name.isupper() or name in ("num_warps", "num_stages"):  # constants, warps and stages
+            key.append((name, value))
+        elif isinstance(value, int) and name not in unspecialized:
+            key.append((name, value == 1, value % 16 == 0, value >= 1 << 31))
+        else:
+            key.append((name, type(value)))
+    return tuple(key)
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, gpu: FakeGpu) -> None:
         super().__init__()
@@ -234,6 +254,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
     gpu = FakeGpu()
 
     def run(fn: Any, *args: Any, grid: tuple[int, ...], warmup: bool = False, **kwargs: Any) -> None:
+        gpu.compiled.add(_specialization(fn, args, kwargs))
         gpu.launch(
             fn.fn.__name__, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)], math.prod(grid)
         )

@@ -74,7 +74,7 @@ GAINS = (
     ),
     (
         "graphs of decode steps",
-        "float32 scores and block tables kept for each of 35 sizes: 2.2 GB of Llama's vocabulary, outside of the budget",
+        "scores and block tables kept for each of 35 sizes: 2.2 GB of Llama's vocabulary, outside of the budget",
         "hidden states in one buffer, tables in one; reserved before the KV cache is sized",
         "8B with adapters starts on 24 GB",
     ),

@@ -1,9 +1,9 @@
 """The warm-up: real requests through a scheduler of their own, so that the first user pays for nothing that is new.
 
 What a first call allocates, compiles or pages in happens here, for every path that a request can reach: the widest
-prefill, a context beyond one attention tile and one chunk, full batches and single rows, greedy and every kind of
-sampled sample, scores for logprobs, masks, drafts that are verified, and no, one and all adapter slots. Nothing of it
-stays but the warmth.
+prefill, a context beyond one attention tile and one chunk, few tokens on such a context, full batches and single rows,
+greedy and every kind of sampled sample, scores for logprobs, masks, drafts that are verified, and no, one and all
+adapter slots. Nothing of it stays but the warmth.
 """
 
 import time
@@ -78,6 +78,12 @@ def _batches(scheduler: Scheduler, adapters: tuple[str, ...]) -> Iterator[list[R
             for index, length in enumerate(lengths)
         ]
     yield [request("long", max(min(LONG_CONTEXT, most), 1), _SAMPLING[0])]
+    # Few new tokens on a long context, which other kernels attend: the rest of a prompt whose prefix is found, and
+    # where none is, the last chunk of a prompt.
+    few = LONG_CONTEXT + 4
+    if not scheduler.pool.shares_prefixes:
+        few = -(-LONG_CONTEXT // scheduler.max_num_batched_tokens) * scheduler.max_num_batched_tokens + 8
+    yield [request("few", max(min(few, most), 1), _SAMPLING[0])]
     scored = request("scored", min(8, most), SamplingParams(max_tokens=2, prompt_logprobs=1, logprobs=0))
     bound = request("bound", min(8, most), _SAMPLING[1])
     yield [scored, msgspec.structs.replace(bound, grammar=Grammar(kind="regex", text=".*"))]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["MOST_ROWS", "rows_as_float8", "times_int8"]
+__all__ = ["MOST_ROWS", "compile_times_int8", "rows_as_float8", "times_int8"]
 
 # Rows from which a product is bound by its operations: then codes are converted once, and the library multiplies.
 MOST_ROWS = 256
@@ -42,6 +42,14 @@ def times_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
+
+
+def compile_times_int8(codes: Tensor, scales: Tensor) -> None:
+    """Have every tile of these weights compiled, whichever numbers of rows the warm-up meets."""
+    for most, (block_m, *_) in _TILES:
+        times_int8(
+            torch.zeros(min(most, block_m), codes.shape[1], dtype=scales.dtype, device=codes.device), codes, scales
+        )
 
 
 def rows_as_float8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,15 +105,17 @@ def _launch_extend(
     for tile in (whole, split):
         tile["BLOCK_M"] = max(tile.get("BLOCK_M", EXTEND_ROWS), _power_of_two(groups))
     work = plan.chunk_work(whole["BLOCK_M"] // groups, split["BLOCK_M"] // groups)
-    partial, stats = out, out  # not read, not written
+    partial, stats = out, out
     if work.num_slots:
         partial = q.new_empty(work.num_slots, num_heads, head_dim, dtype=torch.float32)
         stats = q.new_empty(work.num_slots, num_heads, 2, dtype=torch.float32)
     for programs, tile, of_splits in ((work.whole, whole, False), (work.split, split, True)):
         if not len(programs):
             continue
+        # Whole tiles neither read nor write partial results; of another type they would be compiled again.
+        parts = (partial, stats) if of_splits else (out, out)
         _extend[(len(programs), num_kv_heads)](
-            q, cache, _scales(cache, head_dim), out, partial, stats, programs,
+            q, cache, _scales(cache, head_dim), out, *parts, programs,
             plan.chunk_starts, plan.lengths[plan.num_decodes :], plan.tables[plan.num_decodes :],
             plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e),
             *_of_scoring(scoring, q),

@@ -64,6 +64,10 @@ class WeightOnly:
         self.codes, scales = rounded_rows(weight, dtype)
         self.scales = scales.to(weight.dtype)
         self._on_gpu = dtype == torch.int8 and weight.device.type == "cuda" and weight.dtype.itemsize == 2
+        if self._on_gpu:
+            from slipway_runtime.kernels.byte_products import compile_times_int8  # Triton, which a CPU never imports
+
+            compile_times_int8(self.codes, self.scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from bench.gpu_compile import Compiled
+from bench.gpu_ledger import ledger
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -42,6 +45,14 @@ def test_every_kernel_compiles_without_spills_and_with_tensor_cores(sample):
         "_rope_and_store", "_decode", "_merge", "_extend", "_rms_norm", "_swiglu", "_shrink", "_expand",
         "_best_of_tiles", "_best_of_rows", "_apply_bitmask", "_penalize_rows",
     }  # fmt: skip
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.timeout(1800)
+def test_the_ledger_is_what_was_compiled(sample):
+    expected = ledger([Compiled(**one) for one in sample])
+    path = ROOT / "docs" / "gpu-ledger.md"
+    assert path.read_text() == expected, "python -m bench.gpu_compile --sample --ledger docs/gpu-ledger.md writes it"
 
 
 @pytest.mark.capability("KV-11")
