@@ -65,10 +65,14 @@ class NoWeights:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def take(self, name: str, *shape: int, rows: slice | None = None) -> Tensor:
+    def __contains__(self, name: str) -> bool:
+        """None of the tensors that only some checkpoints have."""
+        return False
+
+    def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As `Checkpoint.take`."""
         first = shape[0] if rows is None else len(range(*rows.indices(shape[0])))
-        return torch.empty((first, *shape[1:]), dtype=self._dtype, device=DEVICE)
+        return torch.empty((first, *shape[1:]), dtype=dtype or self._dtype, device=DEVICE)
 
     def in_parallel(self, make: Any, count: int) -> list[Any]:
         """As `Checkpoint.in_parallel`."""

@@ -164,4 +164,5 @@ def test_the_text_of_an_answer_streamed_or_whole():
     assert text_of(streamed) == {0: "Once upon"}
     assert text_of(b'{"choices": [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]}') == {0: "a", 1: "b"}
     assert text_of(b"<html>") is None
-    assert text_of(b'{"choices": []}') is None, "another API's, or nothing to compare"
+    assert text_of(b'{"choices": []}') == {}
+    assert text_of(b'{"content": []}') is None, "of another API"
