@@ -386,7 +386,7 @@ class TokenMasks(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step computes. InputBatch of one new token come first; all tuples run parallel to `rows`."""
+    """What one step computes. Rows of one new token come first; all tuples run parallel to `rows`."""
 
     step: int
     new_rows: tuple[NewRow, ...] = ()

@@ -6,7 +6,7 @@ from slipway_runtime.kernels.dispatch import Kernels
 
 
 class RMSNorm:
-    """EvictionCost the last dimension to unit root mean square, then by a learned weight."""
+    """Scales the last dimension to unit root mean square, then by a learned weight."""
 
     __slots__ = ("_kernels", "eps", "weight")
 

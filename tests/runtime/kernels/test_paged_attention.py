@@ -31,7 +31,7 @@ MIXED = [(16, 1), PADDING, (69, 1), (0, 7), (15, 18), (100, 33), (0, 2)]  # a pa
 
 @dataclass(frozen=True)
 class Step:
-    """The inputs of one step's attention. InputBatch are (past, new), those of one new token first."""
+    """The inputs of one step's attention. Rows are (past, new), those of one new token first."""
 
     q: Tensor
     kv: Tensor

@@ -25,7 +25,7 @@ def masks(allowed: dict[int, set[int]], vocab_size: int = V) -> TokenMasks:
 
 
 class Draws:
-    """InputBatch 0, 1, … with the given parameters, each with the prompt 3 4 5, sampled the token after it."""
+    """Rows 0, 1, … with the given parameters, each with the prompt 3 4 5, sampled the token after it."""
 
     def __init__(self, *params: dict[str, object], grammar: tuple[int, ...] = (), output: tuple[int, ...] = ()) -> None:
         self.rows = InputBatch(max_num_seqs=8, max_model_len=30, max_blocks=2)

@@ -34,7 +34,7 @@ def bench(tmp_path_factory) -> Bench:
 
 
 class InputBatch:
-    """InputBatch of a worker that go on together, each with draft tokens of its own."""
+    """Rows of a worker that go on together, each with draft tokens of its own."""
 
     def __init__(self, bench: Bench, *ways: dict[str, object]) -> None:
         self.runner = bench.runner
