@@ -34,6 +34,8 @@ def assert_refused(api: Access, manifest: dict[str, Any], sentence: str) -> None
     """The manifest is refused with one complaint that holds the sentence, and nothing is stored."""
     with pytest.raises(CommandError) as refused:
         apply(api, manifest)
+        # Accepted against expectation: it must not stay, or every later row would change it instead of creating one.
+        api.kubectl("delete", "infsvc", manifest["metadata"]["name"], "-n", NAMESPACE)
 
     answer = [
         line for line in refused.value.stderr.splitlines() if "some validation rules were not checked" not in line
