@@ -61,7 +61,9 @@ class Signals(Body):
     handed_over: int = Field(default=0, ge=0)
     generated_tokens: int = Field(default=0, ge=0)
     prompt_tokens: int = Field(default=0, ge=0)
-    starting: str = ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading, WarmingUp or Standby
+    starting: str = (
+        ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading, WarmingUp or Standby
+    )
     # Why it is not ready, once it was: StepLoopStalled or EngineDead, as in Ready.reason; left out while empty.
     not_ready: str = Field(default="", exclude_if=lambda reason: not reason)
 

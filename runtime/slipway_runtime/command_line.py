@@ -15,7 +15,14 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import Dtype, KVDtype, Pooling, Quantization, SpeculationMethod, Task
-from slipway_runtime.settings import STANDBY_LEVELS, BootAdapter, RuntimeSettings, SamplingDefaults, flag, warm_prompts_of
+from slipway_runtime.settings import (
+    STANDBY_LEVELS,
+    BootAdapter,
+    RuntimeSettings,
+    SamplingDefaults,
+    flag,
+    warm_prompts_of,
+)
 
 REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 

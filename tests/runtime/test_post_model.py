@@ -106,7 +106,9 @@ async def test_a_container_that_is_started_again_serves_the_model_and_asks_for_t
 
 async def standing_by(replica: Replica, http: httpx.AsyncClient) -> None:
     async with asyncio.timeout(120):
-        while (await http.get(f"{replica.admin_url}/ready")).json()["reason"] != "Standby":
+        while True:
+            if (await http.get(f"{replica.admin_url}/ready")).json()["reason"] == "Standby":
+                return
             await asyncio.sleep(0.02)
 
 

@@ -3,8 +3,8 @@
 What POST /model brought is kept in a file of the pod. A container that the kubelet starts again finds it there and
 loads the same model by itself: whether a replica comes back must not depend on an operator that asks again.
 
-A process that stands by has loaded the model of its command line, and answers no request. The first POST /model with the
-same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
+A process that stands by has loaded the model of its command line, and answers no request. The first POST /model with
+the same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
 """
 
 import asyncio

@@ -7,7 +7,7 @@
 | not there yet | any      | –                                  | no    | Downloading     | yes    |
 | not there yet | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
-| warming up    | any      | –                                  | no    | Standby         | yes    |
+| unclaimed     | any      | –                                  | no    | Standby         | yes    |
 | there         | no       | few                                | yes   | Ready           | yes    |
 | there         | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
