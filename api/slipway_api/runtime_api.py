@@ -22,6 +22,7 @@ ignored and every field that may grow has a default, so that an older side under
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from pydantic.alias_generators import to_camel
@@ -60,7 +61,9 @@ class Signals(Body):
     handed_over: int = Field(default=0, ge=0)
     generated_tokens: int = Field(default=0, ge=0)
     prompt_tokens: int = Field(default=0, ge=0)
-    starting: str = ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading or WarmingUp
+    starting: str = (
+        ""  # until it is ready for the first time: Booting, NoModel, Downloading, Loading, WarmingUp or Standby
+    )
     # Why it is not ready, once it was: StepLoopStalled or EngineDead, as in Ready.reason; left out while empty.
     not_ready: str = Field(default="", exclude_if=lambda reason: not reason)
 
@@ -78,6 +81,7 @@ class ReadyReason(StrEnum):
     DOWNLOADING = "Downloading"
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
+    STANDBY = "Standby"
     READY = "Ready"
     DRAINING = "Draining"
     SLEEPING = "Sleeping"
@@ -283,6 +287,19 @@ class LoadModelRequest(ModelSpec):
     """SHA-256 digests of the tokens that the serving port requires from now on; none: it stays as it is."""
     drain_timeout_seconds: int = Field(default=0, ge=0)
     """How long a drain may take that comes from inside the pod; 0: as the process was started with."""
+
+
+# What POST /model may change of a process that has loaded its model and waits for a claim; the rest needs another load.
+CLAIMED_FIELDS: Final = frozenset(
+    {
+        "served_name",
+        "revision",
+        "sampling_defaults",
+        "warm_prompts",
+        "serving_token_sha256",
+        "drain_timeout_seconds",
+    }
+)
 
 
 class SleepRequest(Body):

@@ -1,6 +1,10 @@
 """The WarmPool kind: pods that are started beforehand, so that a replica begins in seconds instead of minutes.
 
-Levels that are not built yet are absent from the schema, not ignored.
+| level    | its pods have                                                   | a claim                          |
+|----------|-----------------------------------------------------------------|----------------------------------|
+| Booted   | the process, torch and the kernels                              | loads any model                  |
+| Sleeping | the model's weights in host memory; on a GPU its memory is free | brings them back, sets the name  |
+| Loaded   | the model where it computes                                     | sets the name                    |
 """
 
 from enum import StrEnum
@@ -10,8 +14,10 @@ from pydantic import Field
 
 from slipway_api.conditions import Condition
 from slipway_api.inference_service import Resources
+from slipway_api.model_spec import Model
 from slipway_api.names import API_VERSION
 from slipway_api.overlay import Template
+from slipway_api.runtime_spec import Runtime
 from slipway_api.types import ObjectMeta, Rule, ServiceKey, Struct, Time, bounded_list, cel_rules
 
 
@@ -19,6 +25,8 @@ class WarmLevel(StrEnum):
     """How far the pods of a pool are started."""
 
     BOOTED = "Booted"
+    SLEEPING = "Sleeping"
+    LOADED = "Loaded"
 
 
 class Autosize(Struct):
@@ -48,6 +56,33 @@ class WarmPoolSpec(Struct):
 
     model_config = cel_rules(
         Rule("has(self.size) != has(self.autosize)", "set either size or autosize"),
+        Rule(
+            "self.level == 'Booted' ? !has(self.models) || size(self.models) == 0"
+            " : has(self.models) && size(self.models) == 1",
+            "levels Sleeping and Loaded need one entry in models, and level Booted has none",
+            ".models",
+        ),
+        Rule(
+            "!has(self.runtime) || self.level != 'Booted'",
+            "runtime is for the levels Sleeping and Loaded: at level Booted it comes with the claim",
+            ".runtime",
+        ),
+        Rule(
+            "!has(self.runtime) || !has(self.runtime.image) || self.runtime.image == ''",
+            "set image of the pool, and leave runtime.image empty",
+            ".runtime.image",
+        ),
+        Rule(
+            "!has(self.runtime) || self.runtime.upgradePolicy == 'OnSpecChange'",
+            "a pool has no upgradePolicy: its waiting pods follow its image at once",
+            ".runtime.upgradePolicy",
+        ),
+        Rule(
+            "!has(self.runtime) || !has(self.resources) || !has(self.resources.gpu) || self.resources.gpu.count == 0"
+            " || self.runtime.tensorParallelSize == self.resources.gpu.count",
+            "runtime.tensorParallelSize must be the number of GPUs",
+            ".runtime.tensorParallelSize",
+        ),
     )
 
     size: int | None = Field(default=None, ge=0, le=1000)
@@ -55,7 +90,15 @@ class WarmPoolSpec(Struct):
     autosize: Autosize | None = None
     """The number of pods follows how fast pods of the pool are asked for; instead of size."""
     level: WarmLevel = WarmLevel.BOOTED
-    """Booted: the image is pulled, the process runs, torch and the kernels are loaded, and no model is."""
+    """Booted: the image is pulled, the process runs, torch and the kernels are loaded, and no model is. Sleeping: the
+    model is loaded, and its weights wait in host memory; on a GPU its memory is free, though the pod holds the GPU.
+    Loaded: the model is loaded where it computes."""
+    models: Annotated[tuple[Model, ...], bounded_list(at_most=1)] = ()
+    """For the levels Sleeping and Loaded: the model that the pods load, as spec.model of the services that claim them.
+    servedName, samplingDefaults, warmPrompts and shape have no effect here: they come with the claim."""
+    runtime: Runtime | None = None
+    """For the levels Sleeping and Loaded: how the pods run the model, as spec.runtime of the services that claim them.
+    Absent: the defaults. startupTimeoutSeconds has no effect here."""
     image: str = Field(default="", pattern=r"^\S*$", max_length=512)
     """Runtime image; empty: the chart's. Only services whose revision has the same image can claim a pod."""
     resources: Resources = Resources()
@@ -128,7 +171,7 @@ class WarmPoolStatus(Struct):
 
 
 class WarmPool(Struct):
-    """Pods that run Slipway's runtime without a model, and become replicas of services of the same namespace."""
+    """Pods that wait with Slipway's runtime started, and become replicas of services of the same namespace."""
 
     model_config = cel_rules(
         Rule(

@@ -36,6 +36,7 @@ class PoolEvent(StrEnum):
     POD_WARMED = "PodWarmed"
     POD_CLAIMED = "PodClaimed"
     POOL_EXHAUSTED = "PoolExhausted"
+    POD_RECYCLED = "PodRecycled"
     WARM_FAILED = "WarmFailed"
     YIELDED_TO_WORKLOAD = "YieldedToWorkload"
     POOL_RESIZED = "PoolResized"
@@ -67,6 +68,7 @@ EVENTS: Final = {
     PoolEvent.POD_WARMED: "A pod can be claimed; how many can.",
     PoolEvent.POD_CLAIMED: "A pod became a replica of a service.",
     PoolEvent.POOL_EXHAUSTED: "The last pod was claimed.",
+    PoolEvent.POD_RECYCLED: "A waiting pod was deleted, because the pool asks for other pods now; in what they differ.",
     PoolEvent.WARM_FAILED: "A pod ended before it could be claimed; why, and when the next one starts.",
     PoolEvent.YIELDED_TO_WORKLOAD: "A waiting pod was deleted, because a replica found no node; which.",
     PoolEvent.POOL_RESIZED: "autosize asks for another number of pods; the evidence in numbers.",

@@ -1,13 +1,15 @@
 """A service takes its replica from a warm pool, beside one that is started cold."""
 
 import json
+import time
 from datetime import datetime
 from typing import Any
 
 import pytest
 import yaml
 
-from e2e.slipway import EXAMPLES, Slipway, wait_for
+from e2e.slipway import EXAMPLES, USER_NAMESPACE, Slipway, wait_for
+from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -65,6 +67,41 @@ def test_a_replica_is_claimed_from_the_pool_and_outlives_it(clean: Slipway) -> N
     wait_for("the waiting pod is collected", lambda: "standby-warm-1" not in pod_names(clean), timeout=90)
     assert "standby-warm-0" in pod_names(clean)
     assert answers(clean, "warm")
+
+
+def claim_seconds(slipway: Slipway, name: str) -> float:
+    """Seconds from the claim of the service's pod until the kubelet says that it is ready."""
+    (pod,) = slipway.pods(name)
+    claimed = datetime.fromisoformat(pod.metadata.annotations[names.ANNOTATION_CLAIMED_AT])
+    (ready,) = (one for one in pod.status.conditions if one.type == "Ready")
+    # The API server rounds the transition down to whole seconds: one more is the upper bound.
+    return max(0.0, (ready.last_transition_time - claimed).total_seconds()) + 1
+
+
+@pytest.mark.capability("AS-5")
+@pytest.mark.parametrize("level", ["Loaded", "Sleeping"])
+def test_a_pod_that_has_the_model_is_claimed_without_a_load(clean: Slipway, level: str) -> None:
+    standby, warm = yaml.safe_load_all((EXAMPLES / "warm-pool.yaml").read_text())
+    standby["spec"] |= {"level": level, "models": [warm["spec"]["model"]], "runtime": warm["spec"]["runtime"]}
+    clean.apply(yaml.safe_dump(standby))
+    wait_for("a pod that has the model", lambda: ready_pods(clean) == 1, timeout=120)
+    (waiting,) = clean.access.core.list_namespaced_pod(
+        USER_NAMESPACE, label_selector=f"{names.LABEL_POOL}=standby"
+    ).items
+    assert not any(status.ready for status in waiting.status.container_statuses), "nothing routes to it before a claim"
+
+    began = time.monotonic()
+    clean.apply(yaml.safe_dump(warm))
+    clean.wait_ready("warm", replicas=1)
+    seen = time.monotonic() - began
+    seconds = claim_seconds(clean, "warm")
+
+    (pod,) = clean.pods("warm")
+    assert (pod.metadata.name, pod.metadata.uid) == (waiting.metadata.name, waiting.metadata.uid)
+    assert pod.status.container_statuses[0].restart_count == 0
+    assert {event.reason for event in clean.events("warm")} >= {"WarmPodClaimed", "ReplicaReady"}
+    assert wait_for("an answer under the name of the service", lambda: answers(clean, "warm"))
+    print(f"{level}: ready at most {seconds:.1f} s after the claim, {seen:.1f} s after kubectl apply")
 
 
 def pod_names(slipway: Slipway) -> list[str]:

@@ -15,7 +15,14 @@ from typing import Any, Final
 from slipway_api import names
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import Dtype, KVDtype, Pooling, Quantization, SpeculationMethod, Task
-from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults, flag, warm_prompts_of
+from slipway_runtime.settings import (
+    STANDBY_LEVELS,
+    BootAdapter,
+    RuntimeSettings,
+    SamplingDefaults,
+    flag,
+    warm_prompts_of,
+)
 
 REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 
@@ -108,6 +115,12 @@ def parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--legacy-metric-names", action="store_true", help="export metrics under the names of older vLLMs too"
+    )
+    serve.add_argument(
+        "--standby",
+        choices=("", *STANDBY_LEVELS),
+        default="",
+        help="load the model, and answer no request before POST /model; sleeping: with the weights in host memory",
     )
     serve.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its first token")
     serve.add_argument("--no-overlap", action="store_true", help="plan each step only when the one before is done")

@@ -47,6 +47,7 @@ from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
+from slipway_runtime.standby import StandbyError, stand_by
 from slipway_runtime.storage.fetch import (
     Access,
     FetchError,
@@ -175,6 +176,11 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
     client = EngineClient(transport, limits=limits)
     await client.start()
     try:
+        if settings.standby:
+            claimed = await stand_by(settings, choice, replica, client)
+            if claimed is None:
+                return await _end_with_engine(client, replica)
+            settings = claimed
         model = _model(settings, fetched, client, threads, replica.identity)
         await load_adapters(model, settings.adapters)
         if settings.max_adapters:
@@ -197,14 +203,21 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
             total_seconds=round(time.monotonic() - began, 3),
         )
         await client.wait_dead()
-        log.error("the engine has died", reason=client.error)
-        write_termination_message(engine_death_message(client.error))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_SECONDS):
-                await replica.all_closed()
-        return 1
+        return await _end_with_engine(client, replica)
+    except StandbyError as error:
+        return _refuse(settings, error)
     finally:
         await client.stop()
+
+
+async def _end_with_engine(client: EngineClient, replica: Replica) -> int:
+    """Say why the engine died, and give the open streams a moment to say so, too."""
+    log.error("the engine has died", reason=client.error)
+    write_termination_message(engine_death_message(client.error))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_SECONDS):
+            await replica.all_closed()
+    return 1
 
 
 def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> int:

@@ -54,6 +54,9 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 WarmPrompt = str | tuple[Mapping[str, str], ...]
 
 
+STANDBY_LEVELS: Final = ("loaded", "sleeping")
+
+
 @dataclass(frozen=True, slots=True)
 class BootAdapter:
     """A LoRA adapter that is loaded before the replica is ready: what clients send as `model`, and where it is."""
@@ -143,6 +146,7 @@ class RuntimeSettings:
     no_prefix_caching: bool = False
     no_overlap: bool = False  # plan each step only when the one before is done
     in_process: bool = False  # the engine as a thread of the API's process
+    standby: str = ""  # loaded or sleeping: with its model, wait for POST /model before any request is answered
     drain_timeout: float = 120.0
     max_body_bytes: int = 8 * 2**20
     stall_seconds: float = 30.0  # an engine that has work and made no step for so long is not ready
@@ -165,6 +169,7 @@ class RuntimeSettings:
         given["max_cpu_adapters"] = spec.max_cpu_adapters or max(0, spec.max_adapters)
         if isinstance(spec, LoadModelRequest):
             given["serving_token_digests"] = spec.serving_token_sha256 or self.serving_token_digests
+            given["standby"] = ""  # it is the request for which a process stands by
             given["drain_timeout"] = float(spec.drain_timeout_seconds) or self.drain_timeout
         settings = replace(
             self,

@@ -326,7 +326,7 @@ class SimulatedCluster:
                 runtime.adapters.boot(self.boot_list(meta))
         runtime.pod_uid = uid
         if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
-            runtime.starting = "NoModel"
+            runtime.starting = "Standby" if "--standby" in pod["spec"]["containers"][0]["args"] else "NoModel"
         if runtime.starting == "Loading" and time >= runtime.ready_from:
             runtime.starting = ""
         is_ready = not runtime.draining and not runtime.starting

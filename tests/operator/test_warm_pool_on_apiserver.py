@@ -59,7 +59,17 @@ def test_the_kind_is_explained_listed_and_refuses_what_cannot_work(apiserver, na
     assert "set either size or autosize" in refusal(autosize={"max": 2})
     assert "set either size or autosize" in refusal(size=None)
     assert "min must not be above max" in refusal(size=None, autosize={"min": 3, "max": 2})
-    assert "Unsupported value" in refusal(level="Loaded")
+    assert "Unsupported value" in refusal(level="Hot")
+    models = [{"uri": "hf://org/name@rev"}]
+    assert "created" in apply(a_manifest(level="Loaded", models=models))
+    assert "created" in apply(a_manifest(level="Sleeping", models=models, runtime={"maxNumSeqs": 8}))
+    assert "need one entry in models" in refusal(level="Loaded")
+    assert "need one entry in models" in refusal(models=models)
+    assert "comes with the claim" in refusal(runtime={"maxNumSeqs": 8})
+    assert "leave runtime.image empty" in refusal(level="Loaded", models=models, runtime={"image": "x"})
+    gpus = {"gpu": {"count": 2}}
+    assert "the number of GPUs" in refusal(level="Loaded", models=models, runtime={"maxNumSeqs": 8}, resources=gpus)
+    assert "uri must be" in refusal(level="Loaded", models=[{"uri": "/x"}])
     gpu = {"name": "server", "resources": {"limits": {"nvidia.com/gpu": 1}}}
     assert "gpu" in refusal(template={"spec": {"containers": [gpu]}}).lower()
     explained = apiserver.kubectl("explain", "wpool.spec.refill.delaySeconds")

@@ -275,11 +275,14 @@ def test_a_pod_that_is_claimed_while_the_pool_means_to_delete_it_lives_on(tmp_pa
 
 
 @pytest.mark.capability("AS-5")
+@pytest.mark.parametrize("level", [{}, {"level": "Loaded", "models": [{"uri": "file:///models/tiny"}]}])
 @pytest.mark.parametrize("writes", range(1, 16))
-def test_an_operator_that_dies_at_any_write_leaves_no_pod_with_two_owners_and_no_slot_with_two_pods(tmp_path, writes):
+def test_an_operator_that_dies_at_any_write_leaves_no_pod_with_two_owners_and_no_slot_with_two_pods(
+    tmp_path, writes, level
+):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
-            apply_pool(cluster, size=2)
+            apply_pool(cluster, size=2, **level)
             cluster.apply("chat", replicas=2, warmPool={"name": "pool", "policy": "Require"})
             first = cluster.start_operator("first", dies_after_writes=writes)
             await cluster.until(lambda: first.is_dead or len(cluster.serving("chat")) == 2, "its end")

@@ -9,7 +9,7 @@ import pytest
 
 from slipway_api import names
 from slipway_api.runtime_api import LoadModelRequest, ModelInfo
-from tests.runtime.processes import TINY, children, serving, serving_here
+from tests.runtime.processes import TINY, Replica, children, serving, serving_here
 
 SPEC = LoadModelRequest(
     uri=f"file://{TINY}",
@@ -102,3 +102,61 @@ async def test_a_container_that_is_started_again_serves_the_model_and_asks_for_t
         headers = {names.HEADER_SERVING_TOKEN: "of the gateway"}
         (card, *_) = (await http.get(f"{again.url}/v1/models", headers=headers)).json()["data"]
         assert (card["id"], card["revision"]) == ("chat", "rev7")
+
+
+async def standing_by(replica: Replica, http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(120):
+        while True:
+            if (await http.get(f"{replica.admin_url}/ready")).json()["reason"] == "Standby":
+                return
+            await asyncio.sleep(0.02)
+
+
+STANDBY_FLAGS = ("--kv-cache-bytes", "16Mi", "--max-num-seqs", "4", "--max-model-len", "512", "--served-name", "pool")
+
+
+@pytest.mark.capability("AS-5")
+@pytest.mark.parametrize("level", ["loaded", "sleeping"])
+async def test_a_process_that_stands_by_answers_nothing_until_it_is_claimed_and_then_under_the_name_of_the_claim(level):
+    digest = hashlib.sha256(b"of the gateway").hexdigest()
+    claim = SPEC.model_copy(update={"serving_token_sha256": (digest,), "warm_prompts": ("The sea",)})
+    async with (
+        serving_here("--standby", level, *STANDBY_FLAGS) as replica,
+        httpx.AsyncClient(timeout=120, headers={names.HEADER_SERVING_TOKEN: "of the gateway"}) as http,
+    ):
+        await standing_by(replica, http)
+        asked = {"model": "pool", "prompt": "The sea"}
+        assert (await http.post(f"{replica.url}/v1/completions", json=asked)).status_code == 503
+        assert (await http.get(f"{replica.admin_url}/health")).status_code == 200
+        for changed in ({"max_model_len": 256}, {"uri": "file:///elsewhere"}, {"kv_cache_bytes": "8Mi"}):
+            other = claim.model_copy(update=changed)
+            refused = await http.post(f"{replica.admin_url}/model", content=other.wire())
+            assert refused.status_code == 409, "another load would be needed"
+        assert (await http.get(f"{replica.admin_url}/ready")).json()["reason"] == "Standby"
+
+        taken = await http.post(f"{replica.admin_url}/model", content=claim.wire())
+        assert taken.status_code in (200, 202)
+        await replica.ready()
+
+        again = await http.post(f"{replica.admin_url}/model", content=claim.wire())
+        assert (again.status_code, again.json()["loaded"]) == (200, True)
+        second = claim.model_copy(update={"served_name": "other"})
+        assert (await http.post(f"{replica.admin_url}/model", content=second.wire())).status_code == 409
+        (card, *_) = (await http.get(f"{replica.url}/v1/models")).json()["data"]
+        assert (card["id"], card["revision"]) == ("chat", "rev7")
+        assert (await http.post(f"{replica.url}/v1/completions", json=asked)).status_code == 404, "the pool's name"
+        answer = await http.post(f"{replica.url}/v1/completions", json=asked | {"model": "chat"})
+        assert (answer.status_code, answer.headers["x-slipway-revision"]) == (200, "rev7")
+        kept = (replica.run_directory / "model.json").read_bytes()
+
+    flags = ("--standby", level, *STANDBY_FLAGS)
+    async with serving_here(*flags, run_files={"model.json": kept}) as restarted:
+        await restarted.ready()
+        assert not any(line["message"] == "standing by" for line in restarted.log), "it was claimed before"
+
+
+async def test_a_process_that_stands_by_ends_on_sigterm():
+    async with serving_here("--standby", "sleeping", *STANDBY_FLAGS) as replica, httpx.AsyncClient() as http:
+        await standing_by(replica, http)
+        replica.terminate()
+        assert await replica.ended() == 0

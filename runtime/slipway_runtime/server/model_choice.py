@@ -2,6 +2,9 @@
 
 What POST /model brought is kept in a file of the pod. A container that the kubelet starts again finds it there and
 loads the same model by itself: whether a replica comes back must not depend on an operator that asks again.
+
+A process that stands by has loaded the model of its command line, and answers no request. The first POST /model with
+the same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
 """
 
 import asyncio
@@ -13,7 +16,7 @@ from typing import Final
 import structlog
 from pydantic import ValidationError
 
-from slipway_api.runtime_api import LoadModelRequest, ModelInfo
+from slipway_api.runtime_api import CLAIMED_FIELDS, LoadModelRequest, ModelInfo
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.loaded import Identity
 from slipway_runtime.server.replica import Replica
@@ -39,8 +42,12 @@ class ModelChoice:
         self._replica = replica
         self._kept = settings.run_directory / KEPT_REQUEST
         self._chosen: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
+        self._claimed: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
         if settings.model_uri:
             self._take(settings)
+            if settings.standby and (claim := _read(self._kept)) is not None:
+                with contextlib.suppress(ApiError):  # of a model that is not here: wait for another claim
+                    self.choose(claim)
         elif (earlier := _read(self._kept)) is not None:
             with contextlib.suppress(ApiError):  # an image that cannot serve it any more: wait for another request
                 self.choose(earlier)
@@ -55,9 +62,18 @@ class ModelChoice:
         """Whether there is a model to serve."""
         return self._chosen.done()
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether requests may be answered as soon as the model is loaded."""
+        return self._claimed.done()
+
     async def chosen(self) -> RuntimeSettings:
         """The settings with the model, as soon as there is one."""
         return await asyncio.shield(self._chosen)
+
+    async def claimed(self) -> RuntimeSettings:
+        """The settings with which requests are answered: at once, unless the process stands by."""
+        return await asyncio.shield(self._claimed)
 
     def choose(self, request: LoadModelRequest) -> None:
         """Serve this model. The one that is here is no change; what a body leaves out agrees with it.
@@ -72,13 +88,17 @@ class ModelChoice:
             _keep(self._kept, request)
             self._take(wanted)
             return
+        changeable = CLAIMED_FIELDS if self._settings.standby else frozenset()
         differing = sorted(
             name
-            for name in request.model_fields_set
+            for name in request.model_fields_set - changeable
             if getattr(wanted, _SAME_AS.get(name, name)) != getattr(self._settings, _SAME_AS.get(name, name))
         )
         if differing:
             raise ApiError(409, f"another model is here until the pod ends: it differs in {', '.join(differing)}")
+        if self._settings.standby:
+            _keep(self._kept, request)
+            self._take(wanted)
 
     def info(self) -> ModelInfo:
         """Which model is here, and whether it answers."""
@@ -103,7 +123,10 @@ class ModelChoice:
                 uri=settings.model_uri,
             )
         )
-        self._chosen.set_result(settings)
+        if not self._chosen.done():
+            self._chosen.set_result(settings)
+        if not settings.standby:
+            self._claimed.set_result(settings)
 
 
 def _keep(path: Path, request: LoadModelRequest) -> None:

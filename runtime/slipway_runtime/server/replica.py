@@ -7,6 +7,7 @@
 | not there yet | any      | –                                  | no    | Downloading     | yes    |
 | not there yet | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
+| unclaimed     | any      | –                                  | no    | Standby         | yes    |
 | there         | no       | few                                | yes   | Ready           | yes    |
 | there         | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
@@ -50,6 +51,7 @@ _STARTING: Final = {
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
+    ReadyReason.STANDBY: "the model is here and answers after POST /model",
 }
 _BROKEN: Final = frozenset({ReadyReason.STEP_LOOP_STALLED, ReadyReason.ENGINE_DEAD})
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
@@ -115,6 +117,10 @@ class Replica:
         """The weights are there; the first steps are being computed."""
         self._phase = ReadyReason.WARMING_UP
         self._progress = ""
+
+    def standing_by(self) -> None:
+        """The model is there, and answers nothing before it is claimed."""
+        self._phase = ReadyReason.STANDBY
 
     def ready_with(self, loaded: LoadedModel, startup: StartupTimes) -> None:
         """From now on requests are answered, unless a drain came first."""

@@ -1,9 +1,10 @@
 """Decides which pods of a WarmPool become replicas of a service, instead of new pods.
 
 A claim is one JSON patch: owner, labels and annotations change hands, guarded by tests of uid, owner and state. Then
-the runtime is asked to load the model. The pod keeps its name and its admin token; its labels make it a replica like
-any other. Both steps can be repeated: a patch that was applied already is recognised by the pod's owner and slot, and
-a process that has the model answers that it has. A lost race excludes that pod from the next pass.
+the runtime is asked to load the model, or, where it has loaded it, to answer under the service's name. The pod keeps
+its name and its admin token; its labels make it a replica like any other. Both steps can be repeated: a patch that was
+applied already is recognised by the pod's owner and slot, and a process that has the model answers that it has. A lost
+race excludes that pod from the next pass.
 
 | the pool has                 | policy Prefer                     | policy Require                    |
 |------------------------------|-----------------------------------|-----------------------------------|
@@ -27,8 +28,8 @@ from slipway_operator.core.service.access import PortAccess, serving_digests
 from slipway_operator.core.service.pod import build_pod, model_spec
 from slipway_operator.core.service.replicas import Creation
 from slipway_operator.core.service.revision import Revision, owner_reference
-from slipway_operator.core.warm_pool.shape import differing_parts, shape_of_service
-from slipway_operator.core.warm_pool.supply import WarmPod
+from slipway_operator.core.warm_pool.shape import differing_parts, has_model, shape_of_service
+from slipway_operator.core.warm_pool.supply import CLAIMABLE, WarmPod
 
 ASK_AGAIN: Final = timedelta(seconds=2)
 
@@ -41,7 +42,7 @@ class Claims:
         supply = observed.warm
         free = supply.pods if supply is not None and supply.pool_uid else ()
         usable = [pod for pod in free if pod.can_be_claimed(now) and pod.uid not in observed.lost_claims]
-        self._free: dict[str, WarmPod] = {pod.uid: pod for pod in sorted(usable, key=lambda one: one.name)}
+        self._free: dict[str, WarmPod] = {pod.uid: pod for pod in sorted(usable, key=_warmest_first)}
 
     def start_replica(
         self, service: InferenceService, revision: Revision, creation: Creation, create: CreatePod, event: Event
@@ -94,6 +95,10 @@ class Claims:
         return Steps(actions=(action,), events=(event,), again_at=self._now + ASK_AGAIN)
 
 
+def _warmest_first(pod: WarmPod) -> tuple[bool, str]:
+    return not has_model(pod.shape), pod.name
+
+
 def load_claimed(observed: Observed, members: Iterable[Member], revisions: Sequence[Revision], now: datetime) -> Steps:
     """Ask claimed pods for their model again, as long as they say that they have none: the first request was lost."""
     by_hash = {revision.hash: revision for revision in revisions}
@@ -102,7 +107,7 @@ def load_claimed(observed: Observed, members: Iterable[Member], revisions: Seque
         replica, revision = member.replica, by_hash.get(member.replica.revision)
         if replica.claimed_at is None or not member.is_live or replica.started or revision is None:
             continue
-        if replica.sample is not None and replica.sample.starting not in (ReadyReason.NO_MODEL, ReadyReason.BOOTING):
+        if replica.sample is not None and replica.sample.starting not in (*CLAIMABLE, ReadyReason.BOOTING):
             continue
         service = revision.apply_to(observed.service)
         # As the pod's annotation says, by which the gateway chooses the token: the key may have been rotated since.

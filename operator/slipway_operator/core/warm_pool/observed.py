@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from slipway_api import names
-from slipway_api.runtime_api import ReadyReason
 from slipway_api.warm_pool import WarmPool
 from slipway_operator.core.actions import Failure
 from slipway_operator.core.observed import Defaults, Node, Replica, TokenDigests
+from slipway_operator.core.warm_pool.supply import CLAIMABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class PoolPod:
 
     @property
     def is_booted(self) -> bool:
-        """Whether it has imported everything, and waits for a model."""
+        """Whether it has started as far as its level says, and waits for a claim."""
         sample = self.replica.sample
-        return sample is not None and sample.starting == ReadyReason.NO_MODEL
+        return sample is not None and sample.starting in CLAIMABLE
 
     @property
     def has_ended(self) -> bool:

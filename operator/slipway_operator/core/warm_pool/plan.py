@@ -163,11 +163,16 @@ def _remove_outdated(observed: ObservedPool, live: Sequence[PoolPod], shape: Sha
     starting = sum(not pod.is_booted and not differing_parts(pod.shape, shape) for pod in live)
     room = max(0, observed.pool.spec.refill.max_concurrent - starting)
     outdated = [(pod, parts) for pod in _coldest_first(live, observed) if (parts := differing_parts(pod.shape, shape))]
-    removals = [_Removal(pod, f"the pool asks for other pods: {', '.join(parts)}") for pod, parts in outdated[:room]]
+    removals = [_recycle(pod, parts) for pod, parts in outdated[:room]]
     cordoned = [pod for pod in live if is_cordoned(pod.replica, observed.nodes)]
     known = [one.pod for one in removals]
     removals += [_Removal(pod, f"its node {pod.replica.node} is cordoned") for pod in cordoned if pod not in known]
     return removals
+
+
+def _recycle(pod: PoolPod, parts: Sequence[str]) -> _Removal:
+    message = f"{pod.name} is replaced: the pool asks for other pods: {', '.join(parts)}"
+    return _Removal(pod, message, Event(reason=PoolEvent.POD_RECYCLED, action="Delete", message=message, pod=pod.name))
 
 
 def _coldest_first(pods: Sequence[PoolPod], observed: ObservedPool) -> list[PoolPod]:
@@ -207,7 +212,15 @@ def _refill(observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: 
         access = PortAccess(nonce=nonce, admin_digests=observed.token_digests(pool.metadata.namespace, name, nonce))
         number = int(name.rsplit("-", 1)[1])
         image = pool.spec.image or observed.defaults.runtime_image
-        manifest = build_pool_pod(pool, number, shape, image=image, access=access, user=observed.defaults.pod_user)
+        manifest = build_pool_pod(
+            pool,
+            number,
+            shape,
+            image=image,
+            access=access,
+            node_cache=observed.defaults.node_cache,
+            user=observed.defaults.pod_user,
+        )
         reason = f"{len(live)} of {size.pods} pods wait: {size.reason}"
         creations.append(CreatePod(name=name, manifest=manifest, reason=reason))
     return tuple(creations)

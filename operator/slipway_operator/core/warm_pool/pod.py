@@ -1,25 +1,25 @@
-"""Builds the pod of a WarmPool: the pod that a service of the same shape would get, but without a model.
+"""Builds the pod of a WarmPool: the pod that a service of the same shape would get, but it waits for a claim.
 
-It is made by the same function as the pods of services. Different is what a claim sets later: the model, its parameters
-and the serving tokens are no arguments, they come with POST /model. And what no claim can set: the grace period is the
-longest that a service may ask for, and the startup probe waits for a model without end, so the operator replaces a
-claimed pod that does not become ready in time.
+At level Booted it has no model; at the others it loads one, and answers no request before the claim. It is made by the
+same function as the pods of services. Different is what a claim sets later: at level Booted the model and its
+parameters, at any level the name and the serving tokens; they come with POST /model. And what no claim can set: the
+grace period is the longest that a service may ask for, and the startup probe waits for a claim without end, so the
+operator replaces a claimed pod that does not become ready in time.
 """
 
 from typing import Any, Final
 
 from slipway_api import names
-from slipway_api.inference_service import InferenceService
-from slipway_api.warm_pool import WarmPool
-from slipway_operator.core.observed import NONROOT, PodUser
+from slipway_api.warm_pool import WarmLevel, WarmPool
+from slipway_operator.core.observed import NONROOT, NodeCache, PodUser
 from slipway_operator.core.service.access import PortAccess
-from slipway_operator.core.service.pod import build_pod
+from slipway_operator.core.service.pod import arguments, build_pod
 from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.warm_pool.shape import Shape, write_shape
+from slipway_operator.core.warm_pool.stand_in import stand_in_service
 
 LONGEST_GRACE_SECONDS: Final = 3630  # the longest spec.drain.timeoutSeconds, and 30
 NEVER: Final = 2**31 - 1  # failures of the startup probe until the kubelet restarts the container: 68 years
-NO_MODEL: Final = "file:///"  # stands in for the model of a service; no argument of the pod names it
 
 
 def pool_pod_name(pool: str, number: int) -> str:
@@ -28,22 +28,27 @@ def pool_pod_name(pool: str, number: int) -> str:
 
 
 def build_pool_pod(
-    pool: WarmPool, number: int, shape: Shape, *, image: str, access: PortAccess, user: PodUser | None = NONROOT
+    pool: WarmPool,
+    number: int,
+    shape: Shape,
+    *,
+    image: str,
+    access: PortAccess,
+    node_cache: NodeCache | None = None,
+    user: PodUser | None = NONROOT,
 ) -> dict[str, Any]:
     """The pod as it is sent to the API server."""
     spec, name = pool.spec, pool.metadata.name
-    stand_in = InferenceService.model_validate(
-        {
-            "metadata": {"name": name, "namespace": pool.metadata.namespace},
-            "spec": {
-                "model": {"uri": NO_MODEL},
-                "runtime": {"tensorParallelSize": max(1, spec.resources.gpu.count)},
-                "resources": spec.resources.to_json(),
-                "template": spec.template.to_json(),
-            },
+    stand_in, revision = stand_in_service(pool), Revision("", image)
+    # Without the boot list of adapters: a service of the pool's name would have one of the same name.
+    bare = stand_in.model_copy(
+        update={
+            "spec": stand_in.spec.model_copy(
+                update={"runtime": stand_in.spec.runtime.model_copy(update={"lora": None})}
+            )
         }
     )
-    pod = build_pod(stand_in, Revision("", image), slot=0, attempt=0, access=access, user=user)
+    pod = build_pod(bare, revision, slot=0, attempt=0, access=access, node_cache=node_cache, user=user)
     pod["metadata"] = {
         "name": pool_pod_name(name, number),
         "namespace": pool.metadata.namespace,
@@ -62,7 +67,10 @@ def build_pool_pod(
         "ownerReferences": [pool_owner(pool)],
     }
     (server,) = pod["spec"]["containers"]
-    server["args"] = ["serve", "--port", str(names.SERVING_PORT), "--admin-port", str(names.ADMIN_PORT)]
+    if spec.level is WarmLevel.BOOTED:
+        server["args"] = ["serve", "--port", str(names.SERVING_PORT), "--admin-port", str(names.ADMIN_PORT)]
+    else:
+        server["args"] = [*arguments(stand_in, revision), "--standby", spec.level.value.lower()]
     server["startupProbe"] = server["startupProbe"] | {"failureThreshold": NEVER}
     pod["spec"]["terminationGracePeriodSeconds"] = LONGEST_GRACE_SECONDS
     spread = pod["spec"]["topologySpreadConstraints"][0]

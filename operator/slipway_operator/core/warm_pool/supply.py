@@ -6,6 +6,8 @@ from typing import Final
 
 from slipway_api.runtime_api import ReadyReason
 
+# No model, or its model with no name: what the process says while a claim can have it.
+CLAIMABLE: Final = (ReadyReason.NO_MODEL, ReadyReason.STANDBY)
 # Asked every 15 s while it waits: a pod that missed three answers may be hung.
 SILENT_AFTER: Final = timedelta(seconds=60)
 
@@ -23,9 +25,9 @@ class WarmPod:
     is_over: bool = False  # ended, or being deleted
 
     def can_be_claimed(self, now: datetime) -> bool:
-        """Whether it has imported everything, waits for a model, and answers."""
+        """Whether it has started as far as its level says, waits for a claim, and answers."""
         answers = self.sampled_at is not None and now - self.sampled_at <= SILENT_AFTER
-        is_booted = answers and self.starting == ReadyReason.NO_MODEL
+        is_booted = answers and self.starting in CLAIMABLE
         return is_booted and not self.on_bad_node and not self.is_over
 
 
