@@ -32,16 +32,18 @@ def stored(api: Access, name: str = "chat") -> dict[str, Any]:
 
 def assert_refused(api: Access, manifest: dict[str, Any], sentence: str) -> None:
     """The manifest is refused with one complaint that holds the sentence, and nothing is stored."""
-    with pytest.raises(CommandError) as refused:
-        apply(api, manifest)
-        # Accepted against expectation: it must not stay, or every later row would change it instead of creating one.
-        api.kubectl("delete", "infsvc", manifest["metadata"]["name"], "-n", NAMESPACE)
-
-    answer = [
-        line for line in refused.value.stderr.splitlines() if "some validation rules were not checked" not in line
-    ]
-    complaints = sum(line.count("Invalid value") + line.count("Unsupported value") for line in answer)
-    assert sentence in refused.value.stderr
-    assert complaints <= 1, refused.value.stderr
     name = manifest["metadata"]["name"]
+    try:
+        apply(api, manifest)
+    except CommandError as refused:
+        stderr = refused.stderr
+    else:
+        # It must not stay, or every later row would change it instead of creating one.
+        api.kubectl("delete", "infsvc", name, "-n", NAMESPACE)
+        pytest.fail(f"accepted; expected: {sentence}")
+
+    answer = [line for line in stderr.splitlines() if "some validation rules were not checked" not in line]
+    complaints = sum(line.count("Invalid value") + line.count("Unsupported value") for line in answer)
+    assert sentence in stderr
+    assert complaints <= 1, stderr
     assert api.kubectl("get", "infsvc", name, "-n", NAMESPACE, "--ignore-not-found") == ""
