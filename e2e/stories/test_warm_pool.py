@@ -85,9 +85,7 @@ def test_a_pod_that_has_the_model_is_claimed_without_a_load(clean: Slipway, leve
     standby["spec"] |= {"level": level, "models": [warm["spec"]["model"]], "runtime": warm["spec"]["runtime"]}
     clean.apply(yaml.safe_dump(standby))
     wait_for("a pod that has the model", lambda: ready_pods(clean) == 1, timeout=120)
-    (waiting,) = clean.access.core.list_namespaced_pod(
-        USER_NAMESPACE, label_selector=f"{names.LABEL_POOL}=standby"
-    ).items
+    (waiting,) = clean.core.list_namespaced_pod(USER_NAMESPACE, label_selector=f"{names.LABEL_POOL}=standby").items
     assert not any(status.ready for status in waiting.status.container_statuses), "nothing routes to it before a claim"
 
     began = time.monotonic()
