@@ -72,7 +72,7 @@ def test_three_lines_are_enough_and_the_defaults_are_filled_in(api):
     assert spec["runtime"]["blockSize"] == 16
     assert spec["runtime"]["kvCache"] == {"gpuMemoryUtilization": "0.85", "dtype": "auto"}
     assert spec["resources"]["gpu"] == {"count": 1, "resourceName": "nvidia.com/gpu"}
-    assert spec["rollout"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert spec["rollout"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0, "minReadySeconds": 0}
     assert spec["drain"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5, "handover": True}
     assert spec["model"]["samplingDefaults"] == {"maxTokens": 1024}
     assert spec.keys().isdisjoint({"replicas", "autoscaling", "template"})
