@@ -35,6 +35,7 @@ class AdapterReason(StrEnum):
     CAPACITY_EXCEEDED = "CapacityExceeded"
     NAME_CONFLICT = "NameConflict"
     ENGINE_REJECTED = "EngineRejected"
+    ON_DEMAND = "OnDemand"
 
 
 class AdapterEvent(StrEnum):
@@ -43,6 +44,7 @@ class AdapterEvent(StrEnum):
     ADAPTER_LOADED = "AdapterLoaded"
     ADAPTER_SWAPPED = "AdapterSwapped"
     ADAPTER_UNLOADED = "AdapterUnloaded"
+    ADAPTER_EVICTED = "AdapterEvicted"
     ADAPTER_LOAD_FAILED = "AdapterLoadFailed"
     NAME_CONFLICT = "NameConflict"
 
@@ -76,6 +78,7 @@ _MEANINGS: Final = {
         (_TRUE, AdapterReason.LOADED, "Every chosen replica answers requests for it."),
         (_TRUE, AdapterReason.PARTIALLY_LOADED, "Some chosen replicas answer requests for it."),
         (_TRUE, AdapterReason.BASE_SCALED_TO_ZERO, "The base has no replicas now; the next ones load it."),
+        (_TRUE, AdapterReason.ON_DEMAND, "No replica has it now; the next request for it loads it."),
         (_UNKNOWN, AdapterReason.LOADING, "Replicas load it for the first time."),
         (_FALSE, AdapterReason.NO_READY_PODS, "No replica of the base is ready."),
         (_FALSE, AdapterReason.BASE_NOT_FOUND, "There is no InferenceService of the name in spec.baseRef."),
@@ -104,6 +107,7 @@ _MEANINGS: Final = {
         (_FALSE, AdapterReason.PARTIALLY_LOADED, "Some replicas that should have it do not."),
         (_FALSE, AdapterReason.LOADING, "No replica has it yet."),
         (_FALSE, AdapterReason.NO_READY_PODS, "No replica of the base is ready."),
+        (_FALSE, AdapterReason.ON_DEMAND, "No replica has it now; the next request for it loads it."),
     ),
 }
 
@@ -113,6 +117,7 @@ EVENTS: Final = {
     AdapterEvent.ADAPTER_LOADED: "All chosen replicas answer requests for it; how many, and after how long.",
     AdapterEvent.ADAPTER_SWAPPED: "All chosen replicas answer with the new source.",
     AdapterEvent.ADAPTER_UNLOADED: "Replicas dropped it; why.",
+    AdapterEvent.ADAPTER_EVICTED: "A replica drops it to make room (mode OnDemand); how many it has, how idle it was.",
     AdapterEvent.ADAPTER_LOAD_FAILED: "A replica could not load it; the cause, and when it is tried again.",
     AdapterEvent.NAME_CONFLICT: "An older adapter or service has the name.",
 }

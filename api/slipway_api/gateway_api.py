@@ -22,6 +22,15 @@ OUTCOME_BUCKETS: Final = (
 LONGEST_DEMAND_WAIT_SECONDS: Final = 30.0
 
 
+class AdapterDemand(Body):
+    """Requests for an adapter in mode OnDemand that no replica has loaded."""
+
+    adapter: str
+    """The adapter's model name."""
+    waiting_requests: int = Field(ge=1)
+    """Requests that the gateway holds until a replica has it."""
+
+
 class ServiceDemand(Body):
     """What clients ask of one service at one gateway."""
 
@@ -37,13 +46,17 @@ class ServiceDemand(Body):
     """Requests sent to replicas and unfinished."""
     idle_seconds: float | None = Field(default=None, ge=0)
     """Since the last request arrived or ended; None: none since the gateway's start."""
+    adapters: tuple[AdapterDemand, ...] = ()
+    """Adapters of the service that requests wait for. Where the service has ready replicas, these requests are not
+    among `waiting_requests`: another replica is not what they need."""
 
 
 class DemandReport(Body):
     """The demand at one gateway. Asked with `after=<version>`, the gateway answers when the version is another one.
 
     The version changes when a service gets its first waiting or open request after having none, when the last waiting
-    one is gone, and when the open requests of a service have doubled: never with every request.
+    one is gone, when the open requests of a service have doubled, and when an adapter gets its first waiting request or
+    has none any more: never with every request.
     """
 
     boot_id: str

@@ -72,6 +72,7 @@ class PlacementMode(StrEnum):
 
     ALL = "All"
     REPLICAS = "Replicas"
+    ON_DEMAND = "OnDemand"
 
 
 class Placement(Struct):
@@ -82,15 +83,25 @@ class Placement(Struct):
             "self.mode != 'Replicas' || (has(self.replicas) && self.replicas >= 1)",
             "mode Replicas needs replicas, at least 1",
             ".replicas",
-        )
+        ),
+        Rule(
+            "self.mode != 'OnDemand' || !has(self.replicas)",
+            "mode OnDemand takes no replicas: the adapter is on one replica at most",
+            ".replicas",
+        ),
     )
 
     mode: PlacementMode = PlacementMode.ALL
-    """All: every ready replica. Replicas: as many as `replicas` says, chosen so that few move when replicas change."""
+    """All: every ready replica. Replicas: as many as `replicas` says, chosen so that few move when replicas change.
+    OnDemand: none, until a request for the adapter comes, which waits at the gateway while one replica loads it. A
+    replica with more adapters than spec.runtime.lora.maxCPUAdapters of the base drops idle ones of this mode."""
     replicas: int | None = Field(default=None, ge=1, le=1000)
     """Number of replicas of mode Replicas; all, where the base has fewer."""
     pin: bool = False
     """Keep the adapter in the memory of its replicas: it is never evicted for another one."""
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Of mode OnDemand: where room is needed, idle adapters of the lowest priority are dropped first, and of these the
+    one that has been idle longest."""
 
 
 class Unload(Struct):

@@ -9,20 +9,31 @@ version must change soon after idle services get work, and rarely otherwise:
 | the last waiting request is gone                               | always               |
 | the first open request                                         | after 5 idle seconds |
 | open requests have doubled, and doubled again, since it was idle | always             |
+| the first or last waiting request of an adapter in mode OnDemand | always             |
 | anything else                                                  | no                   |
 """
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Final
 
-from slipway_api.gateway_api import DemandReport, ServiceDemand
+from slipway_api.gateway_api import AdapterDemand, DemandReport, ServiceDemand
 
 # A service with a request every second is busy all the time: its requests are no news.
 QUIET_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A request that is held, and what for."""
+
+    service: str
+    size: int
+    adapter: str = ""  # in mode OnDemand: its model name
+    needs_replica: bool = True  # the service has none that is ready
 
 
 @dataclass(slots=True)
@@ -34,6 +45,7 @@ class _Counts:
     last_request: float = 0.0  # when the last one arrived or ended
     waiting_bytes: int = 0
     waiting_since: deque[float] = field(default_factory=deque)  # of each waiting request, the oldest first
+    adapters: Counter[str] = field(default_factory=Counter)  # by adapter: requests that wait until a replica has it
 
 
 class Demand:
@@ -47,23 +59,37 @@ class Demand:
         self._services: dict[str, _Counts] = {}
         self._changed = asyncio.Event()
 
-    def start_waiting(self, service: str, size: int) -> float:
+    def start_waiting(self, held: Held) -> float:
         """Count a request that is held; returns the moment, which `stop_waiting` needs."""
-        counts = self._counts(service)
+        counts = self._counts(held.service)
         now = counts.last_request = self._clock()
-        counts.waiting_since.append(now)
-        counts.waiting_bytes += size
-        if len(counts.waiting_since) == 1:
+        is_first = False
+        if held.needs_replica:
+            counts.waiting_since.append(now)
+            counts.waiting_bytes += held.size
+            is_first = len(counts.waiting_since) == 1
+        if held.adapter:
+            counts.adapters[held.adapter] += 1
+            is_first = is_first or counts.adapters[held.adapter] == 1
+        if is_first:
             self._change()
         return now
 
-    def stop_waiting(self, service: str, size: int, since: float) -> None:
+    def stop_waiting(self, held: Held, since: float) -> None:
         """A held request was released, refused, or left."""
-        counts = self._counts(service)
+        counts = self._counts(held.service)
         counts.last_request = self._clock()
-        counts.waiting_since.remove(since)  # mostly the first one
-        counts.waiting_bytes -= size
-        if not counts.waiting_since:
+        was_last = False
+        if held.needs_replica:
+            counts.waiting_since.remove(since)  # mostly the first one
+            counts.waiting_bytes -= held.size
+            was_last = not counts.waiting_since
+        if held.adapter:
+            counts.adapters[held.adapter] -= 1
+            if not counts.adapters[held.adapter]:
+                del counts.adapters[held.adapter]
+                was_last = True
+        if was_last:
             self._change()
 
     def start_request(self, service: str) -> None:
@@ -128,7 +154,7 @@ class Demand:
 
 
 def _is_busy(counts: _Counts) -> bool:
-    return bool(counts.open or counts.waiting_since)
+    return bool(counts.open or counts.waiting_since or counts.adapters)
 
 
 def _service_demand(name: str, counts: _Counts, now: float) -> ServiceDemand:
@@ -139,4 +165,5 @@ def _service_demand(name: str, counts: _Counts, now: float) -> ServiceDemand:
         longest_wait_seconds=now - counts.waiting_since[0] if counts.waiting_since else 0.0,
         open_requests=counts.open,
         idle_seconds=0.0 if _is_busy(counts) else max(0.0, now - counts.last_request),
+        adapters=tuple(AdapterDemand(adapter=one, waiting_requests=count) for one, count in counts.adapters.items()),
     )

@@ -6,6 +6,7 @@
 | scaled to zero, with `scaleToZero` in mode Active    | waits, within `scaleToZero.activation`              |
 | replicas are desired: they load, restart or moved    | waits, within the gateway's own limits (10 s)       |
 | none is desired                                      | is refused at once                                  |
+| has replicas, none with the adapter (mode OnDemand)  | waits, within the same limits, until one loads it   |
 
 When replicas appear, as many requests are released as they run at once (`maxNumSeqs` each), and one more whenever one
 of these ends: a thousand held requests must not fall on the first replica. New requests queue behind the held ones. A
@@ -18,7 +19,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
-from slipway_gateway.demand import Demand
+from slipway_gateway.demand import Demand, Held
 from slipway_gateway.errors import not_ready, suspended, waiting_room_full
 from slipway_gateway.picker.endpoints import Route, Service, WaitLimits
 from slipway_gateway.resolve import RoutingTable
@@ -31,13 +32,13 @@ FULL_RETRY_AFTER: Final = 10
 MOST: Final = 1 << 30
 
 
-def wait_limits(service: Service, loading_seconds: float) -> WaitLimits | None:
-    """Within which limits requests of a service without a ready replica may wait; None: not at all."""
+def wait_limits(service: Service, loading_seconds: float, *, has_base: bool = False) -> WaitLimits | None:
+    """Within which limits requests may wait for a ready replica, or for an adapter on one (`has_base`); None: not."""
     if service.is_suspended:
         return None
     if service.activation is not None:
         return service.activation
-    if service.desired_replicas > 0 and loading_seconds > 0:
+    if (service.desired_replicas > 0 or has_base) and loading_seconds > 0:
         return WaitLimits(LOADING_REQUESTS, LOADING_BYTES, loading_seconds)
     return None
 
@@ -134,18 +135,19 @@ class WaitingRoom:
         return len(route.endpoints) * facts.max_num_seqs - running
 
     def _must_wait(self, route: Route) -> bool:
-        """Whether no replica of the base is ready, or others wait before it. None waits for an adapter."""
+        """Whether no replica can answer, or others wait before it. Adapters are waited for in mode OnDemand only."""
         held = self._services.get(route.service.key)
         if held is not None and _queue_of(route) in held.queues:
             return True
-        return not route.endpoints and not route.has_base
+        is_loaded_by_request = route.adapter is not None and route.adapter.on_demand
+        return not route.endpoints and (not route.has_base or is_loaded_by_request)
 
     async def _wait(self, route: Route, size: int) -> bool:
         """Hold the request until it is released: True, or until its time is over and a replica is ready: False."""
         service, name = route.service, _queue_of(route)
         if service.is_suspended:
             raise suspended(service.served_name)
-        limits = wait_limits(service, self._loading_seconds)
+        limits = wait_limits(service, self._loading_seconds, has_base=route.has_base)
         if limits is None:
             raise not_ready(f"{route.name} has no ready replica")
         held = self._services.setdefault(service.key, _Service())
@@ -154,7 +156,14 @@ class WaitingRoom:
         if exceeded := queue.add(waiter, size, limits):
             self.changed(service.key)
             raise waiting_room_full(route.name, exceeded, FULL_RETRY_AFTER)
-        since = self._demand.start_waiting(service.key, size)
+        # A request that only an adapter is missing for needs no further replica of the service.
+        held_for = Held(
+            service.key,
+            size,
+            adapter=route.adapter.name if route.adapter is not None and route.adapter.on_demand else "",
+            needs_replica=not route.has_base,
+        )
+        since = self._demand.start_waiting(held_for)
         try:
             async with asyncio.timeout(limits.seconds):
                 await waiter
@@ -170,7 +179,7 @@ class WaitingRoom:
             raise
         finally:
             queue.remove(waiter)
-            self._demand.stop_waiting(service.key, size, since)
+            self._demand.stop_waiting(held_for, since)
             self.changed(service.key)
         return True
 

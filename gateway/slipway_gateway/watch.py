@@ -13,6 +13,7 @@ import structlog
 
 from slipway_api import names
 from slipway_api.inference_service import RoutingStrategy
+from slipway_api.lora_adapter import PlacementMode
 from slipway_gateway.fleet import Fleet, View
 from slipway_gateway.panic import PanicMode, is_silent
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, LatencyLimits, Service, WaitLimits
@@ -167,12 +168,19 @@ class Alias(Slim, frozen=True, gc=False):
     weight: int = 1
 
 
+class Placement(Slim, frozen=True, gc=False):
+    """`spec.placement` of a LoRAAdapter."""
+
+    mode: str = PlacementMode.ALL
+
+
 class AdapterSpec(Slim, frozen=True, gc=False):
     """The names of an adapter."""
 
     base_ref: BaseRef = BaseRef()
     adapter_name: str = ""
     alias: Alias | None = None
+    placement: Placement | None = None
 
 
 class AdapterStatus(Slim, frozen=True, gc=False):
@@ -302,10 +310,8 @@ def bytes_of(quantity: str | int) -> int:
 
 def adapter_of(resource: LoRAAdapter) -> Adapter | None:
     """The adapter as routing sees it; None while it must get no requests: being deleted, or its name is another's."""
-    has_conflict = any(
-        one.type == "Stalled" and one.status == "True" and one.reason == "NameConflict"
-        for one in resource.status.conditions
-    )
+    stalled = next((one for one in resource.status.conditions if one.type == "Stalled" and one.status == "True"), None)
+    has_conflict = stalled is not None and stalled.reason == "NameConflict"
     if has_conflict or resource.is_terminating or not resource.spec.base_ref.name:
         return None
     alias = resource.spec.alias or Alias()
@@ -316,6 +322,10 @@ def adapter_of(resource: LoRAAdapter) -> Adapter | None:
         alias=alias.name,
         alias_weight=alias.weight,
         created=resource.metadata.creation_timestamp,
+        # A request for one that cannot be loaded would wait in vain.
+        on_demand=stalled is None
+        and resource.spec.placement is not None
+        and resource.spec.placement.mode == PlacementMode.ON_DEMAND,
     )
 
 

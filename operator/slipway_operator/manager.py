@@ -198,6 +198,7 @@ class Manager:
             adapter_calls=self._adapter_calls,
             hub_answer=self._hub.answer,
             demand_of=self._gateways.demand,
+            waiting_adapters_of=self._gateways.waiting_adapters,
             outcomes_of=self._gateways.outcomes_since,
             service_outcomes_of=self._gateways.service_outcomes,
         )
@@ -422,6 +423,9 @@ class Manager:
         if self.caches.stores[key.kind].get(key) is None:
             return  # the gateway's view is behind ours, or ahead of it: then the object itself wakes its key
         self._queue.add(key, Urgency.URGENT)
+        for adapter in changed.adapters:
+            for one in self._inputs.adapters.key_of(changed.service, adapter):
+                self._queue.add(one, Urgency.URGENT)
         if changed.has_grown:
             self._scraper.ask_service(changed.service)
 

@@ -28,11 +28,11 @@ def test_every_list_is_bounded_and_says_how_it_merges_and_every_field_explains_i
     assert [path for path, node in walk(schema["properties"]["status"]) if "default" in node] == []
 
 
-def test_what_is_not_built_is_absent(schema):
+def test_placement_has_three_modes_and_a_bounded_priority(schema):
     modes = schema["properties"]["spec"]["properties"]["placement"]["properties"]
 
-    assert modes["mode"]["enum"] == ["All", "Replicas"]
-    assert "priority" not in modes
+    assert modes["mode"]["enum"] == ["All", "Replicas", "OnDemand"]
+    assert (modes["priority"]["minimum"], modes["priority"]["maximum"]) == (-1000, 1000)
 
 
 def an_adapter(**spec: Any) -> LoRAAdapter:

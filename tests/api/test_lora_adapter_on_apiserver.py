@@ -39,7 +39,7 @@ def served(apiserver: Access) -> Access:
 def test_defaults_are_filled_in_and_what_depends_on_another_field_stays_absent(served: Access):
     spec = create(served, manifest(), "--dry-run=server")["spec"]
 
-    assert spec["placement"] == {"mode": "All", "pin": False}
+    assert spec["placement"] == {"mode": "All", "pin": False, "priority": 0}
     assert spec["unload"] == {"drainSeconds": 30}
     assert "adapterName" not in spec
     assert "weight" not in spec.get("alias", {})
@@ -50,7 +50,9 @@ REFUSED = [
     ({"source": {"uri": "file:///x/../y"}}, "uri must be"),
     ({"source": {"uri": "file:///x", "digest": "sha256:1"}}, "digest must be"),
     ({"placement": {"mode": "Replicas"}}, "needs replicas"),
-    ({"placement": {"mode": "OnDemand"}}, "Unsupported value"),
+    ({"placement": {"mode": "OnDemand", "replicas": 2}}, "OnDemand takes no replicas"),
+    ({"placement": {"mode": "OnDemand", "priority": 1001}}, "less than or equal to 1000"),
+    ({"placement": {"mode": "Some"}}, "Unsupported value"),
     ({"alias": {"weight": 10}}, "alias.weight needs alias.name"),
     ({"alias": {"name": "a b", "weight": 10}}, "alias.name must be"),
     ({"adapterName": "a/b"}, "adapterName must be"),

@@ -6,7 +6,7 @@ import pytest
 
 from slipway_api import names
 from slipway_api.gateway_api import DemandReport, OutcomesReport
-from slipway_gateway.demand import QUIET_SECONDS, Demand
+from slipway_gateway.demand import QUIET_SECONDS, Demand, Held
 from slipway_gateway.fleet import STATIC_NAMESPACE
 from tests.gateway.doubles import (
     MODEL,
@@ -73,19 +73,37 @@ def test_a_burst_is_news_at_each_doubling_and_a_number_that_swings_is_announced_
 def test_the_first_and_the_last_waiting_request_are_news():
     demand, clock = a_demand()
     start = demand.version
-    first = demand.start_waiting("ns/chat", 100)
+    first = demand.start_waiting(Held("ns/chat", 100))
     clock.now += 3
-    second = demand.start_waiting("ns/chat", 200)
+    second = demand.start_waiting(Held("ns/chat", 200))
 
     assert demand.version == start + 1
     assert report_of(demand).waiting_requests == 2
     assert report_of(demand).waiting_bytes == 300
     assert report_of(demand).longest_wait_seconds == 3
 
-    demand.stop_waiting("ns/chat", 100, first)
+    demand.stop_waiting(Held("ns/chat", 100), first)
     assert (demand.version, report_of(demand).longest_wait_seconds) == (start + 1, 0)
-    demand.stop_waiting("ns/chat", 200, second)
+    demand.stop_waiting(Held("ns/chat", 200), second)
     assert demand.version == start + 2
+
+
+def test_an_adapter_that_requests_wait_for_is_news_but_no_demand_for_a_replica_where_there_is_one():
+    demand, _ = a_demand()
+    start = demand.version
+    held = Held("ns/chat", 100, adapter="sailor", needs_replica=False)
+    first, second = demand.start_waiting(held), demand.start_waiting(held)
+
+    assert demand.version == start + 1
+    assert report_of(demand).waiting_requests == 0
+    assert report_of(demand).idle_seconds == 0
+    assert [(one.adapter, one.waiting_requests) for one in report_of(demand).adapters] == [("sailor", 2)]
+
+    demand.stop_waiting(held, first)
+    assert demand.version == start + 1
+    demand.stop_waiting(held, second)
+    assert demand.version == start + 2
+    assert report_of(demand).adapters == ()
 
 
 def test_idle_time_counts_from_the_end_of_the_last_request():

@@ -176,6 +176,29 @@ async def test_a_request_for_an_adapter_waits_for_the_base_and_then_for_the_repl
         await events_of(response)
 
 
+@pytest.mark.capability("RG-7")
+async def test_a_request_for_an_adapter_on_demand_waits_until_a_replica_has_loaded_it():
+    async with Runtime() as runtime, a_scaled_gateway() as gateway, a_caller(gateway) as caller:
+        add(gateway, runtime)
+        gateway.fleet.set_adapter("team/a", Adapter("team/a", "support", KEY))
+        async with caller.chat(model="support") as refused:
+            assert refused.status == 503, "nothing loads an adapter of another mode because it is asked for"
+        gateway.fleet.set_adapter("team/a", Adapter("team/a", "support", KEY, on_demand=True))
+        call = asyncio.create_task(caller.chat(model="support").__aenter__())
+
+        def demand():
+            return gateway.fleet.demand.report(gateway.fleet.table.services).services
+
+        await until(lambda: demand() and demand()[0].adapters)
+        assert [(one.adapter, one.waiting_requests) for one in demand()[0].adapters] == [("support", 1)]
+        assert waiting(gateway) == 0, "no further replica is needed"
+        async with caller.chat() as base:
+            assert base.status == 200, "requests for the base wait for nothing"
+        add(gateway, runtime, adapters=frozenset({"support"}))
+        assert (await call).status == 200
+        assert demand()[0].adapters == ()
+
+
 class HeldRequestsMachine(RuleBasedStateMachine):
     """Against a plain list: first in, first out, and never beyond the bounds."""
 

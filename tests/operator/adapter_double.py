@@ -18,6 +18,7 @@ class AdapterDouble:
     """Loads that go on after their answer, by name; `finish` ends them."""
     refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By uri: reason and message."""
+    max_cpu_adapters: int = 300
     loads_slowly: bool = False
     drains_slowly: bool = False
     broken_probe: bool = False
@@ -34,7 +35,10 @@ class AdapterDouble:
         if method == "GET":
             self.calls.append("list")
             listing = AdapterList(
-                boot_id=boot_id, adapters=tuple(self.adapters.values()), max_adapters=4, max_cpu_adapters=300
+                boot_id=boot_id,
+                adapters=tuple(self.adapters.values()),
+                max_adapters=4,
+                max_cpu_adapters=self.max_cpu_adapters,
             )
             return 200, listing.wire()
         if method == "DELETE":

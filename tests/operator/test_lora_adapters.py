@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from slipway_api import names
+from slipway_api.gateway_api import AdapterDemand, DemandReport, ServiceDemand
 from slipway_kube.resources import CONFIG_MAPS, EVENTS, LORA_ADAPTERS, SECRETS
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.test_reconciling import ready
@@ -427,3 +428,51 @@ def test_credentials_come_from_the_secret_that_the_spec_names(tmp_path):
             assert "sailor" not in str(config["data"]), "a new replica could not fetch it"
 
     run_in_virtual_time(story())
+
+
+@pytest.mark.capability("ML-2", "OP-6")
+def test_an_adapter_on_demand_is_loaded_when_a_gateway_reports_a_request_and_dropped_when_room_is_needed(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            room = {"lora": {"maxAdapters": 1, "maxCPUAdapters": 1, "maxRank": 16}}
+            cluster.apply("chat", replicas=1, runtime=room)
+            cluster.start_operator()
+            await ready(cluster, replicas=1)
+            (runtime,) = cluster.runtimes.values()
+            runtime.adapters.max_cpu_adapters = 1
+            for name in ("sailor", "farmer"):
+                apply(cluster, name, placement={"mode": "OnDemand"})
+            await cluster.until(lambda: condition(cluster, "Ready", "farmer") == ("True", "OnDemand"))
+            await cluster.until(lambda: condition(cluster, "Ready") == ("True", "OnDemand"))
+            assert loaded(cluster) == loaded(cluster, "farmer") == set()
+            assert await cluster.quiet(300) == []
+
+            asks_for(cluster, "sailor")
+            await is_loaded(cluster, 1)
+            asks_for(cluster, "")
+            assert await cluster.quiet(300) == [], "it stays while nothing needs its room"
+
+            asks_for(cluster, "farmer")
+            await is_loaded(cluster, 1, "farmer")
+            asks_for(cluster, "")
+            held = runtime.adapters.adapters
+            runtime.adapters.adapters["sailor"] = held["sailor"].model_copy(update={"idle_seconds": 400.0})
+            await cluster.until(lambda: not loaded(cluster) and not routed(cluster), "sailor leaves")
+            await cluster.until(lambda: condition(cluster, "Ready") == ("True", "OnDemand"))
+            assert loaded(cluster, "farmer") == routed(cluster, "farmer") == names_of(cluster)
+            [event] = events(cluster, "AdapterEvicted")
+            assert "has 2 adapters, memory for 1; sailor (priority 0) was idle for" in event
+            assert await cluster.quiet(300) == []
+
+    run_in_virtual_time(story())
+
+
+def asks_for(cluster: SimulatedCluster, adapter: str) -> None:
+    """A gateway reports that one request waits for the adapter, or for none."""
+    manager = cluster.processes[0].manager
+    waiting = (AdapterDemand(adapter=adapter, waiting_requests=1),) if adapter else ()
+    demand = ServiceDemand(service=f"{NAMESPACE}/chat", adapters=waiting)
+    report = DemandReport(boot_id="g", version=1, services=(demand,))
+    gateways = manager._gateways
+    for change in gateways._demand.receive("gateway-0", report, gateways._now()):
+        manager._demand_changed(change)

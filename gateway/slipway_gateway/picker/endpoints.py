@@ -77,6 +77,7 @@ class Adapter:
     alias: str = ""  # a name that several adapters share, by weight
     alias_weight: int = 1
     created: datetime | None = None
+    on_demand: bool = False  # a request loads it: it may wait until a replica has it
 
     @property
     def namespace(self) -> str:

@@ -116,6 +116,7 @@ def indexed(key: Key, stored: StoredObject) -> IndexedAdapter | None:
             digest=str(source.get("digest") or ""),
             version=source_version(str(source["uri"]), str(source.get("digest") or "")),
             pinned=bool(placement.get("pin")),
+            priority=int(placement.get("priority") or 0),
             mode=PlacementMode(placement.get("mode") or PlacementMode.ALL),
             has_credentials=bool(source.get("credentialsSecretRef")),
             is_ready=_condition(status, "Ready").get("status") == "True",

@@ -311,6 +311,7 @@ class Inputs:
     sample_listeners: list[Callable[[ServiceKey], None]] = field(default_factory=list)
     """Called with the service of a sample that shows more than load, such as another boot id."""
     demand_of: Callable[[ServiceKey], Demand | None] = lambda _service: None
+    waiting_adapters_of: Callable[[ServiceKey], Mapping[str, int]] = lambda _service: {}
     outcomes_of: Callable[[ServiceKey], OutcomesSince | None] = lambda _service: None
     service_outcomes_of: Callable[[ServiceKey], ServiceOutcomes | None] = lambda _service: None
 

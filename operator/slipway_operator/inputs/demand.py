@@ -3,6 +3,7 @@
 A gateway is *required* while its container runs: nothing counts as idle before each required one has reported.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -32,6 +33,7 @@ class Changed:
 
     service: ServiceKey
     has_grown: bool  # requests came: its replicas' samples are older than they are
+    adapters: frozenset[str] = frozenset()  # requests for them have begun to wait, or wait no more
 
 
 class DemandTable:
@@ -59,7 +61,7 @@ class DemandTable:
         """Drop a gateway that is gone; returns the services whose waiting requests went with it."""
         gone = self._reports.pop(gateway, None)
         waiting = gone.services.items() if gone is not None else ()
-        return [Changed(key, has_grown=False) for key, one in waiting if one.waiting_requests]
+        return [change for key, one in waiting if (change := compare(key, one, None)) is not None]
 
     def of(self, service: ServiceKey, now: datetime, *, required: Collection[str]) -> Demand | None:
         """The demand for one service at all gateways; None: no gateway has reported."""
@@ -78,6 +80,15 @@ class DemandTable:
             complete=bool(fresh) and all(name in fresh for name in required),
         )
 
+    def adapters_of(self, service: ServiceKey, now: datetime) -> dict[str, int]:
+        """By adapter of the service: the requests that wait at all gateways until a replica has loaded it."""
+        waiting: Counter[str] = Counter()
+        for received in self._reports.values():
+            report = received.services.get(service) if now - received.at < FRESH else None
+            for one in report.adapters if report is not None else ():
+                waiting[one.adapter] += one.waiting_requests
+        return dict(waiting)
+
     def _saw_request(self, service: ServiceKey, at: datetime) -> None:
         before = self._last_request.get(service)
         if before is None or at > before + JITTER:
@@ -88,11 +99,12 @@ def compare(service: ServiceKey, before: ServiceDemand | None, after: ServiceDem
     """Whether the service needs a pass: it got its first waiting or open request, twice as many, or lost the last."""
     was = before or NOTHING
     now = after or NOTHING
+    adapters = frozenset({one.adapter for one in was.adapters} ^ {one.adapter for one in now.adapters})
     if bool(was.waiting_requests) != bool(now.waiting_requests):
-        return Changed(service, has_grown=now.waiting_requests > 0)
+        return Changed(service, now.waiting_requests > 0, adapters)
     if now.open_requests > was.open_requests and now.open_requests >= 2 * was.open_requests:
-        return Changed(service, has_grown=True)
-    return None
+        return Changed(service, has_grown=True, adapters=adapters)
+    return Changed(service, has_grown=False, adapters=adapters) if adapters else None
 
 
 def service_key(name: str) -> ServiceKey | None:

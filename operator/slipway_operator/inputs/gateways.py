@@ -64,6 +64,10 @@ class Gateways:
         """What clients ask of a service; None: no gateway has reported."""
         return self._demand.of(service, self._now(), required=self._required)
 
+    def waiting_adapters(self, service: ServiceKey) -> dict[str, int]:
+        """By adapter of the service: the requests that wait until a replica has loaded it."""
+        return self._demand.adapters_of(service, self._now())
+
     def outcomes_since(self, service: ServiceKey) -> OutcomesSince | None:
         """The function that sums the outcomes of a service since a moment; None: no gateway has reported."""
         sums = self._outcomes

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from slipway_api import names
 from slipway_api.inference_service import DirectAccess
-from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter
+from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapter, PlacementMode
 from slipway_api.seniority import older_first
 from slipway_api.types import ServiceKey
 from slipway_kube.informer import Change
@@ -16,7 +16,7 @@ from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS, Resource
 from slipway_operator.adapter_routes import routed_adapters
 from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObject
 from slipway_operator.controller.queue import Urgency
-from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, Base, Rival
+from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, Base, OnDemandAdapter, Rival
 from slipway_operator.core.adapter.plan import plan
 from slipway_operator.inputs.caches import Inputs
 from slipway_operator.inputs.inference_services import served_name
@@ -111,7 +111,9 @@ class LoRAAdapters:
         if adapters is None:
             self._wake_all(service)
             return
-        for adapter in adapters:
+        # What one replica has loaded decides what those of mode OnDemand leave.
+        evictable = {one.name for one in self._index.of(service) if one.mode is PlacementMode.ON_DEMAND}
+        for adapter in adapters | evictable:
             for key in self._index.key_of(service, adapter):
                 self._inputs.wake(key, Urgency.NORMAL)
 
@@ -131,7 +133,10 @@ class LoRAAdapters:
             facts = [self._facts_of(pod) for pod in self._inputs.caches.pods.of(adapter.base)]
             name = adapter.adapter_name
             pods = tuple(self._pod(one, name) for one in facts if one.owner_uid == base.uid and one.takes_requests)
-        observed = AdapterObserved(adapter=adapter, base=base, rival=self._rival(key, stored, adapter), pods=pods)
+        observed = AdapterObserved(
+            adapter=adapter, base=base, rival=self._rival(key, stored, adapter), pods=pods,
+            on_demand=self._on_demand(adapter),
+        )  # fmt: skip
         return self.with_memory(observed, memory)
 
     def with_memory(self, observed: AdapterObserved, memory: Memory) -> AdapterObserved:
@@ -164,6 +169,19 @@ class LoRAAdapters:
                 written_at=decided.written_at,
             ),
         )
+
+    def _on_demand(self, adapter: LoRAAdapter) -> tuple[OnDemandAdapter, ...]:
+        """The adapters of the base in mode OnDemand, where this one has that mode: they make room for each other."""
+        if adapter.spec.placement.mode is not PlacementMode.ON_DEMAND:
+            return ()
+        waiting = self._inputs.waiting_adapters_of(adapter.base)
+        return tuple(
+            OnDemandAdapter(
+                name=one.name, priority=one.priority, pinned=one.pinned, waiting=waiting.get(one.name, 0)
+            )
+            for one in self._index.of(adapter.base)
+            if one.mode is PlacementMode.ON_DEMAND
+        )  # fmt: skip
 
     def _pod(self, facts: PodFacts, adapter: str) -> AdapterPod:
         uid = facts.pod.uid

@@ -99,6 +99,17 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnDemandAdapter:
+    """An adapter of the same base in mode OnDemand; the observed one is among them."""
+
+    name: str
+    priority: int = 0
+    pinned: bool = False
+    waiting: int = 0
+    """Requests that wait at the gateways until a replica has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterObserved:
     """One adapter, its base and the base's replicas at one moment."""
 
@@ -106,6 +117,8 @@ class AdapterObserved:
     base: Base | None
     rival: Rival | None = None
     pods: tuple[AdapterPod, ...] = ()
+    on_demand: tuple[OnDemandAdapter, ...] = ()
+    """The base's adapters in mode OnDemand; empty where the observed one has another mode."""
     entries: Mapping[str, AdapterPodStatus] | None = None
     """`AdapterPlan.entries` of the last pass; None after a takeover: those in status count."""
     counted: Mapping[str, datetime] = field(default_factory=dict)
@@ -126,6 +139,7 @@ class AttachedAdapter:
     version: str
     pinned: bool
     mode: PlacementMode
+    priority: int = 0
     has_credentials: bool
     is_ready: bool
     is_refused: bool

@@ -22,7 +22,7 @@ def choose(adapter: str, pods: Sequence[AdapterPod], placement: Placement, now: 
     """The replicas that should have the adapter, by name."""
     eligible = [pod for pod in pods if is_eligible(pod, now)]
     if placement.mode is PlacementMode.REPLICAS:
-        eligible = sorted(eligible, key=lambda pod: _rank(adapter, pod))[: placement.replicas or 1]
+        eligible = sorted(eligible, key=lambda pod: rank(adapter, pod))[: placement.replicas or 1]
     return tuple(sorted(eligible, key=lambda pod: pod.name))
 
 
@@ -37,7 +37,8 @@ def next_change(pods: Sequence[AdapterPod], now: datetime) -> datetime | None:
     return min((end for end in ends if end > now), default=None)
 
 
-def _rank(adapter: str, pod: AdapterPod) -> tuple[bool, int, bool, int, str]:
+def rank(adapter: str, pod: AdapterPod) -> tuple[bool, int, bool, int, str]:
+    """The sort key of the replicas for an adapter, the best first."""
     listing = pod.listing
     holds = pod.routed or (listing is not None and adapter in listing.adapters)
     count = len(listing.adapters) if listing is not None else 0

@@ -5,18 +5,20 @@ get it. A deletion takes it off every replica, in this order: off the route, rou
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api import names
 from slipway_api.adapter_conditions import AdapterEvent
-from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PodState
+from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PlacementMode, PodState
 from slipway_operator.core.actions import Action, AddFinalizer, Event, RemoveFinalizer, earliest
-from slipway_operator.core.adapter import placement
+from slipway_operator.core.adapter import on_demand, placement
+from slipway_operator.core.adapter.calls import UnrouteAdapter
 from slipway_operator.core.adapter.observed import AdapterObserved
+from slipway_operator.core.adapter.on_demand import OnDemandChoice
 from slipway_operator.core.adapter.status import build_status, find_events
-from slipway_operator.core.adapter.steps import counted, unwanted_step, wanted_step
+from slipway_operator.core.adapter.steps import Step, counted, list_again, unwanted_step, wanted_step
 
 CALLS_PER_PASS: Final = 20  # results bring the next pass; so many keep the slots of a service busy
 UNREACHABLE_FOR: Final = timedelta(seconds=30)  # a deletion waits no longer for a replica that does not answer
@@ -48,9 +50,11 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
         return AdapterPlan(actions=(claim,), status=None, requeue_after=0.0)
 
     may_load = observed.base is not None and observed.base.has_room and observed.rival is None
-    chosen = placement.choose(adapter.adapter_name, observed.pods, adapter.spec.placement, now) if may_load else ()
     entries = _entries(observed)
+    choice = _choose(observed, entries, now) if may_load else OnDemandChoice()
+    chosen = choice.chosen
     wanted = [wanted_step(observed, pod, entries[pod.name], now) for pod in chosen]
+    wanted = [_with_newer_list(observed, one, choice, now) for one in wanted]
     uids = {pod.uid for pod in chosen}
     # One that is not ready is left alone: it is not routed, and has its adapters when it comes back.
     others = [pod for pod in observed.pods if pod.uid not in uids and pod.ready]
@@ -60,7 +64,7 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
     newest = build_status(observed, wanted, now)
     status = _slowly(observed, newest, now)
     calls = [step.call for step in (*wanted, *leaving) if step.call is not None]
-    moments = [step.again_at for step in (*wanted, *leaving)]
+    moments = [*(step.again_at for step in (*wanted, *leaving)), choice.again_at]
     if newest != status:
         moments.append(now + PROGRESS_EVERY)
     held = len(calls) > CALLS_PER_PASS
@@ -68,13 +72,40 @@ def plan(observed: AdapterObserved, now: datetime) -> AdapterPlan:
     return AdapterPlan(
         actions=tuple(calls[:CALLS_PER_PASS]),
         status=status,
-        events=tuple(find_events(observed, status, wanted, _newly_failed(observed))),
+        events=(*find_events(observed, status, wanted, _newly_failed(observed)), *_evictions(choice, leaving)),
         requeue_after=_seconds_until(earliest(*moments), now),
         entries={one.pod.name: one.entry for one in wanted},
         counted={pod.uid: pod.outcome.at for pod in observed.pods if pod.outcome},
         unrouted=_unrouted(observed, [one.pod.uid for one in leaving], now),
         written_at=now if status != adapter.status else observed.written_at,
     )
+
+
+def _choose(observed: AdapterObserved, entries: Mapping[str, AdapterPodStatus], now: datetime) -> OnDemandChoice:
+    """The replicas that should have the adapter."""
+    adapter = observed.adapter
+    if adapter.spec.placement.mode is PlacementMode.ON_DEMAND:
+        return on_demand.choose(observed, entries, now)
+    return OnDemandChoice(chosen=placement.choose(adapter.adapter_name, observed.pods, adapter.spec.placement, now))
+
+
+def _with_newer_list(observed: AdapterObserved, step: Step, choice: OnDemandChoice, now: datetime) -> Step:
+    """The same step; where a newer list is needed and nothing else is to be done, that is asked for."""
+    if step.pod.uid not in choice.ask_again or step.call is not None:
+        return step
+    asked = list_again(observed, step.pod, step.entry, now)
+    return replace(step, call=asked.call, again_at=asked.again_at)
+
+
+def _evictions(choice: OnDemandChoice, leaving: Sequence[Step]) -> list[Event]:
+    """An event for each replica that begins to drop the adapter to make room."""
+    return [
+        Event(
+            reason=AdapterEvent.ADAPTER_EVICTED, action="Evict", message=choice.evicted[one.pod.uid], pod=one.pod.name
+        )
+        for one in leaving
+        if choice.evicted.get(one.pod.uid) and isinstance(one.call, UnrouteAdapter)
+    ]
 
 
 def _leave_all(observed: AdapterObserved, now: datetime) -> AdapterPlan:

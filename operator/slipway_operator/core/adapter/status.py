@@ -7,6 +7,7 @@
 | no room for adapters in its spec     | False CapacityExceeded (Stalled)                       |
 | it has and wants no replicas         | True BaseScaledToZero                                  |
 | no replica is ready                  | False NoReadyPods                                      |
+| mode OnDemand, no replica has it     | True OnDemand                                          |
 | all chosen replicas have it          | True Loaded                                            |
 | some have it                         | True PartiallyLoaded                                   |
 | none has it, and some failed         | False, with the cause; Stalled when nothing is retried |
@@ -19,7 +20,7 @@ from typing import Final
 
 from slipway_api.adapter_conditions import FAILURE_MEANINGS, AdapterCondition, AdapterEvent, AdapterReason
 from slipway_api.conditions import ConditionStatus, find_condition, remove_condition, set_condition
-from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PodState
+from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PlacementMode, PodState
 from slipway_operator.core.actions import Event
 from slipway_operator.core.adapter.observed import AdapterObserved
 from slipway_operator.core.adapter.steps import Step
@@ -127,6 +128,11 @@ def _ready(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
     if not steps and base.desired == 0:
         message = f"{base.name} has no replicas now; the next ones load {name}"
         return ConditionStatus.TRUE, AdapterReason.BASE_SCALED_TO_ZERO, message
+    is_on_demand = adapter.spec.placement.mode is PlacementMode.ON_DEMAND
+    if is_on_demand and observed.pods and not any(one.entry.attempts or one.pod.routed for one in steps):
+        # Also while the replica that was chosen loads it: that is how this mode serves.
+        message = f"no replica of {base.name} has {name} now; a request for it waits until one has loaded it"
+        return ConditionStatus.TRUE, AdapterReason.ON_DEMAND, message
     if not steps:
         return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, f"no replica of {base.name} is ready"
     loaded = sum(_is_loaded(one) for one in steps)
@@ -164,6 +170,8 @@ def _stalled(observed: AdapterObserved, steps: Sequence[Step], ready: Verdict) -
 
 def _loaded(observed: AdapterObserved, steps: Sequence[Step]) -> Verdict:
     loaded, name = sum(_is_loaded(one) for one in steps), observed.adapter.adapter_name
+    if not steps and observed.adapter.spec.placement.mode is PlacementMode.ON_DEMAND and observed.pods:
+        return ConditionStatus.FALSE, AdapterReason.ON_DEMAND, f"no replica has {name} now"
     if not steps:
         return ConditionStatus.FALSE, AdapterReason.NO_READY_PODS, "no replica should have it now"
     if loaded == len(steps):

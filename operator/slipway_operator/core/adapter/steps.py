@@ -112,6 +112,11 @@ def unwanted_step(observed: AdapterObserved, pod: AdapterPod, now: datetime) -> 
     )
 
 
+def list_again(observed: AdapterObserved, pod: AdapterPod, entry: AdapterPodStatus, now: datetime) -> Step:
+    """Ask for the replica's list: the last one is too old for what is to be decided."""
+    return _ask(observed, pod, entry, now)
+
+
 def is_overdue(observed: AdapterObserved, pod: AdapterPod, now: datetime) -> bool:
     """Whether the requests of an adapter that leaves the replica have had their time."""
     since = observed.unrouted.get(pod.uid)

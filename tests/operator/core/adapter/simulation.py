@@ -20,7 +20,15 @@ from slipway_operator.core.adapter.calls import (
     UnloadAdapter,
     UnrouteAdapter,
 )
-from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, Base, Listing, Outcome, Rival
+from slipway_operator.core.adapter.observed import (
+    AdapterObserved,
+    AdapterPod,
+    Base,
+    Listing,
+    OnDemandAdapter,
+    Outcome,
+    Rival,
+)
 from slipway_operator.core.adapter.plan import AdapterPlan, plan
 from tests.builders import T0
 
@@ -67,6 +75,8 @@ class Simulation:
         self.events: list[Event] = []
         self.told: set[tuple[str, str, str]] = set()
         self.writes = 0
+        self.room = 0  # adapters that a replica keeps in memory; 0: not reported
+        self.waiting = 0  # requests for the adapter, in mode OnDemand
         self.calls = 0
         self.memory: AdapterPlan | None = None
         self.due: datetime | None = T0
@@ -140,6 +150,7 @@ class Simulation:
             adapter=self.adapter,
             base=base if self.base_is_there else None,
             rival=self.rival,
+            on_demand=(OnDemandAdapter(name=self.adapter.adapter_name, waiting=self.waiting),),
             pods=tuple(self._pod(one) for one in self.replicas.values()) if self.base_is_there else (),
             entries=memory.entries if memory else None,
             counted=memory.counted if memory else {},
@@ -207,7 +218,13 @@ class Simulation:
                 one.list_call = None
                 if one.answers:
                     one.silent_since = None
-                    one.listing = Listing(at=self.now, boot_id=one.boot_id, restarts=one.boot, adapters=dict(one.has))
+                    one.listing = Listing(
+                        at=self.now,
+                        boot_id=one.boot_id,
+                        restarts=one.boot,
+                        adapters=dict(one.has),
+                        max_cpu_adapters=self.room,
+                    )
                 else:
                     one.silent_since = one.silent_since or self.now
                 self.wake()

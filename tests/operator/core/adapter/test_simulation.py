@@ -117,6 +117,22 @@ def test_a_restarted_container_has_its_adapter_again_within_seconds():
     assert world.serving == {"chat-1", "chat-2", "chat-3"}
 
 
+def an_evicted_adapter() -> Simulation:
+    """In mode OnDemand: loaded by a request, then idle on a replica with more adapters than fit."""
+    world = Simulation(an_adapter(placement={"mode": "OnDemand"}), 1)
+    world.room, world.waiting = 1, 1
+    world.run(10)
+    world.waiting = 0
+    [one] = world.replicas.values()
+    assert one.routed
+    one.has["sailor"] = one.has["sailor"].model_copy(update={"idle_seconds": 400.0})
+    one.has["other"] = one.has["sailor"].model_copy(update={"name": "other"})
+    world.run(300)
+    assert not one.routed
+    assert set(one.has) == {"other"}
+    return world
+
+
 @pytest.mark.capability("OP-6")
 def test_what_an_operator_says_of_adapters_is_what_is_documented():
     told: set[tuple[str, str, str]] = set()
@@ -155,6 +171,7 @@ def test_what_an_operator_says_of_adapters_is_what_is_documented():
     world.delete()
     world.run(5)
     keep(world)
+    keep(an_evicted_adapter())
 
     assert {(kind.value, status.value, reason.value) for kind, status, reason, _ in CONDITIONS} == told
     assert {reason.value for reason in EVENTS} == posted
