@@ -403,6 +403,14 @@ def an_adapter_object(name: str = "support", base: str = "chat", *, reason: str 
             Adapter("team/support", "support", "team/chat", alias="best", alias_weight=10),
         ),
         (an_adapter_object(reason="RankTooLarge"), Adapter("team/support", "support", "team/chat")),
+        (
+            an_adapter_object(placement={"mode": "OnDemand"}),
+            Adapter("team/support", "support", "team/chat", on_demand=True),
+        ),
+        (
+            an_adapter_object(placement={"mode": "OnDemand"}, reason="RankTooLarge"),
+            Adapter("team/support", "support", "team/chat"),
+        ),
         (an_adapter_object(reason="NameConflict"), None),
         (an_adapter_object(base=""), None),
     ],
