@@ -24,7 +24,7 @@ from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
 from slipway_kube.errors import KubeError, Unreachable
-from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS
+from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS, WARM_POOLS
 from slipway_operator.clock import Clock
 from slipway_operator.controller.kinds import Kind
 from slipway_operator.manager import KINDS, Manager, Registration
@@ -453,6 +453,7 @@ class SimulatedCluster:
             ],
             "services": [one.get("status") for one in self.server.objects(INFERENCE_SERVICES)],
             "adapters": [one.get("status") for one in self.server.objects(LORA_ADAPTERS)],
+            "pools": [(one["spec"], one.get("status")) for one in self.server.objects(WARM_POOLS)],
             "lost": [process.lost for process in self.processes],
         }
 

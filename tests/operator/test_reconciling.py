@@ -3,6 +3,7 @@
 import pytest
 
 from slipway_api import names
+from slipway_kube.errors import Unreachable
 from slipway_kube.resources import DISRUPTION_BUDGETS, EVENTS, INFERENCE_SERVICES, PODS, SERVICES
 from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
@@ -284,6 +285,29 @@ def test_a_pod_name_that_belongs_to_somebody_else_is_left_alone_and_the_next_one
 
             assert cluster.serving("chat") != [name]
             assert cluster.server.get(PODS, NAMESPACE, name)["metadata"]["labels"] == {"app": "somebody-else"}
+
+    run_in_virtual_time(story())
+
+
+def test_a_refused_pod_is_tried_again_also_when_the_status_of_that_pass_could_not_be_written(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            cluster.apply("chat", replicas=1)
+            cluster.start_operator()
+            await ready(cluster, replicas=1)
+            refused = cluster.server.fail(method="POST", path=r"/pods$", status=403, message="exceeded quota")
+            cut: list[str] = []
+
+            def cut_the_status_after_the_refusal(what: str) -> None:
+                if refused.times == 0 and "/chat/status" in what and not cut:
+                    cut.append(what)
+                    raise Unreachable("cut off")
+
+            cluster.on_write = cut_the_status_after_the_refusal
+            cluster.apply("chat", replicas=2)
+            await cluster.until(lambda: bool(cut), "the refusal, and no status of it")
+
+            await ready(cluster, replicas=2)
 
     run_in_virtual_time(story())
 

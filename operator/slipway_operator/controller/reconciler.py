@@ -125,8 +125,9 @@ class Reconciler:
 
         if not execution.is_holding:
             memory.failures = (execution.failure,) if execution.failure is not None else ()
+            # It holds nothing yet: `hold_refused` says until when, unless the rest of this pass fails otherwise.
             memory.refusal = (
-                Refusal(execution.failure.action, stored.generation, float("inf")) if execution.failure else None
+                Refusal(execution.failure.action, stored.generation, self._monotonic()) if execution.failure else None
             )
         requeue_after = 0.0 if execution.is_unfinished else decision.requeue_after
         if (memory.failures, (memory.taken_names, memory.lost_claims)) != (failures_before, names_before):
