@@ -289,10 +289,10 @@ def test_an_operator_that_dies_at_any_write_leaves_no_pod_with_two_owners_and_no
             check_owners(cluster)
             cluster.start_operator("second")
             await cluster.until(lambda: len(cluster.serving("chat")) == 2, "both replicas")
+            await cluster.until(lambda: pool_status(cluster).get("hits") == 2, "exactly two hits")
             await warmed(cluster, 2)
             check_owners(cluster)
             assert len(cluster.live()) == 4
-            await cluster.until(lambda: pool_status(cluster).get("hits") == 2, "exactly two hits")
             assert pool_status(cluster)["misses"] == 0
 
     run_in_virtual_time(story())
