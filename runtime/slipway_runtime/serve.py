@@ -229,7 +229,7 @@ def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> 
 
 
 def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, credentials: Mapping[str, str]) -> Path:
-    """Fetch an adapter. The environment's bearer token is sent to HTTP_BEARER_HOSTS and hosts of the command line only.
+    """Fetch an adapter. The environment's bearer token is sent to HTTP_BEARER_HOSTS and hosts of the settings only.
 
     Credentials of the load call replace those of the environment; their bearer token is also sent to the host of `uri`.
     """

@@ -47,7 +47,7 @@ async def load_boot_list(model: LoadedModel, adapters: Sequence[LoadAdapterReque
 
     async def load(one: LoadAdapterRequest) -> None:
         async with slots:
-            with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
+            with contextlib.suppress(ApiError):  # the registry keeps and logs the error
                 await model.adapters.load(one.name, one.uri, digest=one.digest, pinned=one.pinned, version=one.version)
 
     await asyncio.gather(*(load(one) for one in adapters))
@@ -56,7 +56,7 @@ async def load_boot_list(model: LoadedModel, adapters: Sequence[LoadAdapterReque
 async def load_adapters(model: LoadedModel, adapters: Sequence[BootAdapter]) -> None:
     """Load the adapters of the command line, one after the other."""
     for adapter in adapters:
-        with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
+        with contextlib.suppress(ApiError):  # the registry keeps and logs the error
             await model.adapters.load(adapter.name, adapter.uri)
 
 

@@ -2,17 +2,17 @@
 
 | engine        | draining | seconds without a step that is due | ready | reason          | health |
 |---------------|----------|------------------------------------|-------|-----------------|--------|
-| none asked for| any      | –                                  | no    | Booting         | yes    |
-| none asked for| any      | –, and torch is imported           | no    | NoModel         | yes    |
-| not there yet | any      | –                                  | no    | Downloading     | yes    |
-| not there yet | any      | –                                  | no    | Loading         | yes    |
+| no model      | any      | –                                  | no    | Booting         | yes    |
+| no model      | any      | –, and torch is imported           | no    | NoModel         | yes    |
+| not loaded    | any      | –                                  | no    | Downloading     | yes    |
+| not loaded    | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
 | unclaimed     | any      | –                                  | no    | Standby         | yes    |
-| there         | no       | few                                | yes   | Ready           | yes    |
-| there         | yes      | few                                | no    | Draining        | yes    |
+| loaded        | no       | few                                | yes   | Ready           | yes    |
+| loaded        | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
-| there         | any      | more than a step may take          | no    | StepLoopStalled | yes    |
-| there         | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
+| loaded        | any      | more than a step may take          | no    | StepLoopStalled | yes    |
+| loaded        | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
 | died          | any      | any                                | no    | EngineDead      | no     |
 
 A step is due while the engine has requests. An idle engine gets a ping every few seconds, whose answer is due, so that

@@ -2,7 +2,7 @@
 
 Headers forbid proxies to buffer (`X-Accel-Buffering`, `Cache-Control`), and the first event is sent with the first
 token. After the status 200, errors are events of the stream. A client that does not read delays no other client: after
-the socket's buffer is full, its outputs are counted, and above a limit its request is cancelled.
+the socket's buffer is full, its outputs are counted, and above a limit its request is paused, later cancelled.
 """
 
 import asyncio

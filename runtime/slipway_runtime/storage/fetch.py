@@ -7,8 +7,8 @@
 | `s3://bucket/prefix`         | AWS, or the store behind `AWS_ENDPOINT_URL`                                   |
 | `https://host/folder`        | a web server; `HTTP_BEARER_TOKEN` is sent to hosts that are named for it only |
 
-The digest of weights is `sha256:` and the SHA-256 of `model.safetensors`; where there are several files, that of what
-`sha256sum *.safetensors` prints for them.
+The digest of weights is `sha256:` and the SHA-256 of `model.safetensors`; for several files, the SHA-256 of the output
+of `sha256sum *.safetensors`.
 """
 
 import contextlib

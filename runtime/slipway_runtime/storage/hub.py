@@ -23,7 +23,7 @@ class HubSource:
     def __init__(self, model: HubModel, endpoint: str, token: str) -> None:
         # Imported here: the library costs a quarter of the start, and a local model does not need it.
         from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, says its manual
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, by its manual
 
         self.name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
         self._model = model
