@@ -1,1 +1,1 @@
-"""The inference engine: paged attention, continuous batching, an OpenAI server."""
+"""The inference server: paged attention, continuous batching, an OpenAI-compatible API."""

@@ -1,4 +1,4 @@
-"""The command line of `slipway-runtime`, and how it becomes settings: parsed and checked once, before anything starts.
+"""Parses the command line of `slipway-runtime` into settings, checked once before anything starts.
 
 `0` and the empty string mean "not set" everywhere, so the operator may emit every flag. An error is a sentence that
 names the flag and never quotes a prompt.
@@ -28,7 +28,7 @@ REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 
 
 def arguments_of(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; leaves the process with a message where it is wrong."""
+    """Parse a command line; exits with a message where it is wrong."""
     whole = parser()
     arguments, rest = whole.parse_known_args(argv)
     # argparse takes an optional positional only in front of the first flag.
@@ -40,7 +40,7 @@ def arguments_of(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `slipway-runtime`."""
+    """The argument parser of `slipway-runtime`."""
     top = argparse.ArgumentParser(prog="slipway-runtime", description="Serve one model over the OpenAI API.")
     verbs = top.add_subparsers(dest="verb", required=True)
 
@@ -173,7 +173,7 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
 
 
 def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> RuntimeSettings:
-    """The settings of `serve`; raises ValueError with a sentence where a value makes no sense."""
+    """The settings of `serve`; raises ValueError with a sentence where a value is invalid."""
     process = _process_settings(arguments, environment)
     spec = model_spec(arguments)
     if spec is not None:
@@ -183,7 +183,7 @@ def serve_settings(arguments: argparse.Namespace, environment: Mapping[str, str]
 
 
 def model_spec(arguments: argparse.Namespace) -> ModelSpec | None:
-    """What the flags say of the model; None where none is named, for POST /model to bring one."""
+    """The model flags as a ModelSpec; None where no model is named, and POST /model will name one."""
     given: dict[str, Any] = {
         name: value
         for name in ModelSpec.model_fields
@@ -207,7 +207,7 @@ def model_spec(arguments: argparse.Namespace) -> ModelSpec | None:
 
 
 def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, str]) -> RuntimeSettings:
-    """What holds for the process, whichever model it serves."""
+    """The settings of the process that do not depend on the model."""
     unset = RuntimeSettings(model_uri="")
     given: dict[str, Any] = {
         name: value
@@ -243,7 +243,7 @@ def _json(flag: str, text: str) -> Any:
 
 
 def _tenant_weights(given: Any) -> dict[str, float]:
-    """Tenant -> its share under load; raises ValueError for what is no positive number."""
+    """Tenant -> its share under load; raises ValueError for a share that is not a positive number."""
     if not isinstance(given, dict):
         raise ValueError('--tenant-weights must be a JSON object such as {"team-a": 2}')
     for tenant, weight in given.items():
@@ -254,7 +254,7 @@ def _tenant_weights(given: Any) -> dict[str, float]:
 
 
 def _boot_adapters(given: Sequence[str]) -> tuple[BootAdapter, ...]:
-    """`NAME=URI` each; raises ValueError for another form, and for a name that occurs twice."""
+    """Parse `NAME=URI` adapters; raises ValueError for another form, and for a name that occurs twice."""
     adapters: dict[str, BootAdapter] = {}
     for text in given:
         name, equals, uri = text.partition("=")
@@ -267,12 +267,12 @@ def _boot_adapters(given: Sequence[str]) -> tuple[BootAdapter, ...]:
 
 
 def run_directory(environment: Mapping[str, str]) -> Path:
-    """Where the drain socket lies."""
+    """The directory of the drain socket."""
     return Path(environment.get("SLIPWAY_RUN_DIR") or names.RUN_DIRECTORY)
 
 
 def cache_directory(environment: Mapping[str, str]) -> Path:
-    """Where fetched models lie; on a laptop, in the user's own cache."""
+    """The directory of the model cache; on a laptop, inside the user's own cache."""
     if environment.get("SLIPWAY_CACHE_DIR"):
         return Path(environment["SLIPWAY_CACHE_DIR"])
     inside_a_pod = Path(names.CACHE_DIRECTORY)

@@ -1,18 +1,18 @@
-"""How many threads should compute: no more than this container is given, and than there are real cores."""
+"""The number of compute threads: limited by the container's CPU quota and by the physical cores."""
 
 import os
 from pathlib import Path
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _CPUINFO = Path("/proc/cpuinfo")
-SPARE_FROM = 4  # threads; from here on one is left to HTTP and scheduling
+SPARE_FROM = 4  # threads; from this number on, one is left to HTTP and scheduling
 
 
 def compute_threads(cpu_max: Path = _CPU_MAX, cpuinfo: Path = _CPUINFO, allowed: frozenset[int] | None = None) -> int:
-    """The cgroup's quota, rounded down, or the physical cores if those are fewer; at least 1.
+    """The cgroup's CPU quota, rounded down, or the number of physical cores if that is smaller; at least 1.
 
-    More threads than that wait for each other at every barrier, a scheduler's tick at a time. `allowed`: the processors
-    that this process may run on; None: as the kernel says.
+    More threads wait for each other at every barrier, for a tick of the kernel's scheduler each time. `allowed`: the
+    processors that this process may run on; None: ask the kernel.
     """
     processors = os.sched_getaffinity(0) if allowed is None else allowed
     threads = _physical_cores(cpuinfo.read_text() if cpuinfo.exists() else "", frozenset(processors))
@@ -24,7 +24,7 @@ def compute_threads(cpu_max: Path = _CPU_MAX, cpuinfo: Path = _CPUINFO, allowed:
 
 
 def _physical_cores(cpuinfo: str, processors: frozenset[int]) -> int:
-    """Cores behind these processors: two hyperthreads share one. Without core numbers each processor is one."""
+    """Physical cores of these processors: two hyperthreads share a core. Without core numbers each processor is one."""
     cores = set()
     for block in cpuinfo.split("\n\n"):
         fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}

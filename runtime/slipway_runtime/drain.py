@@ -1,6 +1,6 @@
-"""`slipway-runtime drain`: ask the replica of this pod to drain, through its socket, and wait until it has.
+"""`slipway-runtime drain`: ask the replica of this pod to drain, through its socket, and wait for the end of the drain.
 
-The other end is `server/control.py`. Standard library only: this is what a preStop hook runs.
+The server side is `server/control.py`. Standard library only: a preStop hook runs this.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: float = 0.0) -> int:
-    """Drain, at most for that long where it is given; the exit code.
+    """Drain the replica, for at most `timeout_seconds` where given; returns the exit code.
 
-    0 where no server runs: nothing is left to drain then, and Kubernetes would report a preStop hook that fails.
+    0 where no server runs: then nothing is left to drain, and Kubernetes would report a failing preStop hook.
     """
     try:
         ask_for_drain(control, timeout_seconds, refuse_after_seconds)
@@ -26,7 +26,7 @@ def drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: fl
 
 
 def ask_for_drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: float = 0.0) -> dict[str, Any]:
-    """What the replica answers when it has drained. Blocks."""
+    """Send the drain request; returns the replica's answer at the end of the drain. Blocks."""
     body = {"refuseAfterSeconds": refuse_after_seconds}
     if timeout_seconds is not None:
         body["timeoutSeconds"] = timeout_seconds

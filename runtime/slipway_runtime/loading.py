@@ -1,6 +1,6 @@
-"""From settings to a warm engine: the download, the tokenizer, and the engine, in its own process or in a thread.
+"""Loads a model: the download, the tokenizer, and the warm engine, in its own process or in a thread.
 
-Everything here takes long and runs beside the event loop, which answers probes meanwhile.
+All of it is slow and runs beside the event loop, which answers probes meanwhile.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage.fetch import check_digest, fetch
 
-LOADER: Final = "load"  # the name of threads that nobody waits for at the end
+LOADER: Final = "load"  # the name of threads that the process does not join at its end
 _T = TypeVar("_T")
-# As the engine calls them.
+# The engine's names of the poolings.
 _POOLING: Final = {Pooling.AUTO: "auto", Pooling.LAST_TOKEN: "last", Pooling.MEAN: "mean"}
 _TASKS: Final[set["asyncio.Task[None]"]] = set()  # the event loop itself keeps no reference to a task
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A model on this machine, before anything of it is computed with."""
+    """A downloaded and checked model, before the engine loads it."""
 
     directory: Path
     tokenizer_directory: Path
@@ -41,7 +41,7 @@ class Fetched:
 
 
 def bring(settings: RuntimeSettings) -> Fetched:
-    """Download what is not here yet, and check it. Blocks. Raises FetchError, TokenizerMismatch, FileNotFoundError."""
+    """Fetch and check the model and its tokenizer. Blocks. Raises FetchError, TokenizerMismatch, FileNotFoundError."""
     began = time.monotonic()
     directory = fetch(settings.model_uri, cache=settings.cache_directory)
     if settings.model_digest:
@@ -55,7 +55,7 @@ def bring(settings: RuntimeSettings) -> Fetched:
 
 
 async def boot_engine(settings: RuntimeSettings, on_booted: Callable[[], object]) -> BootedEngine | None:
-    """Begin what an engine needs without a model; `on_booted` is called on the event loop when it is done."""
+    """Start an engine process, or import its modules, before a model is known; calls `on_booted` on the event loop."""
     if settings.in_process:
 
         def load_modules() -> None:
@@ -88,7 +88,7 @@ async def load_engine(
         loop = asyncio.get_running_loop()
 
         def build() -> Transport:
-            # Only here: torch costs seconds and 500 MB, and the ports must be open before.
+            # Imported here: torch costs seconds and 500 MB, and the ports must be open before.
             from slipway_runtime.engine.build import build_engine
 
             return EngineThread(
@@ -107,7 +107,7 @@ async def load_engine(
 
 
 def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions:
-    """What the engine must know of the settings."""
+    """The engine's options from the settings and the fetched model."""
     eos = fetched.tokenizer.special_tokens.get("eos_token")
     eos_id = fetched.tokenizer.tokenizer.token_to_id(eos) if eos else None
     return EngineOptions(
@@ -141,7 +141,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
 
 
 async def in_daemon_thread(work: Callable[[], _T]) -> _T:
-    """Run the work beside the loop. A daemon, so that SIGTERM during a long load ends the process at once."""
+    """Run `work` in a daemon thread, so that SIGTERM during a long load ends the process at once."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_T] = loop.create_future()
 
@@ -151,14 +151,14 @@ async def in_daemon_thread(work: Callable[[], _T]) -> _T:
         if error is not None:
             done.set_exception(error)
         else:
-            done.set_result(result)  # type: ignore[arg-type]  # a result, since there is no error
+            done.set_result(result)  # type: ignore[arg-type]  # without an error there is a result
 
     def body() -> None:
         try:
             result, error = work(), None
-        except BaseException as failure:  # noqa: BLE001  carried over to whoever waits
+        except BaseException as failure:  # noqa: BLE001  raised again in the coroutine that awaits it
             result, error = None, failure
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no coroutine awaits the result
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=body, name=LOADER, daemon=True).start()

@@ -1,7 +1,7 @@
 """`slipway-runtime serve | drain | pull`: the command line.
 
-Each verb imports what it needs: `drain` runs in a preStop hook, where a second of imports is a second of somebody's
-grace.
+Each verb imports only the modules that it needs: `drain` runs in a preStop hook, where a second of imports is taken
+from the pod's termination grace period.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what the command line says; the exit code."""
+    """Run the verb of the command line; returns the exit code."""
     arguments = arguments_of(argv)
     if arguments.verb == "drain":
         from slipway_runtime.drain import drain
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def pull(uri: str, cache: Path) -> int:
-    """Bring a model into the cache; prints where it is and what to pin."""
+    """Fetch a model into the cache; prints its directory and the digest to pin."""
     from slipway_runtime.server.tokenizer import load_tokenizer
     from slipway_runtime.storage.fetch import FetchError, fetch, weights_digest
 

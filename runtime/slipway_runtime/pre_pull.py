@@ -1,6 +1,6 @@
-"""`slipway-runtime pull` in a pod that brings a model to its node: the result is the container's termination message.
+"""`slipway-runtime pull` in a pod that pre-pulls a model to its node; the result is the termination message.
 
-The operator reads it: `{"bytes": 16060522496, "path": "..."}`, or how a replica's message begins when nothing comes.
+The operator reads it: `{"bytes": 16060522496, "path": "..."}`, or on failure the message that a replica would write.
 """
 
 import json
@@ -12,7 +12,7 @@ from slipway_runtime.termination import termination_message, write_termination_m
 
 
 def pre_pull(uri: str, tokenizer_uri: str, cache: Path) -> int:
-    """Bring the model, and its tokenizer where that is elsewhere, into the cache; the exit code."""
+    """Fetch the model, and its tokenizer where that has another address, into the cache; returns the exit code."""
     try:
         directory = fetch(uri, cache=cache)
         if tokenizer_uri:

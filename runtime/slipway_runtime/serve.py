@@ -1,10 +1,10 @@
-"""The process that serves: ports around an engine, from the first moment to the last.
+"""The `serve` process: opens the ports, loads the model, serves requests, and drains on SIGTERM.
 
-    ports open → model loads beside them (/health and /ready answer from the first moment) → ready
-    SIGTERM → drain: nothing new, what runs finishes, or ends with an error event at the deadline → exit 0
+    ports open → model loads (/health and /ready answer from the start) → ready
+    SIGTERM → drain: no new requests; running ones finish, or end with an error event at the deadline → exit 0
 
-Exit 1: the model cannot be served, or the engine died; the log's last line is the sentence why, and the kubelet gets
-it as the container's termination message.
+Exit 1: the model cannot be served, or the engine died; the last log line has the reason, which is also the
+container's termination message.
 """
 
 import asyncio
@@ -59,24 +59,24 @@ from slipway_runtime.termination import engine_death_message, termination_messag
 
 log = structlog.get_logger()
 
-ADAPTER_MOST_BYTES: Final = 4 << 30  # of files that a stranger's address may bring: rank 64 on 70B needs 2
-LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for the streams to hear of it
+ADAPTER_MOST_BYTES: Final = 4 << 30  # limit of an adapter's files: rank 64 on 70B needs 2 GiB
+LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for open streams to end with an error
 
 
 def run(settings: RuntimeSettings) -> int:
-    """Serve until it is over; the exit code."""
+    """Run the server until it ends; returns the exit code."""
     logs.configure("runtime", settings.log_level)
-    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page, and nobody draws them
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page, unused
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve(settings))
     sys.stderr.flush()
     if any(thread.name == LOADER for thread in threading.enumerate()):
-        os._exit(code)  # a load that nobody waits for: tearing torch down under its feet could crash
+        os._exit(code)  # a load is still running in a daemon thread: unloading torch meanwhile could crash
     return code
 
 
 async def serve(settings: RuntimeSettings) -> int:
-    """Serve until SIGTERM or until it cannot go on; the exit code. Without a model, wait for POST /model."""
+    """Serve until SIGTERM or a fatal error; returns the exit code. Without a model, waits for POST /model."""
     replica = Replica(
         Identity(model="", namespace=settings.namespace),
         drain_timeout=settings.drain_timeout,
@@ -92,7 +92,7 @@ async def serve(settings: RuntimeSettings) -> int:
     )
     choice = ModelChoice(settings, replica)
     admin = admin_app(replica, choice, token_digests=settings.admin_token_digests)
-    # The threads end after the ports: a request that came just before the end is answered, not met by a closed pool.
+    # The threads end after the ports, so that a late request does not meet a closed thread pool.
     threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompt")
     async with (
         _closing(threads),
@@ -108,7 +108,7 @@ async def serve(settings: RuntimeSettings) -> int:
             code = loading.result()
         else:
             replica.drain(replica.drain_timeout, "SIGTERM")
-            with contextlib.suppress(TimeoutError):  # a step loop that hangs must not keep the process for ever
+            with contextlib.suppress(TimeoutError):  # a step loop that hangs must not block the exit
                 async with asyncio.timeout(replica.drain_timeout + LAST_WORDS_SECONDS):
                     await replica.drained()
             log.info("drained", left=replica.drain_status().running)
@@ -130,7 +130,7 @@ async def _closing(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
 
 
 def _stop_signal(replica: Replica) -> asyncio.Event:
-    """Set by SIGTERM and by Ctrl-C; a second one does not wait for what still runs."""
+    """An event set by SIGTERM and Ctrl-C; a second signal ends the running requests at once."""
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -144,7 +144,7 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
 
 
 async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPoolExecutor) -> int:
-    """Load the model, then answer with it for as long as the engine lives; the exit code when it does not."""
+    """Load the model and serve it until the engine dies; returns the exit code."""
     booted = None if choice.is_made else await boot_engine(choice.process_settings, replica.booted)
     try:
         settings = await choice.chosen()
@@ -170,7 +170,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         return _refuse(settings, error)
     except EngineNotLoadedError as error:
         return _refuse(settings, error, trace=error.trace)
-    except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told, and ends the process
+    except Exception as error:  # noqa: BLE001  any error of a broken checkpoint: logged, and ends the process
         return _refuse(settings, error, trace=traceback.format_exc())
     limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
@@ -211,7 +211,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
 
 
 async def _end_with_engine(client: EngineClient, replica: Replica) -> int:
-    """Say why the engine died, and give the open streams a moment to say so, too."""
+    """Log why the engine died, write the termination message, and wait for the open streams to end."""
     log.error("the engine has died", reason=client.error)
     write_termination_message(engine_death_message(client.error))
     with contextlib.suppress(TimeoutError):
@@ -221,7 +221,7 @@ async def _end_with_engine(client: EngineClient, replica: Replica) -> int:
 
 
 def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> int:
-    """Say why this model cannot be served, to the log and to the kubelet."""
+    """Log why this model cannot be served, and write the termination message; returns the exit code."""
     more = {"exception": trace} if trace else {}
     log.error("cannot serve this model", model=shown(settings.model_uri), reason=str(error), **more)
     write_termination_message(termination_message(settings.model_uri, error))
@@ -229,9 +229,9 @@ def _refuse(settings: RuntimeSettings, error: Exception, *, trace: str = "") -> 
 
 
 def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, credentials: Mapping[str, str]) -> Path:
-    """Bring an adapter. The bearer token is for the hosts that the command line names, wherever adapters come from.
+    """Fetch an adapter. The environment's bearer token is sent to HTTP_BEARER_HOSTS and hosts of the settings only.
 
-    Credentials of the load call are used instead of those of the environment, for the address that came with them.
+    Credentials of the load call replace those of the environment; their bearer token is also sent to the host of `uri`.
     """
     named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
     if credentials:

@@ -1,7 +1,7 @@
-"""What `slipway-runtime serve` was asked to do, as frozen values.
+"""Settings of `slipway-runtime serve`: frozen dataclasses, checked at the start.
 
-`command_line` makes them at the start. What they say of the model comes from one `ModelSpec`, whether it was written as
-flags or sent to POST /model: the same spec gives the same settings.
+`command_line` makes them. The settings of the model come from one `ModelSpec`, from flags or from POST /model: the
+same spec gives the same settings.
 """
 
 import re
@@ -15,7 +15,7 @@ from slipway_api.runtime_api import LoadModelRequest, ModelSpec
 from slipway_api.runtime_spec import Pooling, Task
 from slipway_api.types import parse_quantity
 
-# Fields of a ModelSpec that settings take as they are, where they are given.
+# Fields of a ModelSpec that are copied to the settings unchanged, where they are given.
 _SAME: Final = (
     "served_name",
     "revision",
@@ -50,7 +50,7 @@ _NOT_NEGATIVE: Final = (
 _KV_EVENTS_ENDPOINT: Final = re.compile(r"tcp://[^\s/]+:\d{1,5}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
-# What is prefilled before the replica is ready: a text, or the messages of a chat, each with `role` and `content`.
+# A prompt that is prefilled before the replica is ready: a text, or chat messages, each with `role` and `content`.
 WarmPrompt = str | tuple[Mapping[str, str], ...]
 
 
@@ -59,7 +59,7 @@ STANDBY_LEVELS: Final = ("loaded", "sleeping")
 
 @dataclass(frozen=True, slots=True)
 class BootAdapter:
-    """A LoRA adapter that is loaded before the replica is ready: what clients send as `model`, and where it is."""
+    """A LoRA adapter to load before the replica is ready: the name that clients send as `model`, and the address."""
 
     name: str
     uri: str
@@ -67,7 +67,7 @@ class BootAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """What a request gets that says nothing; `None` falls through to the model's own defaults."""
+    """Defaults for sampling parameters that a request does not set; `None`: use the model's own default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -77,7 +77,7 @@ class SamplingDefaults:
     max_tokens: int | None = None
 
     def over(self, weaker: "SamplingDefaults") -> "SamplingDefaults":
-        """These defaults where they are set, the weaker ones elsewhere."""
+        """Merge: these defaults where they are set, else those of `weaker`."""
         chosen: dict[str, Any] = {
             f.name: mine if (mine := getattr(self, f.name)) is not None else getattr(weaker, f.name)
             for f in fields(SamplingDefaults)
@@ -86,7 +86,7 @@ class SamplingDefaults:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> "SamplingDefaults":
-        """From JSON in the manifest's spelling (`topP`) or the wire's (`top_p`); an unknown key is an error."""
+        """Parse JSON with keys as in manifests (`topP`) or in requests (`top_p`); an unknown key is a ValueError."""
         spelled = {name: name for name in (f.name for f in fields(cls))}
         spelled |= {_camel(name): name for name in spelled}
         unknown = sorted(set(raw) - set(spelled))
@@ -101,7 +101,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSettings:
-    """One replica, as asked for. `None` and `0` mean that the model or the machine decides."""
+    """Settings of one replica. `0`: the value is taken from the model or the machine, unless the comment says else."""
 
     model_uri: str  # empty: the process waits for POST /model
     served_name: str = ""
@@ -111,7 +111,7 @@ class RuntimeSettings:
     admin_port: int = names.ADMIN_PORT
     dtype: str = "auto"
     quantization: str = "none"  # of the weights, done while they load: none, int8 or fp8
-    kv_cache_dtype: str = "auto"  # auto, fp8 or int8; auto: that of the arithmetic
+    kv_cache_dtype: str = "auto"  # auto, fp8 or int8; auto: the dtype of the computation
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.AUTO  # of embeddings
     deterministic: bool = False
@@ -136,40 +136,40 @@ class RuntimeSettings:
     speculation: str = "none"  # none or promptLookup
     speculation_max_tokens: int = 4
     max_adapters: int = 0  # LoRA adapters that compute at the same time; 0: adapters are off
-    max_cpu_adapters: int = 0  # that are kept in host memory; never below max_adapters
+    max_cpu_adapters: int = 0  # adapters kept in host memory; never below max_adapters
     max_rank: int = 16
     adapters: tuple[BootAdapter, ...] = ()
-    boot_list: Path = Path(names.ADAPTERS_DIRECTORY) / names.ADAPTERS_FILE  # more of them, read at every start
+    boot_list: Path = Path(names.ADAPTERS_DIRECTORY) / names.ADAPTERS_FILE  # more adapters, read at every start
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
     private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
     no_prefix_caching: bool = False
-    no_overlap: bool = False  # plan each step only when the one before is done
+    no_overlap: bool = False  # schedule each step only after the previous one is done
     in_process: bool = False  # the engine as a thread of the API's process
-    standby: str = ""  # loaded or sleeping: with its model, wait for POST /model before any request is answered
+    standby: str = ""  # loaded or sleeping: load the model, and wait for POST /model before answering requests
     drain_timeout: float = 120.0
     max_body_bytes: int = 8 * 2**20
-    stall_seconds: float = 30.0  # an engine that has work and made no step for so long is not ready
-    hang_seconds: float = 120.0  # and is restarted after so long: longer than any step, the first of a shape included
+    stall_seconds: float = 30.0  # an engine with requests and no step for so long is not ready
+    hang_seconds: float = 120.0  # then it is restarted; longer than any step, also the first of a shape
     threads: int = 0  # 0: torch decides; comes from OMP_NUM_THREADS
     legacy_metric_names: bool = False  # export metrics under the names of older vLLMs too
     log_level: str = "INFO"
     run_directory: Path = Path(names.RUN_DIRECTORY)
     cache_directory: Path = Path(names.CACHE_DIRECTORY)
-    admin_token_digests: tuple[str, ...] = ()  # none: the admin port is for this machine only
-    serving_token_digests: tuple[str, ...] = ()  # none: the serving port takes requests without a token
+    admin_token_digests: tuple[str, ...] = ()  # empty: the admin port listens on localhost only
+    serving_token_digests: tuple[str, ...] = ()  # empty: the serving port requires no token
     pod: str = ""
     namespace: str = ""
 
     def with_model(self, spec: ModelSpec) -> "RuntimeSettings":
-        """These settings of a process, and those of the model; raises ValueError where they make no sense."""
+        """These settings with those of the model; raises ValueError where they are invalid."""
         given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(spec, name)) not in (0, "", False)}
         if spec.gpu_memory_utilization:
             given["gpu_memory_utilization"] = float(spec.gpu_memory_utilization)
         given["max_cpu_adapters"] = spec.max_cpu_adapters or max(0, spec.max_adapters)
         if isinstance(spec, LoadModelRequest):
             given["serving_token_digests"] = spec.serving_token_sha256 or self.serving_token_digests
-            given["standby"] = ""  # it is the request for which a process stands by
+            given["standby"] = ""  # this request claims a process in standby
             given["drain_timeout"] = float(spec.drain_timeout_seconds) or self.drain_timeout
         settings = replace(
             self,
@@ -190,7 +190,7 @@ class RuntimeSettings:
         return settings
 
     def check(self) -> None:
-        """Raises ValueError where values do not go together."""
+        """Raise ValueError where values are negative or contradict each other."""
         for name in _NOT_NEGATIVE:
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{flag(name)} {value} is negative")
@@ -229,7 +229,7 @@ class RuntimeSettings:
 
     @property
     def admin_host(self) -> str:
-        """Without a token to ask for, the admin port answers nobody but this machine."""
+        """The address of the admin port: localhost where no admin token is configured."""
         return self.host if self.admin_token_digests else "127.0.0.1"
 
     @property
@@ -241,12 +241,12 @@ class RuntimeSettings:
 
 
 def flag(name: str) -> str:
-    """`max_rank` as the command line spells it: `--max-rank`."""
+    """The command-line flag of a setting: `--max-rank` for `max_rank`."""
     return "--" + name.replace("_", "-")
 
 
 def warm_prompts_of(given: Any) -> tuple[WarmPrompt, ...]:
-    """A list of texts and of message lists; raises ValueError naming the first entry that is neither."""
+    """Parse a list of texts and message lists; raises ValueError naming the first entry that is neither."""
     if not isinstance(given, list):
         raise ValueError("--warm-prompts must be a JSON list of texts and of message lists")
     prompts: list[WarmPrompt] = []
@@ -271,6 +271,6 @@ def _is_message(message: Any) -> bool:
 
 
 def _camel(name: str) -> str:
-    """`top_p` as manifests write it: `topP`."""
+    """The spelling in manifests: `topP` for `top_p`."""
     head, *rest = name.split("_")
     return head + "".join(word.capitalize() for word in rest)

@@ -1,9 +1,9 @@
-"""Standby: a process that has loaded its model waits until POST /model claims it for a service.
+"""Standby (warm pool): a process with a loaded model waits until POST /model claims it for a service.
 
-| --standby | while it waits                                      | on the claim                               |
+| --standby | while the process waits                             | on the claim                               |
 |-----------|-----------------------------------------------------|--------------------------------------------|
-| loaded    | weights and KV cache are where they compute         | name, tokens and warm prompts              |
-| sleeping  | the weights are in host memory, no KV cache is kept | they are brought back first, then the same |
+| loaded    | weights and KV cache are on the device              | name, tokens and warm prompts are set      |
+| sleeping  | the weights are in host memory, no KV cache is kept | weights are copied back, then as above     |
 """
 
 import asyncio
@@ -24,13 +24,13 @@ HOST_MEMORY: Final = 1  # the level of sleep that keeps the weights
 
 
 class StandbyError(Exception):
-    """The engine could not give its memory back, or could not take it again."""
+    """The engine could not free its memory, or could not allocate it again."""
 
 
 async def stand_by(
     settings: RuntimeSettings, choice: ModelChoice, replica: Replica, client: EngineClient
 ) -> RuntimeSettings | None:
-    """Wait for the claim; its settings, or None where the engine died. Raises StandbyError."""
+    """Wait for the claim; returns its settings, or None where the engine died. Raises StandbyError."""
     sleeps = settings.standby == "sleeping" and not choice.is_claimed
     claim = asyncio.create_task(choice.claimed())
     death = asyncio.create_task(client.wait_dead())

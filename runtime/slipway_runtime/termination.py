@@ -1,4 +1,4 @@
-"""The termination message of the container: it outlives the container, and the operator makes a condition of it."""
+"""The termination message of the container, which the operator turns into a condition."""
 
 import contextlib
 from pathlib import Path
@@ -9,11 +9,11 @@ from slipway_runtime.gpu_faults import is_gpu_fault
 from slipway_runtime.storage.address import shown
 from slipway_runtime.storage.errors import AccessDeniedError, ModelNotFoundError
 
-TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default; its mount is there in a pod only
+TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default path; exists only in a pod
 
 
 def termination_message(model_uri: str, error: Exception) -> str:
-    """The termination message of a pod whose model cannot be served; the operator reads how it begins."""
+    """The termination message of a pod whose model cannot be served; the operator recognises its prefix."""
     if isinstance(error, ModelNotFoundError):
         return f"{names.WORD_MODEL_NOT_FOUND}{error}"
     if isinstance(error, AccessDeniedError):
@@ -32,7 +32,7 @@ def engine_death_message(error: str) -> str:
 
 
 def write_termination_message(sentence: str) -> None:
-    """Write it, in a pod."""
+    """Write the termination message; does nothing outside of a pod."""
     if TERMINATION_MESSAGE.exists():
         with contextlib.suppress(OSError):
             TERMINATION_MESSAGE.write_text(sentence[:4000])

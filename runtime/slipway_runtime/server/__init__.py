@@ -1,1 +1,1 @@
-"""The HTTP side of a replica: the OpenAI API for clients, the admin port for the operator. Never imports torch."""
+"""The HTTP server of a replica: the OpenAI API for clients, the admin port for the operator. Never imports torch."""

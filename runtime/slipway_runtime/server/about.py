@@ -1,4 +1,4 @@
-"""The small endpoints of the serving port: which model is here, how text and tokens relate, and is anybody alive."""
+"""The endpoints /v1/models, /tokenize, /detokenize, /load, /version, /health and /metrics of the serving port."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ probes = APIRouter()  # on both ports
 
 @router.get("/v1/models")
 async def list_models(http: Request) -> dict[str, Any]:
-    """The base model, and the adapters that answer requests."""
+    """List the base model and the loaded adapters."""
     replica: Replica = http.app.state.replica
     model = replica.model_for("")
     cards = [_card(replica, model)]
@@ -43,7 +43,7 @@ async def get_model(name: str, http: Request) -> dict[str, Any]:
 
 
 def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
-    """A model as OpenAI describes one, with what decides its answers: revision, tokenizer, sampling defaults."""
+    """OpenAI's model object, extended by revision, tokenizer and sampling defaults."""
     defaults = model.defaults
     return {
         "id": replica.identity.model,
@@ -68,7 +68,7 @@ def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
 
 
 def _adapter_card(replica: Replica, model: LoadedModel, adapter: Adapter) -> dict[str, Any]:
-    """An adapter: where it came from, and whose child it is."""
+    """OpenAI's model object of an adapter, with its address and its base model."""
     root = shown(adapter.uri).removeprefix("file://")
     own = {"id": adapter.name, "root": root, "parent": replica.identity.model, "digest": adapter.digest}
     return _card(replica, model) | own
@@ -80,7 +80,7 @@ def _or(value: float | None, otherwise: float) -> float:
 
 @router.post("/tokenize")
 async def tokenize(http: Request) -> dict[str, Any]:
-    """The ids that a completion of this text, or a chat of these messages, would begin with."""
+    """The prompt's token ids for a completion of this text, or a chat of these messages."""
     replica: Replica = http.app.state.replica
     body = await read_body(http, TokenizeRequest)
     model = served_by(replica, body.model).model
@@ -106,7 +106,7 @@ async def tokenize(http: Request) -> dict[str, Any]:
 
 @router.post("/detokenize")
 async def detokenize(http: Request) -> dict[str, Any]:
-    """The text of ids."""
+    """The text of token ids."""
     replica: Replica = http.app.state.replica
     body = await read_body(http, DetokenizeRequest)
     model = served_by(replica, body.model).model
@@ -118,7 +118,7 @@ async def detokenize(http: Request) -> dict[str, Any]:
 
 @router.get("/load")
 async def load(http: Request) -> dict[str, int]:
-    """How many requests are open, as vLLM says it."""
+    """The number of running and waiting requests, under vLLM's name `server_load`."""
     replica: Replica = http.app.state.replica
     stats = replica.signals()
     return {"server_load": stats.running + stats.waiting}
@@ -132,7 +132,7 @@ async def version() -> dict[str, str]:
 
 @probes.get("/health")
 async def health(http: Request) -> Response:
-    """200 unless only a restart can help."""
+    """200, or 503 where only a restart can help."""
     replica: Replica = http.app.state.replica
     body = replica.health()
     return Response(body.wire(), status_code=200 if body.healthy else 503, media_type="application/json")
@@ -148,7 +148,7 @@ async def metrics(http: Request) -> Response:
     return Response(encode(replica.loaded.metrics.registry), headers={"content-type": content_type})
 
 
-# What vLLM serves for other kinds of models, or for debugging.
+# Endpoints of vLLM for other kinds of models, or for debugging.
 _OTHER_SERVICES = {
     "/v1/rerank": "reranking is",
     "/v2/rerank": "reranking is",
@@ -168,7 +168,7 @@ _OTHER_SERVICES = {
 
 
 async def _another_service(http: Request) -> Response:
-    """Refused in a sentence that says what is missing."""
+    """Answer 404 with a sentence that names the missing service."""
     raise ApiError(404, f"{_OTHER_SERVICES[http.url.path]} not served here")
 
 

@@ -1,8 +1,8 @@
-"""vLLM's two endpoints on the serving port, for those who load adapters without an operator; off unless asked for.
+"""vLLM's endpoints to load and unload LoRA adapters on the serving port, for use without an operator; off by default.
 
-They answer in vLLM's words and with its status codes: a name that is taken, also by the base model, is a 400 of type
-InvalidUserInput unless `load_inplace` asks for other content under it. Stronger here: names and paths are checked, and
-`load_inplace` never mixes: running requests finish on the old content.
+Messages and status codes are vLLM's: a name that is taken is a 400 of type InvalidUserInput, unless `load_inplace`
+replaces the adapter of that name; the base model's name is always refused. Beyond vLLM: names and paths are checked,
+and running requests finish on the old content after a `load_inplace`.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class LoadLora(Wire):
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool = False
     is_3d_lora_weight: bool = False
-    base_model_name: str | None = None  # what the adapter is for is read from its tensors
+    base_model_name: str | None = None  # not used: the adapted modules are read from its tensors
 
 
 class UnloadLora(Wire):
@@ -37,12 +37,12 @@ class UnloadLora(Wire):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lora_name: str = Field(min_length=1)
-    lora_int_id: Any = None  # vLLM's own number, which nothing here has
+    lora_int_id: Any = None  # vLLM's internal number; not used
 
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(http: Request) -> Response:
-    """Make a name mean an adapter."""
+    """Load an adapter under a name."""
     body = await read_body(http, LoadLora)
     if body.is_3d_lora_weight:
         raise ApiError(400, "is_3d_lora_weight is not supported by this server", param="is_3d_lora_weight")
@@ -62,7 +62,7 @@ async def load_lora_adapter(http: Request) -> Response:
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(http: Request) -> Response:
-    """Forget a name; requests that run finish first."""
+    """Unload the adapter of a name; its running requests finish first."""
     body = await read_body(http, UnloadLora)
     await registry_of(http).unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -73,6 +73,6 @@ def _taken(sentence: str) -> ApiError:
 
 
 def registry_of(http: Request) -> AdapterRegistry:
-    """The names of the model that is loaded; raises ApiError 503 while none is."""
+    """The adapter registry of the loaded model; raises ApiError 503 while no model is loaded."""
     replica: Replica = http.app.state.replica
     return replica.model_for("").adapters

@@ -1,9 +1,9 @@
-"""From the address of an adapter to a folder with its files and their digest; what was fetched is let go again.
+"""Fetches the files of a LoRA adapter from its address, computes their digest, and releases them in the cache.
 
 | address                                      | where the files are                                             |
 |----------------------------------------------|-----------------------------------------------------------------|
-| `file:///path`, `/path`                      | there, if that is inside one of the roots                       |
-| `hf://`, `s3://`, `http(s)://`, `pvc://`     | in the node's cache, held until `release`: then it may be evicted |
+| `file:///path`, `/path`                      | at that path, which must be inside one of the roots             |
+| `hf://`, `s3://`, `http(s)://`, `pvc://`     | in the node's cache, not evicted before `release` |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Brought:
 
 
 class AdapterSource:
-    """Brings adapters; its methods block, and may be called by any thread."""
+    """Fetches adapters; its methods block, and are safe to call from any thread."""
 
     def __init__(
         self,
@@ -38,17 +38,16 @@ class AdapterSource:
         *,
         roots: Sequence[Path] = (),
     ) -> None:
-        """fetch: brings an address to a folder, which stays until `release`; told whether a client named it, and with
-        which credentials beside those of the environment.
+        """fetch: (address, whether a client named it, extra credentials) -> the folder, which stays until `release`.
 
-        roots: where local ones may lie.
+        roots: the folders in which local adapters may be.
         """
         self._fetch = fetch
         self._release = release
         self._roots = tuple(roots)
 
     def bring(self, uri: str, *, from_client: bool = False, credentials: Mapping[str, str] | None = None) -> Brought:
-        """The files and their digest; every one is let go once. Raises ApiError."""
+        """Fetch the files and compute their digest; the caller releases each result once. Raises ApiError."""
         try:
             if "://" not in uri or uri.startswith("file://"):
                 path = self._local(uri)
@@ -77,7 +76,7 @@ class AdapterSource:
             raise ApiError(404, sentence, param="lora_path", reason=AdapterReason.DOWNLOAD_FAILED) from None
 
     def release(self, brought: Brought) -> None:
-        """End the hold of fetched files: the cache may evict them where no other adapter holds them."""
+        """Release fetched files: the cache may evict them unless another adapter holds them."""
         if brought.is_fetched:
             self._release(brought.path)
 
@@ -91,13 +90,13 @@ class AdapterSource:
 
 
 def adapter_roots(cache: Path, model: Path) -> tuple[Path, ...]:
-    """Where local adapters may lie: the cache, what the operator mounts, and beside the model."""
-    beside = (model.parent,) if model.parent != model.parent.parent else ()  # beside `/model` would be everywhere
+    """The allowed folders of local adapters: the cache, the operator's mounts, and the parent folder of the model."""
+    beside = (model.parent,) if model.parent != model.parent.parent else ()  # never `/`, the parent of `/model`
     return (cache, Path("/mnt/slipway"), *beside)
 
 
 def without_paths(sentence: str, path: Path) -> str:
-    """Where files lie on this machine is nobody's business outside."""
+    """Remove local paths from an error message for a client."""
     for known in {str(path), str(path.resolve())} - {"/", "."}:
         sentence = sentence.replace(known, "it")
     return sentence

@@ -1,16 +1,16 @@
-"""Which adapter a name means: the names are the API process's business, the engine knows digests of content.
+"""Adapter registry: maps adapter names, known to the API server only, to the content digests that the engine knows.
 
-| what happens                                | the name means                                             |
+| event                                       | the name then refers to                                    |
 |---------------------------------------------|------------------------------------------------------------|
-| load, first time                            | nothing yet (503), then the new content; failed: 503, why  |
-| load, same content                          | what it meant: nothing happens                             |
-| load, other content                         | the old content until the new one is loaded, then that     |
-| load, other content, refused                | the old content, and the caller is told                    |
+| load, first time                            | nothing yet (503), then the new content; on failure: 503   |
+| load, same content                          | the same content: nothing changes                          |
+| load, other content                         | the old content until the new content is loaded            |
+| load, other content, refused                | the old content; the caller gets the error                 |
 | unload                                      | nothing (404); requests that run finish first              |
 
-Two names may mean the same content; it goes when the last one does. What was fetched stays in the node's cache while
-the engine knows the content, because it may read it again; afterwards, and after a refusal, it may be evicted there.
-Everything runs on the event loop except the fetching and hashing of files, which runs in threads.
+Two names may refer to the same content, which is unloaded with the last of them. Fetched files stay in the node's cache
+while the engine knows the content, because it may read them again; afterwards, or after a refusal, they may be evicted.
+The registry runs on the event loop; files are fetched and hashed in threads.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from slipway_runtime.storage.address import shown
 log = structlog.get_logger()
 
 MAX_NAMES: Final = 1024
-TOO_LARGE: Final = "all adapters together may take"  # in the scheduler's refusal of one that can never fit
+TOO_LARGE: Final = "all adapters together may take"  # part of the scheduler's refusal of an adapter that can never fit
 
 
 class AdapterEngine(Protocol):
-    """What the registry needs of the engine's client."""
+    """The part of EngineClient that the registry uses."""
 
     facts: EngineFacts
     adapters: tuple[AdapterStatus, ...]
@@ -47,7 +47,7 @@ class AdapterEngine(Protocol):
 
 
 class Base(Protocol):
-    """What the registry needs to know of the base model."""
+    """The part of the base model's Identity that the registry uses."""
 
     @property
     def namespace(self) -> str: ...  # noqa: D102  see Identity
@@ -56,7 +56,7 @@ class Base(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What a name means."""
+    """The adapter of a name: its address, digest and state."""
 
     name: str
     uri: str
@@ -65,7 +65,7 @@ class Adapter:
     error: str = ""
     reason: str = ""  # of the error, in one word
     pinned: bool = False
-    version: str = ""  # as its load named it
+    version: str = ""  # from the load request
 
 
 class AdapterRegistry:
@@ -87,16 +87,16 @@ class AdapterRegistry:
         self._going: dict[str, tuple[Adapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
         self._locks: dict[str, asyncio.Lock] = {}
         self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
-        self._brought: dict[str, list[Brought]] = {}  # by digest: to be let go when the engine has forgotten it
+        self._brought: dict[str, list[Brought]] = {}  # by digest: to release when the engine has unloaded the content
 
-    # --- asking
+    # --- queries
 
     def find(self, name: str) -> Adapter | None:
-        """What the name means, with or without the namespace before it."""
+        """The adapter of a name, given with or without the namespace before it."""
         return self._named.get(name) or self._named.get(name.removeprefix(f"{self._base.namespace}/"))
 
     def names_of(self, digests: Sequence[str]) -> tuple[str, ...]:
-        """The names that mean these contents: for metrics, where people look for names."""
+        """The names of the adapters with these digests: metrics show names."""
         wanted = set(digests)
         return tuple(sorted(a.name for a in self._named.values() if a.digest in wanted))
 
@@ -105,13 +105,13 @@ class AdapterRegistry:
         return [self._named[name] for name in sorted(self._named)]
 
     def infos(self) -> list[AdapterInfo]:
-        """All adapters as the admin port tells of them, those that are leaving included."""
+        """All adapters for the admin port, including those that are being unloaded."""
         known = {status.digest: status for status in self._engine.adapters}
         leaving = [replace(adapter, state=AdapterState.DRAINING) for adapter, _ in self._going.values()]
         return [self._info(adapter, known.get(adapter.digest)) for adapter in [*self.all(), *leaving]]
 
     def info(self, name: str) -> AdapterInfo:
-        """One of them; the name must be known."""
+        """The AdapterInfo of one name, which must be known."""
         adapter = self._named[name]
         return self._info(adapter, next((s for s in self._engine.adapters if s.digest == adapter.digest), None))
 
@@ -134,7 +134,7 @@ class AdapterRegistry:
             version=adapter.version,
         )
 
-    # --- changing
+    # --- load and unload
 
     async def load(
         self,
@@ -148,10 +148,10 @@ class AdapterRegistry:
         replaces: bool = True,
         from_client: bool = False,
     ) -> Adapter:
-        """Make the name mean this content; returns when requests for it are answered. `version` is only repeated.
+        """Load the adapter under this name; returns when requests for it are answered. `version` is only reported back.
 
-        Raises ApiError: 400 for what can never be (the name, the address, other content than `digest`, an adapter
-        that the engine refuses), 404 where nothing is at the address, 409 for other content unless it `replaces`.
+        Raises ApiError: 400 for an invalid name or address, content with another digest than `digest`, or an adapter
+        that the engine refuses; 404 where the address has no adapter; 409 for other content unless `replaces`.
         """
         self._check(name)
         wanted = Adapter(name=name, uri=uri, pinned=pinned, version=version)
@@ -159,7 +159,7 @@ class AdapterRegistry:
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:
             before = self._named.get(name)
-            if before is None:  # it was unloaded while this waited for its turn
+            if before is None:  # the adapter was unloaded while this call waited for the lock
                 before = self._named[name] = wanted
             try:
                 brought = await asyncio.to_thread(
@@ -191,7 +191,7 @@ class AdapterRegistry:
             if before.state is AdapterState.HOST and not is_same and not replaces:
                 sentence = f"the name {wanted.name} is taken by an adapter with other content; unload it first"
                 raise ApiError(409, sentence, param="name")
-            async with self._contents.setdefault(digest, asyncio.Lock()):  # an unload of it ends first
+            async with self._contents.setdefault(digest, asyncio.Lock()):  # after a running unload of it
                 await self._hand_over(brought, pinned=wanted.pinned)
             keeps = True
         finally:
@@ -203,7 +203,7 @@ class AdapterRegistry:
         return replace(wanted, digest=digest, state=AdapterState.HOST)
 
     async def _hand_over(self, brought: Brought, *, pinned: bool) -> None:
-        """Have the engine read it. Raises ApiError."""
+        """Let the engine load the adapter. Raises ApiError."""
         message = LoadAdapter(call=0, digest=brought.digest, path=str(brought.path), pinned=pinned)
         try:
             reply = await self._engine.call(message)
@@ -216,20 +216,20 @@ class AdapterRegistry:
             raise ApiError(400, sentence, param="lora_path", reason=reason)
 
     def _check_rank(self, brought: Brought) -> None:
-        """Refuse a rank that no slot holds before the weights are read. Raises ApiError."""
+        """Refuse a rank above the engine's limit before the weights are read. Raises ApiError."""
         try:
             rank = read_adapter_config(brought.path).max_rank
         except (AdapterRefusedError, OSError):
-            return  # the engine reads it too, and says what is wrong with it
+            return  # the engine reads the config too, and reports the error
         most = self._engine.facts.max_rank
         if most and rank > most:
             sentence = f"the adapter has rank {rank}; this server holds ranks up to {most} (--max-rank)"
             raise ApiError(400, sentence, param="lora_path", reason=AdapterReason.RANK_TOO_LARGE)
 
     async def unload(self, name: str) -> asyncio.Task[Reply] | None:
-        """Forget the name; the task is done when the content has left. None: another name still means it.
+        """Remove the name; the task ends when the engine has unloaded the content. None: another name refers to it.
 
-        Raises ApiError 404 for a name that nothing is known of.
+        Raises ApiError 404 for an unknown name.
         """
         adapter = self._named.get(name)
         if adapter is None:
@@ -253,7 +253,7 @@ class AdapterRegistry:
     async def _unload(self, adapter: Adapter) -> Reply:
         try:
             async with self._contents.setdefault(adapter.digest, asyncio.Lock()):
-                if self._is_named(adapter.digest):  # while this waited, it was loaded under another name
+                if self._is_named(adapter.digest):  # the content was loaded under another name meanwhile
                     return Reply(call=0)
                 reply = await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
                 for brought in self._brought.pop(adapter.digest, ()):

@@ -1,7 +1,7 @@
-"""The admin port: probes without a token; signals, state, drain, adapters, model and sleep with one.
+"""The admin port: probes without a token; signals, state, drain, adapters, model and sleep with a token.
 
-The kubelet cannot read a Secret, so `/ready`, `/health` and `/metrics` are open. The rest wants the token whose
-SHA-256 the pod was given; without any digest the port is bound to this machine only, and asks for nothing.
+The kubelet cannot read a Secret, so `/ready`, `/health` and `/metrics` are open. All other endpoints require the token
+whose SHA-256 the pod was given; without any digest the port listens on localhost only and requires no token.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.state import state_of
 
-ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and goes on
+ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and continues
 
 _B = TypeVar("_B", bound=Body)
 
@@ -59,7 +59,7 @@ async def _asked(http: Request, kind: type[_B], shape: str, *, or_empty: bool = 
 
 @open_routes.get(names.PATH_READY)
 async def ready(http: Request) -> Response:
-    """Whether new requests are welcome: 200 or 503."""
+    """Readiness: 200 where the replica takes new requests, else 503."""
     replica: Replica = http.app.state.replica
     body = replica.ready()
     return _wire(body, 200 if body.ready else 503)
@@ -67,21 +67,21 @@ async def ready(http: Request) -> Response:
 
 @routes.get(names.PATH_SIGNALS)
 async def signals(http: Request) -> Response:
-    """The load, in less than 300 bytes."""
+    """The load signals of the replica, in less than 300 bytes."""
     replica: Replica = http.app.state.replica
     return _wire(replica.signals())
 
 
 @routes.get(names.PATH_STATE)
 async def state(http: Request) -> Response:
-    """All there is to know."""
+    """The full state of the replica."""
     replica: Replica = http.app.state.replica
     return _wire(state_of(replica))
 
 
 @routes.post(names.PATH_DRAIN)
 async def drain(http: Request) -> Response:
-    """Begin a drain; answers at once with how far it is."""
+    """Begin a drain; answers at once with its progress."""
     replica: Replica = http.app.state.replica
     shape = '{"timeoutSeconds": …, "refuseAfterSeconds": …, "reason": …}'
     asked = await _asked(http, DrainRequest, shape, or_empty=True)
@@ -90,7 +90,7 @@ async def drain(http: Request) -> Response:
 
 @routes.post(names.PATH_UNDRAIN)
 async def undrain(http: Request) -> Response:
-    """Take requests again."""
+    """End a drain: take requests again."""
     replica: Replica = http.app.state.replica
     return _wire(replica.undrain())
 
@@ -100,7 +100,7 @@ async def undrain(http: Request) -> Response:
 
 @routes.get(names.PATH_ADAPTERS)
 async def list_adapters(http: Request) -> Response:
-    """All adapters, those that failed and those that are leaving included. This list is the truth."""
+    """All adapters, including failed ones and those that are being unloaded."""
     replica: Replica = http.app.state.replica
     infos = replica.loaded.adapters.infos() if replica.loaded is not None else []
     facts = replica.loaded.engine.facts if replica.loaded is not None else None
@@ -115,7 +115,7 @@ async def list_adapters(http: Request) -> Response:
 
 @routes.post(names.PATH_ADAPTERS)
 async def load_adapter(http: Request) -> Response:
-    """Make a name mean an adapter: 200 when it does, 202 while it loads. Asking again is harmless."""
+    """Load an adapter under a name: 200 when loaded, 202 while it loads. Idempotent."""
     asked = await _asked(http, LoadAdapterRequest, '{"name": …, "uri": …, "digest": …, "pinned": …}')
     registry = _registry(http)
     loading = asyncio.create_task(
@@ -131,7 +131,7 @@ async def load_adapter(http: Request) -> Response:
     )
     done, _ = await asyncio.wait([loading], timeout=ANSWER_SECONDS)
     if done:
-        await loading  # raises what there is to say
+        await loading  # raises the error of the load
         return _wire(registry.info(asked.name))
     loading.add_done_callback(_hear)
     return _wire(registry.info(asked.name) or AdapterInfo(name=asked.name, state="loading"), 202)
@@ -139,7 +139,7 @@ async def load_adapter(http: Request) -> Response:
 
 @routes.delete(names.PATH_ADAPTERS + "/{name}")
 async def unload_adapter(name: str, http: Request) -> Response:
-    """Forget a name: 202 while requests finish, 200 when its content is gone, or was never here."""
+    """Unload an adapter: 202 while its requests finish, 200 when it is unloaded, or is unknown."""
     registry = _registry(http)
     try:
         leaving = await registry.unload(name)
@@ -151,7 +151,7 @@ async def unload_adapter(name: str, http: Request) -> Response:
 
 
 def known_credentials(given: Mapping[str, str]) -> dict[str, str]:
-    """Those that a Secret may hold: the caller sets no other variable of the environment."""
+    """Keep the keys that a Secret may hold: a caller must not set other environment variables."""
     return {key: value for key, value in given.items() if key in names.CREDENTIALS}
 
 
@@ -163,7 +163,7 @@ def _registry(http: Request) -> AdapterRegistry:
 
 
 def _hear(task: asyncio.Task[object]) -> None:
-    """Nobody waits any more: what went wrong stands in the list of adapters."""
+    """Retrieve the exception of a task without a waiting caller: the list of adapters has the error."""
     if not task.cancelled():
         task.exception()
 
@@ -173,14 +173,14 @@ def _hear(task: asyncio.Task[object]) -> None:
 
 @routes.get(names.PATH_MODEL)
 async def model(http: Request) -> Response:
-    """Which model is here."""
+    """The model of this replica."""
     choice: ModelChoice = http.app.state.model_choice
     return _wire(choice.info())
 
 
 @routes.post(names.PATH_MODEL)
 async def load_model(http: Request) -> Response:
-    """Serve a model: 202 while it loads, 200 when it answers. A process without one takes it; another one is a 409."""
+    """Load a model: 202 while it loads, 200 when it serves. 409 where the process has another model."""
     choice: ModelChoice = http.app.state.model_choice
     choice.choose(await _asked(http, LoadModelRequest, "a ModelSpec, with at least a uri"))
     info = choice.info()
@@ -189,7 +189,7 @@ async def load_model(http: Request) -> Response:
 
 @routes.post(names.PATH_SLEEP)
 async def sleep(http: Request) -> Response:
-    """Give the device's memory back; only with nothing running."""
+    """Free the device's memory; only without open requests."""
     asked = await _asked(http, SleepRequest, '{"level": 1 or 2}', or_empty=True)
     replica: Replica = http.app.state.replica
     await replica.sleep(asked.level)
@@ -198,7 +198,7 @@ async def sleep(http: Request) -> Response:
 
 @routes.post(names.PATH_WAKE_UP)
 async def wake_up(http: Request) -> Response:
-    """Serve again."""
+    """End a sleep: serve requests again."""
     replica: Replica = http.app.state.replica
     await replica.wake_up()
     return _wire(SleepStatus(sleeping=False))

@@ -1,8 +1,8 @@
-"""Writes the answers of a call down: in one piece, or as a stream that is prompt and says when something breaks.
+"""Writes the answers of a call to the client: as one JSON body, or as a stream of server-sent events.
 
 Errors before the first token are responses with their own status, so a gateway may still try another replica.
-Errors after it are events of the stream. However a call ends, it leaves one record for each prompt: metrics and one
-log line.
+Errors after it are events of the stream. Each engine request of a call leaves one record when it ends, also after
+an error: metrics and one log line.
 """
 
 from collections.abc import AsyncGenerator
@@ -29,26 +29,26 @@ from slipway_runtime.server.sse import ClientGone, EventStream, while_connected
 
 log = structlog.get_logger()
 
-# Ended by this side, not by the answer.
+# Reasons of the server, not of the answer itself.
 _BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.OUT_OF_MEMORY, FinishReason.HANDED_OVER}
-_UNAVAILABLE: Final = 503  # another replica may do better
+_UNAVAILABLE: Final = 503  # another replica may succeed
 
 
 class Writer(Protocol):
-    """How one endpoint writes one answer."""
+    """Writes one answer (choice) in the format of one endpoint."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """The choices of the events that come before the first text of a stream."""
+        """The choices of the stream events before the first text."""
 
     def piece(self, delta: Delta) -> list[dict[str, Any]]:
-        """The choices of the events that a delta makes; none while its text is held back."""
+        """The choices of the stream events of a delta; none while its text is held back."""
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
         """The choice of an answer in one piece."""
 
 
 class Shape(Protocol):
-    """How one endpoint writes its answers."""
+    """The response format of one endpoint."""
 
     route: str
     id: str
@@ -57,16 +57,16 @@ class Shape(Protocol):
         """A writer for one answer."""
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        """What stands around choices."""
+        """The response body or chunk around the choices."""
 
 
 @dataclass
 class _Part:
-    """The answers that one request of the engine makes to a prompt."""
+    """One engine request of the call, with its answers to a prompt."""
 
     request: Request
     generation: Generation
-    counts_prompt: bool = True  # in the usage: the first of those that share a prompt
+    counts_prompt: bool = True  # in the usage: only the first request of each prompt
     ended: bool = False
 
 
@@ -93,8 +93,8 @@ class Answering:
         self._parts: list[_Part] = []
         self._writers: dict[int, Writer] = {}
         self._prompts: list[Prompt] = []
-        self._before: dict[int, Delta] = {}  # what answers had said when they came here
-        self._finished_elsewhere = [0, 0]  # tokens of prompts and answers that are counted in the usage alone
+        self._before: dict[int, Delta] = {}  # text and tokens of resumed answers, by index
+        self._finished_elsewhere = [0, 0]  # tokens of prompts and answers that only count in the usage
         self._is_resumed = body.slipway_resume is not None
         self._wants_token_ids = bool(body.return_token_ids)
         self._marks_tokens = caller.wants_token_ids and bool(body.stream)
@@ -103,7 +103,7 @@ class Answering:
         )
 
     def add(self, request: Request, generation: Generation, prompt: Prompt, before: Delta | None) -> None:
-        """Another prompt was taken by the engine, or another answer that continues here."""
+        """Add an engine request: a prompt of the call, or a resumed answer with the delta `before`."""
         is_new = all(prompt is not known for known in self._prompts)
         self._parts.append(_Part(request, generation, counts_prompt=is_new))
         if is_new:
@@ -113,23 +113,23 @@ class Answering:
         if before is not None:
             self._before[generation.choices[0].index] = before
         self._replica.opened(request.id, choices=request.n, can_continue_elsewhere=self._marks_tokens)
-        self._http.state.admitted = True  # from here on its record says how it ended
+        self._http.state.admitted = True  # from here on its record reports how the request ended
 
     def count_finished(self, prompt: Prompt, completion_tokens: int) -> None:
-        """Count an answer that another replica has finished: it is in the usage, and nothing more is sent of it."""
+        """Count an answer that another replica has finished: in the usage only, without any output."""
         if all(prompt is not known for known in self._prompts):
             self._prompts.append(prompt)
             self._finished_elsewhere[0] += len(prompt.token_ids)
         self._finished_elsewhere[1] += completion_tokens
 
     async def abandon(self) -> None:
-        """End what still runs."""
+        """End the requests that still run."""
         for part in self._parts:
             await part.generation.aclose()
             self._end(part)
 
     async def in_one_piece(self) -> Response:
-        """Wait for all answers."""
+        """Wait for all answers and return them as one JSON body."""
         collected: dict[int, list[Delta]] = {index: [] for index in self._writers}
         for index, before in self._before.items():
             collected[index].append(before)
@@ -144,7 +144,7 @@ class Answering:
         try:
             await while_connected(self._http, collect())
         except ClientGone:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         choices = [
             self._with_ids(writer.whole(deltas), tuple(i for delta in deltas for i in delta.token_ids))
             for writer, deltas in ((self._writers[index], collected[index]) for index in sorted(collected))
@@ -154,10 +154,10 @@ class Answering:
 
     async def as_stream(self) -> Response:
         """Wait for the first token, then stream: until then a failure is a response with its own status."""
-        # Whoever continues the stream must have the same model, revision, tokenizer and adapter.
+        # A replica that resumes the stream must have the same model, revision, tokenizer and adapter.
         headers = {names.HEADER_TOKEN_IDS: self._served.fingerprint(self._replica)} if self._marks_tokens else {}
         deltas = self._all_deltas()
-        if not self._parts:  # only the usage and the end are missing
+        if not self._parts:  # all answers are finished: only the usage and the end are missing
             return EventStream(self._events(None, deltas), headers)
         try:
             first = await while_connected(self._http, anext(deltas))
@@ -188,7 +188,7 @@ class Answering:
         yield self._dialect.end()
 
     def _opening(self) -> bytes:
-        """The events before the first text; a stream that goes on from elsewhere has had them, for all answers."""
+        """The events before the first text; a resumed stream has sent them already, for all answers."""
         chunks = b""
         for index, writer in self._writers.items():
             opening = writer.opening()
@@ -200,7 +200,7 @@ class Answering:
         return chunks
 
     def _replay(self, writer: Writer, opening: list[dict[str, Any]], before: Delta | None) -> None:
-        """Bring the writer and the dialect to where those of the other replica were."""
+        """Restore the state that the writer and the dialect had on the other replica."""
         if before is not None:
             said = [*opening, *writer.piece(before)]
             self._dialect.replay([self._chunk(choice) for choice in said], len(before.token_ids))
@@ -239,12 +239,12 @@ class Answering:
         return choice | {"token_ids": token_ids} if self._wants_token_ids else choice
 
     def _with_prompt_ids(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's `prompt_token_ids` of a chat, for those who asked; completions have them in each choice."""
+        """Add vLLM's `prompt_token_ids` to a chat where requested; completions have them in each choice."""
         if not self._body.return_token_ids or self._shape.route == "completions":
             return whole
         return whole | {"prompt_token_ids": self._prompts[0].token_ids}
 
-    # --- where the deltas come from
+    # --- deltas of the engine
 
     async def _all_deltas(self) -> AsyncGenerator[Delta, None]:
         if len(self._parts) == 1:
@@ -256,10 +256,10 @@ class Answering:
                 async for delta in deltas:
                     yield delta
         finally:
-            await self.abandon()  # those that never began
+            await self.abandon()  # requests whose deltas were never read
 
     async def _deltas(self, part: _Part) -> AsyncGenerator[Delta, None]:
-        """The deltas of one prompt; when they end, for whatever reason, so does its record."""
+        """The deltas of one engine request; writes its record when they end, also after an error."""
         try:
             async with aclosing(part.generation.deltas()) as deltas:
                 async for delta in deltas:
@@ -270,7 +270,7 @@ class Answering:
     # --- failures, usage, records
 
     def _can_continue_elsewhere(self, delta: Delta) -> bool:
-        """Whether an answer ended because of this replica, so that another one may do better."""
+        """Whether an answer ended because of this replica, so that another one can continue it."""
         if delta.finish_reason is FinishReason.HANDED_OVER:
             return True
         return delta.finish_reason in _BROKEN and self._why(delta).status == _UNAVAILABLE
@@ -282,7 +282,7 @@ class Answering:
         return self._replica.why_it_failed(part.request.id, delta.error)
 
     def _failure(self, last: Delta) -> ApiError | None:
-        """What to answer instead of tokens, when it ended without its own fault."""
+        """The error response for an answer that did not end by itself; None for STOP and LENGTH."""
         match last.finish_reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 return None
@@ -295,7 +295,7 @@ class Answering:
         return body | {"model": self._served.name, "system_fingerprint": self._served.fingerprint(self._replica)}
 
     def _usage(self) -> dict[str, Any]:
-        """Prompts are counted once, whatever `n` is."""
+        """The token usage; each prompt is counted once, whatever `n` is."""
         prompt, completion = self._finished_elsewhere
         prompt += sum(part.generation.prompt_tokens for part in self._parts if part.counts_prompt)
         completion += sum(part.generation.completion_tokens for part in self._parts)
@@ -340,5 +340,5 @@ class Answering:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds between two moments that both came; milliseconds are exact enough for a log."""
+    """Seconds between two times, rounded to 0.1 ms for the log; None where one is missing."""
     return round(end - start, 4) if start is not None and end is not None else None

@@ -1,6 +1,6 @@
-"""The two applications of a replica, and how they run: clients on one port, the operator on the other, in one loop.
+"""The ASGI applications of a replica, for the serving port and the admin port, and their uvicorn servers.
 
-Signals are not uvicorn's business here: what a SIGTERM means is decided in `main`, and a drain comes before the end.
+Both run in one event loop. Signals are handled in `serve.py`, not by uvicorn: a SIGTERM begins a drain.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module has no name for it before 3.12
-MAX_OPEN_REQUESTS = 4096  # each waits in the engine's queue, is being read, or is being answered
+MAX_OPEN_REQUESTS = 4096  # each is being read, waits in the engine's queue, or is being answered
 
 
 def serving_app(
@@ -43,7 +43,7 @@ def serving_app(
     """The application of the serving port.
 
     adapter_endpoints: clients may load and unload adapters.
-    token_digests: SHA-256 of the tokens that open it; none: it is open.
+    token_digests: SHA-256 of the accepted tokens; empty: no token is required.
     """
     app = FastAPI(title="Slipway runtime", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
@@ -63,7 +63,7 @@ def serving_app(
 
 
 def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
-    """What the operator, the gateway and the kubelet talk to."""
+    """The application of the admin port, for the operator, the gateway and the kubelet."""
     app = FastAPI(title="Slipway runtime, admin port", version=slipway_api.__version__, docs_url=None, redoc_url=None)
     app.state.replica = replica
     app.state.model_choice = choice
@@ -79,16 +79,17 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the process."""
+        """Install no signal handlers."""
         yield
 
 
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
-    """Serve an application; yields its port once it answers. Leaving waits for open responses, but not for long."""
+    """Serve an application; yields its port once it listens. The exit waits a short time for open responses."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # What the kernel holds of a stream that nobody reads; connections inherit it. It bounds no throughput.
+    # Limits the unsent bytes that the kernel buffers for a client that does not read; connections inherit it. It does
+    # not limit throughput.
     bound.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, 64 * 1024)
     bound.bind((host, port))
     server = _Server(

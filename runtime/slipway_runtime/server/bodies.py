@@ -1,7 +1,7 @@
-"""From the bytes of a body to a checked request: strict JSON, bounded in depth and in pieces. Never echoes what came.
+"""Parses request bodies: strict JSON, limited in depth and number of containers. Errors never echo the body.
 
-Python's own parser takes `NaN`, takes a key twice and keeps the last one, and falls over a thousand brackets; each of
-these is a mistake of the sender that would be answered as if it meant something.
+Python's own parser accepts `NaN`, accepts a key twice and keeps the last value, and fails on a thousand nested
+brackets; each of these is an error of the client and must not be answered like a valid request.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from slipway_runtime.server.errors import ApiError, of_validation
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 50_000  # objects and lists
 MAX_STRINGS: Final = 500_000
-_BIG: Final = 64 * 1024  # bytes; above, the scan leaves the event loop
+_BIG: Final = 64 * 1024  # bytes; larger bodies are scanned in a thread
 # A string, even one that never ends (so no byte is looked at twice), or a bracket.
 _TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -25,7 +25,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 async def read_body(http: Request, kind: type[_M]) -> _M:
-    """The body as a checked object; raises ApiError 400 where it is none."""
+    """Read and validate the body; raises ApiError 400 where it is invalid."""
     if not _is_json(http.headers.get("content-type", "")):
         raise ApiError(400, "a JSON body with content type application/json is needed")
     raw = await http.body()
@@ -39,7 +39,7 @@ async def read_body(http: Request, kind: type[_M]) -> _M:
 
 
 def checked(kind: type[_M], value: Any) -> _M:
-    """The value as an object of this kind; raises ApiError 400 with the first thing that is wrong."""
+    """Validate the value as an object of this kind; raises ApiError 400 with the first error."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -49,14 +49,12 @@ def checked(kind: type[_M], value: Any) -> _M:
 
 
 def parse_json(raw: bytes) -> Any:
-    """One JSON value; raises ApiError 400 with a sentence."""
+    """Parse one JSON value; raises ApiError 400 with a sentence."""
     _check_shape(raw)
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_constant)
         if _SURROGATE.search(raw):
-            json.dumps(
-                value, ensure_ascii=False
-            ).encode()  # half of a pair is no character: nothing behind could write it
+            json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate, which is no character
     except UnicodeError:
         raise ApiError(400, "the body is not valid Unicode") from None
     except (ValueError, RecursionError):
@@ -70,7 +68,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _check_shape(raw: bytes) -> None:
-    """Refuse what is deep or in too many pieces before anything is built from it."""
+    """Refuse JSON that is too deep or has too many containers, before it is parsed."""
     depth = containers = strings = 0
     for token in _TOKEN.finditer(raw):
         first = raw[token.start()]

@@ -1,10 +1,10 @@
-"""What a replica does between its warm engine and being ready: the adapters and the prompts it was started with.
+"""Loads the configured adapters and prefills the warm prompts, between a warm engine and a ready replica.
 
 Adapters come from the command line and from the boot list, a file that the operator keeps in a ConfigMap: it is read at
-every start, so that a restarted container has its adapters again while no operator runs.
+every start, so that a restarted container loads its adapters again without the operator.
 
-Neither can keep it from getting ready. An adapter that does not load answers an error under its name (the registry
-remembers why), and a prompt that cannot be prefilled is only slower at first.
+A failure of either does not keep the replica from getting ready. Requests for an adapter that did not load get its
+error from the registry, and a prompt that was not prefilled is only slower at first.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from slipway_runtime.settings import BootAdapter, WarmPrompt
 
 log = structlog.get_logger()
 
-LOADS_AT_ONCE: Final = 4  # of the boot list; each may be a download
+LOADS_AT_ONCE: Final = 4  # adapters of the boot list; each may be a download
 
 
 def read_boot_list(path: Path) -> tuple[LoadAdapterRequest, ...]:
-    """The adapters of the boot list; none where there is no such file, or none that can be read."""
+    """The adapters of the boot list; empty where the file is missing or cannot be read."""
     try:
         return BootList.model_validate_json(path.read_bytes()).adapters
     except FileNotFoundError:
@@ -42,26 +42,26 @@ def read_boot_list(path: Path) -> tuple[LoadAdapterRequest, ...]:
 
 
 async def load_boot_list(model: LoadedModel, adapters: Sequence[LoadAdapterRequest]) -> None:
-    """Load the adapters of the boot list, a few at once."""
+    """Load the adapters of the boot list, LOADS_AT_ONCE at a time."""
     slots = asyncio.Semaphore(LOADS_AT_ONCE)
 
     async def load(one: LoadAdapterRequest) -> None:
         async with slots:
-            with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
+            with contextlib.suppress(ApiError):  # the registry keeps and logs the error
                 await model.adapters.load(one.name, one.uri, digest=one.digest, pinned=one.pinned, version=one.version)
 
     await asyncio.gather(*(load(one) for one in adapters))
 
 
 async def load_adapters(model: LoadedModel, adapters: Sequence[BootAdapter]) -> None:
-    """Load one after the other, as named on the command line."""
+    """Load the adapters of the command line, one after the other."""
     for adapter in adapters:
-        with contextlib.suppress(ApiError):  # the registry remembers why, and has said so in the log
+        with contextlib.suppress(ApiError):  # the registry keeps and logs the error
             await model.adapters.load(adapter.name, adapter.uri)
 
 
 async def prefill(model: LoadedModel, prompts: Sequence[WarmPrompt]) -> None:
-    """Compute the prompts once, through the door that everybody uses, so that their prefixes are found later."""
+    """Send each prompt through the engine once, like a client's request, so that its prefix is cached."""
     for index, prompt in enumerate(prompts):
         try:
             await _prefill(model, prompt, f"warm-prompt-{index}")
@@ -73,7 +73,7 @@ async def _prefill(model: LoadedModel, prompt: WarmPrompt, request_id: str) -> N
     if isinstance(prompt, str):
         written = await model.prompts.text(prompt)
     else:
-        # Up to where the next turn begins: what follows differs from request to request.
+        # Without the generation prompt: the tokens after the last message differ from request to request.
         messages = [ChatMessage.model_validate(dict(message)) for message in prompt]
         written = await model.prompts.chat(messages, add_generation_prompt=False)
     request = Request(

@@ -1,4 +1,4 @@
-"""One tool call as an object of JSON, read a character at a time: which function, and its arguments so far. Pure."""
+"""Incremental parser for one tool call as a JSON object: the function's name, and its arguments so far. Pure."""
 
 import json
 from typing import Final
@@ -12,7 +12,7 @@ class CallObject:
     def __init__(self) -> None:
         self.raw = ""
         self.name: str | None = None
-        self.arguments = ""  # as far as they are known
+        self.arguments = ""  # the part that has been read
         self.is_complete = False
         self.is_broken = False
         self._where = "start"
@@ -23,7 +23,7 @@ class CallObject:
         self._escaped = False
 
     def push(self, char: str) -> None:
-        """Take one more character."""
+        """Parse one more character."""
         assert not self.is_complete
         self.raw += char
         if self._in_string:
@@ -43,7 +43,7 @@ class CallObject:
 
     @property
     def value_is_whole(self) -> bool:
-        """Whether the arguments are an object whose last bracket has come."""
+        """Whether the arguments are a complete object."""
         return self._where == "value" and self._depth == 0 and not self._in_string and self._value.endswith("}")
 
     def _inside_a_string(self, char: str) -> None:
@@ -87,7 +87,7 @@ class CallObject:
             self.name = _text_of(self._value.strip())
             self.is_broken |= self.name is None
         elif _text_of(self._key) in _ARGUMENTS and self._value.startswith('"'):
-            self.arguments = _text_of(self._value.strip()) or ""  # some models write the object as text
+            self.arguments = _text_of(self._value.strip()) or ""  # some models write the object as a JSON string
 
 
 def _text_of(raw: str) -> str | None:

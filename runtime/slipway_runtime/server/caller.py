@@ -1,4 +1,4 @@
-"""What the gateway says of who asks, in headers that it removes from what clients send."""
+"""Request headers of the gateway: tenant, priority, deadline, token ids. It removes them from clients' requests."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,13 +18,13 @@ class Caller:
 
     tenant: str = ""
     priority: int | None = None
-    seconds: float | None = None  # until nobody wants the answer any more
-    wants_token_ids: bool = False  # marks in the stream, so that another replica can continue it
-    may_resume: bool = False  # `slipway_resume` in the body is the gateway's
+    seconds: float | None = None  # until the deadline
+    wants_token_ids: bool = False  # token marks in the stream, so that another replica can resume it
+    may_resume: bool = False  # whether `slipway_resume` in the body comes from the gateway
 
     @classmethod
     def of(cls, request: HttpRequest) -> "Caller":
-        """Read the headers; a senseless one is a 400."""
+        """Parse the headers; raises ApiError 400 for an invalid one, 504 for a deadline that has passed."""
         headers = request.headers
         try:
             seconds = float(headers[names.HEADER_DEADLINE]) if names.HEADER_DEADLINE in headers else None
@@ -46,20 +46,20 @@ class Caller:
         )
 
     def check(self, body: GenerationRequest) -> None:
-        """Refuse an answer that began elsewhere unless the gateway's header announces it: a client could forge one."""
+        """Refuse `slipway_resume` unless the gateway's header announces it: a client could forge an answer."""
         if body.slipway_resume is not None and not self.may_resume:
             raise ApiError(400, "Unrecognized request argument supplied: slipway_resume", param="slipway_resume")
 
     def priority_of(self, body: GenerationRequest) -> int:
-        """Higher goes first. The gateway knows better; vLLM's field, where lower goes first, is turned around."""
+        """The priority, higher first: the gateway's, else vLLM's field negated, where lower is first."""
         if self.priority is not None:
             return self.priority
         return -(body.priority or 0)
 
     def cache_salt(self, body: GenerationRequest) -> str:
-        """Prefixes are shared within a tenant only, and a client may divide its own further."""
+        """The cache salt: prefixes are shared within a tenant only, and a client's own salt divides them further."""
         return self.salted(body.cache_salt)
 
     def salted(self, own: str | None) -> str:
-        """The salt of a request whose client gave `own`."""
+        """The cache salt of the tenant combined with the client's salt `own`."""
         return f"{self.tenant}\x1f{own or ''}" if self.tenant or own else ""

@@ -1,8 +1,8 @@
-"""One call from the checked body to the engine: what chat and completions have in common.
+"""Sends a validated chat or completions call to the engine, one engine request for each prompt.
 
     admitted → queued → prefill → decode → streamed → ended; each moment has its time in the record
 
-A call is one request of the engine for each prompt, each with `n` answers; `answering.py` writes them down.
+Each engine request makes `n` answers; `answering.py` writes them to the client. A resumed answer is its own request.
 """
 
 import secrets
@@ -30,7 +30,7 @@ from slipway_runtime.server.served import Served
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything that is known when the engine is asked."""
+    """A validated call: its body, prompts and served model, before the engine gets it."""
 
     http: HttpRequest
     body: GenerationRequest
@@ -47,7 +47,7 @@ class Call:
 
 
 async def answer(call: Call) -> Response:
-    """Generate, and answer in one piece or as a stream."""
+    """Generate the answers, and return them as one body or as a stream."""
     replica: Replica = call.http.app.state.replica
     if call.served.model.engine.facts.pooling:
         raise ApiError(404, "this service computes embeddings at /v1/embeddings; it does not generate text")
@@ -81,13 +81,13 @@ def _params(call: Call, prompt: Prompt) -> SamplingParams:
 def _ask(
     call: Call, answering: Answering, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
 ) -> None:
-    """Hand one prompt to the engine; raises EngineError where it is not taken."""
+    """Send one prompt to the engine; raises EngineError where the engine refuses it."""
     n = call.body.wanted_answers
     indices = range(number * n, number * n + n)
     if call.body.slipway_resume is None:
         _generate(call, answering, prompt, params, replica, indices)
         return
-    for i, index in enumerate(indices):  # each has come so far by itself, so each is a request of the engine
+    for i, index in enumerate(indices):  # resumed answers differ in length, so each is an engine request of its own
         resumed = call.body.slipway_resume.answers[index]
         if resumed.finished and not (call.dialect.repeats and resumed.output_token_ids):
             answering.count_finished(prompt, len(resumed.output_token_ids))
@@ -107,7 +107,7 @@ def _generate(
     indices: Sequence[int],
     given: tuple[int, ...] = (),
 ) -> None:
-    """Ask the engine for the answers with these indices; `given`: the tokens that the only one has already."""
+    """Request the answers with these indices from the engine; `given`: the tokens of a resumed (single) answer."""
     body, caller, model = call.body, call.caller, call.served.model
     facts = model.engine.facts
     choices = [_choice(call, index, prompt, params, facts) for index in indices]
@@ -160,16 +160,16 @@ def _choice(call: Call, index: int, prompt: Prompt, params: SamplingParams, fact
 
 @dataclass(frozen=True)
 class Replayed:
-    """What an answer had said before it came here, and its end, when nothing is left to say."""
+    """The delta that another replica has sent of an answer, and its last delta, where the answer is complete."""
 
     before: Delta | None = None
     end: Delta | None = None
 
 
 def replay(choice: Choice, given: tuple[int, ...], params: SamplingParams, eos: frozenset[int]) -> Replayed:
-    """Bring an answer to where another replica left it: the same tokens release the same text, so none is said twice.
+    """Restore the state of an answer of another replica: the same tokens release the same text, so none is sent twice.
 
-    Held-back text (half a character, the beginning of a stop string) is held here again.
+    Held-back text (half a character, the beginning of a stop string) is held back here again.
     """
     stops = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
     ended_by_token = given[-1] in stops and len(given) > params.min_tokens
@@ -188,7 +188,7 @@ def replay(choice: Choice, given: tuple[int, ...], params: SamplingParams, eos: 
 
 
 class _Nothing:
-    """The outputs of a request that the engine was not asked."""
+    """An empty output stream, for a resumed answer that needs no engine request."""
 
     def __aiter__(self) -> "_Nothing":
         return self

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages in, the assistant's next message out."""
+"""POST /v1/chat/completions: answers a list of messages with the assistant's next message."""
 
 import time
 from typing import Any
@@ -28,12 +28,12 @@ router = APIRouter()
 
 
 class ChatShape:
-    """Chat's way to write answers."""
+    """The response format of chat completions."""
 
     def __init__(
         self, body: ChatRequest, tools: ToolUse, logprobs: LogprobWriter, *, id: str = "", route: str = "chat"
     ) -> None:
-        """`id`: of the response, where the API that was asked has another form of it."""
+        """`id`: the response id, where the requested API has another form of id."""
         resume = body.slipway_resume
         own = f"chatcmpl-{body.request_id}" if body.request_id else new_id("chatcmpl")
         self.route = route
@@ -48,18 +48,18 @@ class ChatShape:
         return ChatWriter(index, self._body, self._tools, self._logprobs)
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        """A chunk, or the whole."""
+        """A chat chunk, or the whole chat completion."""
         kind = "chat.completion.chunk" if streamed else "chat.completion"
         whole: dict[str, Any] = {"id": self.id, "object": kind, "created": self._created, "choices": choices}
         for choice in choices:
-            # vLLM has these beside the choices: every answer has the same prompt.
+            # As in vLLM, these stand beside the choices: every answer has the same prompt.
             if "prompt_logprobs" in choice:
                 whole["prompt_logprobs"] = choice.pop("prompt_logprobs")
         return whole
 
 
 class ChatWriter:
-    """Writes one message."""
+    """Writes one answer as a chat message."""
 
     def __init__(self, index: int, body: ChatRequest, tools: ToolUse, logprobs: LogprobWriter) -> None:
         self._index = index
@@ -68,15 +68,15 @@ class ChatWriter:
         self._parser = tools.parser()
         self._logprobs = logprobs
         self._has_calls = False
-        # The message that goes on is shown from its beginning, for those who want it so.
+        # With `echo`, the answer begins with the text of the message that is continued.
         self._echo = body.messages[-1].text if body.echo and body.continue_final_message else ""
 
     def opening(self) -> list[dict[str, Any]]:
-        """The author of a message."""
+        """The first event: the role of the message."""
         return [self._choice({"delta": {"role": "assistant", "content": self._echo}})]
 
     def piece(self, delta: Delta) -> list[dict[str, Any]]:
-        """Text and calls of a delta; its logprobs and its end ride on the last event."""
+        """Events for the text and tool calls of a delta; the last one has its logprobs and finish reason."""
         deltas = self._deltas(self._events(delta))
         wants_logprobs = self._body.logprobs and bool(delta.logprobs)
         if not deltas and (delta.finish_reason is not None or wants_logprobs):
@@ -89,7 +89,7 @@ class ChatWriter:
         return choices
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
-        """The message."""
+        """The choice with the whole message."""
         text = self._echo
         calls: list[dict[str, Any]] = []
         for delta in deltas:
@@ -151,7 +151,7 @@ class ChatWriter:
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(http: Request) -> Response:
-    """The next message of a conversation, in one piece or as a stream."""
+    """Generate the next message of a conversation, as one body or as a stream."""
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
     body = await read_body(http, ChatRequest)
@@ -167,7 +167,7 @@ async def answer_chat(
     id: str = "",
     route: str = "chat",
 ) -> Response:
-    """Answer a chat request, which another API may have been translated to; its `dialect` writes the answer."""
+    """Answer a chat request, possibly translated from another API, whose `dialect` then writes the answer."""
     replica: Replica = http.app.state.replica
     caller = Caller.of(http)
     caller.check(body)
@@ -200,7 +200,7 @@ async def answer_chat(
 
 
 async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Prompt:
-    """The tokens of a conversation; raises ApiError 400 where there are none."""
+    """The prompt of a conversation; raises ApiError 400 where none can be made."""
     prompt = await model.prompts.chat(
         body.messages,
         tools=tools.shown,
@@ -216,7 +216,7 @@ async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Pr
 
 
 def _template_arguments(body: ChatRequest, model: LoadedModel) -> dict[str, Any]:
-    """What the template gets beside the messages; an effort that it does not read is refused, not ignored."""
+    """Extra variables of the chat template; a reasoning effort that the template does not read is refused."""
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is None:
         return arguments

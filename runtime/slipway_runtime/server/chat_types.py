@@ -1,4 +1,4 @@
-"""The words of a conversation on the wire: messages, tools, tool calls, and what an answer must look like."""
+"""Wire types of a chat: messages, tools, tool calls, response formats and structured outputs."""
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -11,26 +11,26 @@ _NAME: Final = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 class TextPart(Wire):
-    """One part of a message in the list form; only text is understood."""
+    """One content part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Wire):
-    """Which function an assistant called, with its arguments as JSON text."""
+    """A function call of the assistant: the function's name, and its arguments as JSON text."""
 
     name: str = Field(pattern=_NAME)
     arguments: str = "{}"
 
 
 class ToolCall(Wire):
-    """A call in an earlier message of the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     id: str = Field(default="", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # clients that collected a stream send it back
+    index: int | None = None  # present where a client collected the call from a stream
 
 
 class ChatMessage(Wire):
@@ -74,7 +74,7 @@ class FunctionDefinition(Wire):
 
     name: str = Field(pattern=_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # JSON Schema; None: it takes none
+    parameters: dict[str, Any] | None = None  # JSON Schema; None: the function has no parameters
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -85,12 +85,12 @@ class FunctionDefinition(Wire):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """What its arguments must look like."""
+        """The JSON schema of the arguments."""
         return {"type": "object", **(self.parameters or {"properties": {}, "additionalProperties": False})}
 
 
 class Tool(Wire):
-    """Something that the model may use; functions are the only kind."""
+    """A tool that the model may use; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -103,23 +103,23 @@ class NamedFunction(Wire):
 
 
 class NamedTool(Wire):
-    """`tool_choice` as an object: this function and no other."""
+    """`tool_choice` as an object: forces a call of this function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchemaFormat(Wire):
-    """What `response_format` of type `json_schema` names."""
+    """The schema of a `response_format` of type `json_schema`."""
 
     name: str = Field(pattern=_NAME)
     description: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None  # the schema binds either way
+    strict: bool | None = None  # the schema is enforced either way
 
 
 class ResponseFormat(Wire):
-    """What a whole answer must look like."""
+    """OpenAI's `response_format`: text, a JSON object, a JSON schema, or vLLM's structural tag."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -137,7 +137,7 @@ class ResponseFormat(Wire):
 
 
 class StructuredOutputs(Wire):
-    """vLLM's `structured_outputs`: exactly one way to bind the answer."""
+    """vLLM's `structured_outputs`: exactly one kind of constraint on the answer."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts in, their continuations out."""
+"""POST /v1/completions: continues one or more prompts."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ router = APIRouter()
 
 
 class CompletionShape:
-    """The way of completions to write answers."""
+    """The response format of completions."""
 
     route = "completions"
 
@@ -44,24 +44,24 @@ class CompletionShape:
         return CompletionWriter(index, self._body, prompt, self._logprobs)
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        """A chunk, or the whole: they look alike."""
+        """A chunk or the whole completion: both have the same form."""
         return {"id": self.id, "object": "text_completion", "created": self._created, "choices": choices}
 
 
 class CompletionWriter:
-    """Writes one continuation, behind its prompt where that is echoed."""
+    """Writes one answer, after its prompt where that is echoed."""
 
     def __init__(self, index: int, body: CompletionRequest, prompt: Prompt, logprobs: LogprobWriter) -> None:
         self._index = index
         self._body = body
         self._prompt = prompt
         self._logprobs = logprobs
-        self._offset = 0  # where in the text the next token begins
+        self._offset = 0  # offset in the text at which the next token begins
         self._echo_is_due = bool(body.echo)
         self._prompt_ids_are_due = bool(body.return_token_ids)
 
     def opening(self) -> list[dict[str, Any]]:
-        """Nothing comes before the text; an echo comes with the first, which knows how likely the prompt was."""
+        """No events: an echoed prompt is sent with the first text, whose delta has the logprobs of the prompt."""
         return []
 
     def piece(self, delta: Delta) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class CompletionWriter:
         return [self._choice(text, delta, logprobs)]
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
-        """The continuation."""
+        """The choice with the whole text."""
         text = self._echo() + "".join(delta.text for delta in deltas)
         choice = self._choice(text, deltas[-1], self._with_logprobs(deltas))
         if self._body.prompt_logprobs is not None:
@@ -101,7 +101,7 @@ class CompletionWriter:
             else:
                 if self._body.echo and not self._offset:
                     self._offset = self._logprobs.length(self._prompt.token_ids)
-                self._offset += self._logprobs.length(delta.token_ids)  # said elsewhere, before a handover
+                self._offset += self._logprobs.length(delta.token_ids)  # sent by another replica, before a handover
         written = self._logprobs.completion(sampled, ids, offset=self._offset)
         self._offset += self._logprobs.length(ids)
         return written
@@ -111,7 +111,7 @@ class CompletionWriter:
         choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         if finish is not None:
             choice["stop_reason"] = delta.stop_reason
-        if self._prompt_ids_are_due:  # beside the text, as vLLM has them: each answer has a prompt of its own
+        if self._prompt_ids_are_due:  # beside the text, as in vLLM: each choice has its own prompt
             choice["prompt_token_ids"], self._prompt_ids_are_due = self._prompt.token_ids, False
         return choice
 
@@ -122,7 +122,7 @@ def _of_prompt(deltas: list[Delta]) -> tuple[TokenLogprobs | None, ...]:
 
 @router.post("/v1/completions")
 async def create_completion(http: Request) -> Response:
-    """The continuations of texts, in one piece or as a stream."""
+    """Generate the continuations of prompts, as one body or as a stream."""
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
     body = await read_body(http, CompletionRequest)

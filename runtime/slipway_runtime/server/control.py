@@ -1,6 +1,7 @@
-"""The drain socket: how a preStop hook in the same pod asks for a drain, and waits for its end, without a token.
+"""The drain socket: lets a preStop hook in the same pod start a drain and wait for its end, without a token.
 
-Whoever can open the socket's file is inside the pod already. One JSON line asks, one JSON line answers when it is done.
+Only processes inside the pod can open the socket file. The request is one JSON line; the answer, at the end of the
+drain, is another.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ log = structlog.get_logger()
 
 
 async def serve_control(replica: Replica, directory: Path) -> asyncio.Server | None:
-    """Listen on `drain.sock`; None where there is no such directory, as on a laptop."""
+    """Listen on `drain.sock`; None where the socket cannot be created, as without a run directory on a laptop."""
     path = directory / "drain.sock"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,4 +55,4 @@ async def _listen(
 
 
 def _make_room(path: Path) -> None:
-    path.unlink(missing_ok=True)  # left by a predecessor that was killed
+    path.unlink(missing_ok=True)  # left by a killed process

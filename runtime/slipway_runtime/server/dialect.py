@@ -1,7 +1,7 @@
-"""How an API writes the answers of a chat on the wire: OpenAI's chat as they are, other APIs translated from them.
+"""Dialects translate chat completions and chunks to the events and bodies of another API (Messages, Responses).
 
-The engine's side of a request makes chat chunks and chat completions; a dialect turns each into the events and bodies
-of its own API. It is the only state of a stream that belongs to the API, so one generation path serves all of them.
+All requests are answered as chat chunks and chat completions; OpenAI's are sent unchanged. The dialect holds all state
+of a stream that is specific to its API, so one generation path serves all APIs.
 """
 
 from typing import Any, Protocol
@@ -11,28 +11,28 @@ from slipway_runtime.server.sse import DONE, event
 
 
 class Dialect(Protocol):
-    """Writes one response; a new one is made for each request."""
+    """Translates one response; each request has its own dialect object."""
 
-    repeats: bool  # whether the last events depend on earlier ones, so that a resumed stream needs all of them
+    repeats: bool  # whether the last events depend on earlier ones, so that a resumed stream must replay all of them
 
     def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer in one piece."""
+        """The body of an answer that is not streamed."""
 
     def chunk(self, chunk: dict[str, Any]) -> bytes:
         """The events of one chat chunk."""
 
     def replay(self, chunks: list[dict[str, Any]], tokens: int) -> None:
-        """Take over a stream that another replica began: `chunks` hold the `tokens` that the client has."""
+        """Restore the state of a stream of another replica: `chunks` hold the `tokens` that the client has."""
 
     def failure(self, error: ApiError) -> bytes:
         """The events of a stream that failed after its first event."""
 
     def end(self) -> bytes:
-        """The events behind the last chunk, also behind a failure."""
+        """The events after the last chunk, also after a failure."""
 
 
 class OpenAIChunks:
-    """Chat completions and completions as OpenAI writes them."""
+    """OpenAI's format for chat completions and completions: no translation."""
 
     repeats = False
 
@@ -45,12 +45,12 @@ class OpenAIChunks:
         return event(chunk)
 
     def replay(self, chunks: list[dict[str, Any]], tokens: int) -> None:
-        """No event depends on an earlier one."""
+        """Does nothing: no event depends on an earlier one."""
 
     def failure(self, error: ApiError) -> bytes:
         """One event with the error."""
         return event(error.body())
 
     def end(self) -> bytes:
-        """`[DONE]`."""
+        """The event `[DONE]`."""
         return DONE

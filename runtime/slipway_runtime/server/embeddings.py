@@ -1,7 +1,7 @@
-"""POST /v1/embeddings: texts in, vectors of length 1 out, on a replica that computes nothing else.
+"""POST /v1/embeddings: normalized embedding vectors of texts, on a replica that serves embeddings only.
 
-Each text is a request of the engine, which pools its hidden states as soon as its prompt is computed. One call hands
-in twice as many as a step can hold, so a call of a thousand texts neither fills the queue nor leaves a step empty.
+Each text is one engine request, whose hidden states are pooled when its prompt is computed. A call has at most twice
+as many requests in the engine as fit in a step, so that it neither fills the queue nor leaves a step empty.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ class EmbeddingRequest(Wire):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = Field(default=None, ge=1)
     user: str | None = None
-    truncate_prompt_tokens: Count | None = Field(default=None, ge=-1)  # keep the last so many; -1: as many as fit
+    truncate_prompt_tokens: Count | None = Field(default=None, ge=-1)  # number of last tokens to keep; -1: all that fit
     add_special_tokens: bool | None = None
-    priority: Count | None = Field(default=None, ge=-1000, le=1000)  # vLLM's sense: lower goes first
+    priority: Count | None = Field(default=None, ge=-1000, le=1000)  # as in vLLM: lower goes first
     cache_salt: str | None = Field(default=None, max_length=256)
     normalize: bool | None = None
 
@@ -67,7 +67,7 @@ class EmbeddingRequest(Wire):
 
     @property
     def texts(self) -> list[str] | list[list[int]]:
-        """The inputs, without the short form of one."""
+        """The inputs as a list, also where a single one was given."""
         if isinstance(self.input, str):
             return [self.input]
         return [self.input] if isinstance(self.input[0], int) else self.input
@@ -75,7 +75,7 @@ class EmbeddingRequest(Wire):
 
 @router.post("/v1/embeddings")
 async def create_embeddings(http: Request) -> Response:
-    """One vector for each text, in the order of the texts."""
+    """Compute one vector for each text, in the order of the texts."""
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
     body = await read_body(http, EmbeddingRequest)
@@ -110,7 +110,7 @@ async def create_embeddings(http: Request) -> Response:
 
 
 class _EmbeddingCall:
-    """The texts of one call on their way through the engine."""
+    """Runs the texts of one call through the engine."""
 
     def __init__(
         self, http: Request, body: EmbeddingRequest, caller: Caller, served: Served, replica: Replica, arrived: float
@@ -128,7 +128,7 @@ class _EmbeddingCall:
         self._finish = FinishReason.CANCELLED
 
     async def run(self, prompts: list[Prompt]) -> list[Vector]:
-        """The vectors of all prompts; raises ApiError where one has none, and ends the others."""
+        """The vectors of all prompts; raises the ApiError of the first prompt that failed."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._guarded(index, prompt)) for index, prompt in enumerate(prompts)]
         results = [task.result() for task in tasks]
@@ -139,7 +139,7 @@ class _EmbeddingCall:
         return [result for result in results if not isinstance(result, ApiError)]
 
     async def _guarded(self, index: int, prompt: Prompt) -> "Vector | ApiError":
-        """A refusal as a value: a group of tasks would wrap it."""
+        """Return an ApiError instead of raising it: a TaskGroup would wrap it."""
         async with self._places:
             try:
                 return await self._embed(index, prompt)
@@ -187,7 +187,7 @@ class _EmbeddingCall:
             cached_tokens=last.cached_tokens if last is not None else 0,
             completion_tokens=0,
             max_tokens=0,
-            # The engine ends a pooled prompt by its length; nothing was cut off.
+            # The engine ends a pooled prompt with LENGTH; nothing was cut off.
             finish_reason=FinishReason.STOP if ended is FinishReason.LENGTH else ended,
             arrived=self._arrived,
             queued_at=last.queued_at if last is not None else None,
@@ -200,7 +200,7 @@ class _EmbeddingCall:
         )
 
     def write_log(self, prompts: list[Prompt]) -> None:
-        """One line for the call: never a text."""
+        """Write one log line for the call, without its texts."""
         log.info(
             "request",
             request_id=self._http.state.request_id,
@@ -224,13 +224,13 @@ async def _prompt(body: EmbeddingRequest, text: str | list[int], served: Served)
         prompt = await model.prompts.ids(text, facts.vocab_size, keep=keep, with_text=False)
     if not prompt.token_ids:
         raise ApiError(400, "an input is empty: at least one token is needed", param="input")
-    if len(prompt.token_ids) >= facts.max_model_len:  # the engine keeps a place behind the prompt
+    if len(prompt.token_ids) >= facts.max_model_len:  # the engine needs one position after the prompt
         raise prompt_too_long(facts.max_model_len - 1, len(prompt.token_ids), param="input")
     return prompt
 
 
 def _dimensions(wanted: int | None, facts: EngineFacts) -> int:
-    """How many values a vector has; raises ApiError 400 for what the model was not trained for."""
+    """The size of the vectors; raises ApiError 400 for dimensions that the model was not trained for."""
     size = facts.embedding_size
     if wanted is None or wanted == size:
         return size
@@ -244,7 +244,7 @@ def _dimensions(wanted: int | None, facts: EngineFacts) -> int:
 
 
 def _cut(vector: Vector, size: int) -> Vector:
-    """The first values of a vector, of length 1 again."""
+    """The first `size` values of a vector, normalized to length 1."""
     if size == len(vector):
         return vector
     kept = vector[:size]

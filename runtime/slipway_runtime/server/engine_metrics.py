@@ -1,7 +1,7 @@
-"""The engine's own numbers, read at the moment of a scrape, under vLLM's names; others are `slipway:`.
+"""Engine metrics, collected at each scrape, under vLLM's names or, where vLLM has none, `slipway:` names.
 
-Labels are bounded: label sets come from here or from adapters that somebody loaded, never from what a client sends,
-and what has gone leaves no stale series behind, since each scrape is made anew.
+Labels are bounded: constants, loaded adapters, and the tenants with the longest queues. Each scrape builds all series
+anew, so adapters and tenants that are gone leave no stale series.
 """
 
 import time
@@ -20,12 +20,12 @@ _SLEEP_STATES: Final = ("awake", "weights_offloaded", "discard_all")
 
 
 def longest_queues(stats: EngineStats) -> dict[str, int]:
-    """How many requests of which tenant wait; of many tenants, those with the longest queues."""
+    """Waiting requests by tenant, for the MOST_TENANTS tenants with the longest queues."""
     return dict(sorted(stats.waiting_by_tenant, key=lambda entry: -entry[1])[:MOST_TENANTS])
 
 
 class EngineNumbers(Collector):
-    """Makes families of the last step's statistics."""
+    """Prometheus collector for the statistics of the last step."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class EngineNumbers(Collector):
         *,
         legacy_names: bool = False,
     ) -> None:
-        self.asleep = 0  # the level
+        self.asleep = 0  # level of sleep
         self._values = values
         self._facts = facts
         self._stats = stats
@@ -46,7 +46,7 @@ class EngineNumbers(Collector):
         self._legacy_names = legacy_names
 
     def collect(self) -> Iterator[Family]:
-        """One family after the other."""
+        """Yield all metric families."""
         stats = self._stats()
         yield from self._requests(stats)
         yield from self._cache(stats)
@@ -69,7 +69,7 @@ class EngineNumbers(Collector):
     def _requests(self, stats: EngineStats) -> Iterator[Family]:
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be processed.", stats.waiting)
-        # Deferred are those that wait for something else than room: here, for their adapter.
+        # Deferred requests wait for their adapter, not for capacity.
         deferred = min(stats.waiting, len(stats.waiting_adapters))
         yield self._labelled(
             "vllm:num_requests_waiting_by_reason",
@@ -91,7 +91,7 @@ class EngineNumbers(Collector):
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
         on_device = stats.prefix_hits - stats.host_hits
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", on_device)
-        # Reusable prefixes are free on demand: apart from the live blocks, or caching would look like load.
+        # Cached prefix blocks are evicted on demand: counted apart from live blocks, or caching would look like load.
         free = stats.blocks_total - stats.blocks_live - stats.blocks_cached
         yield self._labelled(
             "slipway:kv_cache_blocks",
@@ -119,7 +119,7 @@ class EngineNumbers(Collector):
         yield by_source
 
     def _host_memory(self, stats: EngineStats) -> Iterator[Family]:
-        """vLLM calls external what lies beside the pool; only what the pool missed is looked up there."""
+        """Host-memory cache, which vLLM calls external; only tokens that the device pool missed are looked up there."""
         missed = stats.prefix_queries - stats.prefix_hits + stats.host_hits
         yield self._counter("vllm:external_prefix_cache_queries", "Prompt tokens looked up in host memory.", missed)
         yield self._counter("vllm:external_prefix_cache_hits", "Prompt tokens found in host memory.", stats.host_hits)
@@ -130,7 +130,7 @@ class EngineNumbers(Collector):
         yield self._gauge("slipway:kv_host_active", "1 unless few hits switched it off.", int(stats.host_active))
 
     def _adapters(self, stats: EngineStats) -> Family:
-        """Gateway pickers read adapters from here; the newest value wins, so it is the time."""
+        """Adapters for gateway pickers, which use the series with the newest value: so the value is the time."""
         info = {
             "max_lora": str(self._facts.max_adapters),
             "running_lora_adapters": ",".join(self._adapter_names(stats.running_adapters)),
@@ -157,7 +157,7 @@ class EngineNumbers(Collector):
         )
 
     def _by_older_names(self, stats: EngineStats) -> Iterator[Family]:
-        """What dashboards made for older versions of vLLM still ask for."""
+        """The names of older vLLM versions, which older dashboards use."""
         usage = stats.blocks_live / max(stats.blocks_total, 1)
         yield self._gauge("vllm:gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", usage)
         yield self._counter(

@@ -1,24 +1,24 @@
-"""What a client is told when it does not get tokens: one shape everywhere, OpenAI's, and never a word of a prompt.
+"""Error responses in OpenAI's format, never with text of a prompt.
 
     {"error": {"message": …, "type": …, "param": … | null, "code": <status>}}
 
-| what                                | status | type                    | headers                        |
+| cause                               | status | type                    | headers                        |
 |-------------------------------------|--------|-------------------------|--------------------------------|
-| a request that can never be served  | 400    | BadRequestError         |                                |
+| an invalid request                  | 400    | BadRequestError         |                                |
 | the serving or admin token is wrong | 401    | AuthenticationError     |                                |
 | an unknown model or path            | 404    | NotFoundError           |                                |
 | the wrong method                    | 405    | MethodNotAllowedError   | Allow                          |
-| what is here stands in the way      | 409    | ConflictError           |                                |
+| a conflict with the current state   | 409    | ConflictError           |                                |
 | a body beyond the limit             | 413    | RequestTooLargeError    |                                |
 | the queue is full                   | 429    | RateLimitError          | Retry-After, retry-after-ms    |
 | the engine failed                   | 500    | InternalServerError     |                                |
-| what another kind of server does    | 501    | NotImplementedError     |                                |
+| not implemented                     | 501    | NotImplementedError     |                                |
 | loading, draining, engine dead      | 503    | ServiceUnavailableError | Retry-After                    |
 | no memory for a step                | 503    | ServiceUnavailableError | Retry-After                    |
 | the deadline passed                 | 504    | GatewayTimeoutError     |                                |
 
 Under /v1/messages the shape is Anthropic's: {"type": "error", "error": {"type": …, "message": …}}.
-A 429 or 503 of a request that the engine has not taken carries `x-slipway-not-started`: it can be sent elsewhere.
+A 429 or 503 of a request that the engine has not taken carries `x-slipway-not-started`: another replica may serve it.
 """
 
 import math
@@ -51,7 +51,7 @@ _TYPES: Final = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
-# The same in the words of Anthropic's API.
+# Error types of Anthropic's API.
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -70,7 +70,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
 
 
 class ApiError(Exception):
-    """An answer without tokens: its status, its sentence, and the field that it is about."""
+    """An error response: its status, its message, and the request field that caused it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ApiError(Exception):
         reason: str = "",
         kind: str = "",
     ) -> None:
-        """`reason`: the cause in one word, where a program has to tell it from others; `kind`: in place of the type."""
+        """`reason`: the cause in one word, for programs; `kind`: replaces the error type."""
         super().__init__(message)
         self.status = status
         self.reason = reason
@@ -99,31 +99,31 @@ class ApiError(Exception):
         return {"error": error | ({"reason": self.reason} if self.reason else {})}
 
     def response(self, path: str = "") -> Response:
-        """The error as a response of its own, in the shape of the API that `path` belongs to."""
+        """The error as a response, in the format of the API that `path` belongs to."""
         body = anthropic_error(self) if f"{path}/".startswith(_ANTHROPIC_PATH) else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """The JSON of the error as Anthropic's API has it."""
+    """The JSON of the error in the format of Anthropic's API."""
     otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, otherwise)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unavailable(message: str, retry_after_seconds: float | None = 1.0, *, started: bool = False) -> ApiError:
-    """503: not here or not now; another replica may. `started`: the engine had taken the request."""
+    """A 503: this replica cannot serve now; another one may. `started`: the engine had accepted the request."""
     return ApiError(503, message, headers=_come_back(retry_after_seconds) | ({} if started else NOT_STARTED))
 
 
 def unknown_model(name: str) -> ApiError:
-    """404, with the words that OpenAI uses. Only a name that could be one is said back."""
+    """A 404 in OpenAI's words. The name is repeated only where it looks like a model name."""
     said = f"The model `{name}` does not exist." if _NAME.fullmatch(name) else "The model of that name does not exist."
     return ApiError(404, said, param="model")
 
 
 def prompt_too_long(max_model_len: int, prompt_tokens: int, *, at_least: bool = False, param: str) -> ApiError:
-    """400, with the words that client libraries recognise as their context-window error."""
+    """A 400 in the words that client libraries recognise as a context-window error."""
     return ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens. However, your prompt has"
@@ -133,7 +133,7 @@ def prompt_too_long(max_model_len: int, prompt_tokens: int, *, at_least: bool = 
 
 
 def of_engine(error: Exception) -> ApiError:
-    """What the engine's refusals mean for a client."""
+    """Translate an engine's refusal to an ApiError."""
     match error:
         case Draining():
             return unavailable(error.reason, error.retry_after_seconds)
@@ -148,19 +148,19 @@ def of_engine(error: Exception) -> ApiError:
 
 
 def _come_back(seconds: float | None) -> dict[str, str]:
-    """Retry-After is whole seconds and at least one; `retry-after-ms` is exact for clients that know it."""
+    """Retry headers: `Retry-After` in whole seconds, at least one; `retry-after-ms` is exact."""
     if seconds is None:
         return {}
     return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing that is wrong with a body, without repeating what was sent."""
+    """The first validation error of a body, without the client's values."""
     first = errors[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, Unsupported | Misused):
         return ApiError(400, str(cause), param=cause.field)
-    # A key of the client's own choosing may be anything, a prompt included: only what looks like a name is said back.
+    # A key may hold any text of the client, a prompt included: only keys that look like a name are repeated.
     path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in first["loc"] if part != "body")[:100]
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {path}", param=path)
@@ -169,7 +169,7 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make every way out of the application speak the one shape."""
+    """Install exception handlers, so that all errors of the application have one format."""
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

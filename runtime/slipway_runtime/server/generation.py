@@ -1,7 +1,7 @@
-"""One request from its prompt to the last character of each answer: text as it becomes certain, and the record of it.
+"""Turns the engine's outputs of a request into text deltas: detokenization, stop strings, and the request's record.
 
-The engine speaks in tokens; stop strings, characters and the wire's reasons are this side's. When a stop string
-completes, the engine is told to finish; tokens that it computed beyond are neither sent nor counted.
+The engine knows tokens only. When a stop string is complete, the engine is asked to finish the answer; tokens that it
+has computed beyond are neither sent nor counted.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -13,34 +13,34 @@ from slipway_runtime.messages import FinishReason, Output, TokenLogprobs
 
 
 class Outputs(Protocol):
-    """The engine's side of one request."""
+    """The output stream of one engine request."""
 
     def __aiter__(self) -> AsyncIterator[Output]: ...
 
     def finish(self, index: int | None = None) -> None:
-        """The text of one answer is complete, or of all."""
+        """Finish the answer `index`, whose text is complete; None: all answers."""
 
     async def aclose(self) -> None:
-        """The reader went away."""
+        """Cancel the request: its reader has gone."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one answer."""
+    """Text and tokens that one step added to one answer."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or token that ended it, when the client named it
+    stop_reason: str | int | None = None  # the stop string or token of the client that ended the answer
     error: str = ""
-    index: int = 0  # which answer of the response
+    index: int = 0  # index of the answer in the response
     logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # in the first delta, when asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One finished request in numbers: for metrics and for the access log. Never its text."""
+    """Numbers of one finished request, for metrics and the access log. Never its text."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -48,7 +48,7 @@ class Record:
     max_tokens: int
     finish_reason: FinishReason
     arrived: float
-    queued_at: float | None  # these three stay empty when it ended before reaching them
+    queued_at: float | None  # None, as the next ones, where the request ended before
     scheduled_at: float | None
     first_token_at: float | None
     last_token_at: float | None
@@ -56,11 +56,11 @@ class Record:
     n: int = 1
     longest_answer: int = 0  # tokens of the longest of its answers
     tenant: str = ""
-    adapter: str = ""  # its name
+    adapter: str = ""  # name of the adapter
 
 
 class Choice:
-    """One answer: turns its tokens into text."""
+    """One answer: turns its tokens into text, and finds stop strings."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class Choice:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._eos = eos_token_ids
-        self._only_scores = only_scores  # the token that was sampled along the way is nobody's
+        self._only_scores = only_scores  # the one token that the engine samples is not part of the answer
 
     def take(self, output: Output) -> Delta:
-        """What an output of the engine adds."""
+        """The delta of one output of the engine."""
         if self._only_scores:
             ended = output.finish_reason
             sampled = FinishReason.LENGTH if ended in {FinishReason.STOP, FinishReason.LENGTH} else ended
@@ -104,12 +104,12 @@ class Choice:
         for token_id in output.token_ids:
             taken += 1
             self.completion_tokens += 1
-            # The token that ended it is counted, but it is not text: neither end-of-sequence nor a stop token.
+            # The token that ended the answer (end-of-sequence or stop token) is counted, but is not text.
             if taken == len(output.token_ids) and token_id == output.stop_token_id:
                 break
             piece = self._detokenizer.push(token_id)
             if self.completion_tokens <= self._min_tokens:
-                text += piece  # too early to stop: what was said by then cannot be part of a stop string
+                text += piece  # before min_tokens: this text cannot be part of a stop string
                 continue
             released = self._stops.push(piece)
             text += released.text
@@ -132,7 +132,7 @@ class Choice:
 
 
 class Generation:
-    """Turns the outputs of one request into deltas; afterwards `record()` says what happened."""
+    """Turns the outputs of one request into deltas; `record()` then returns its numbers."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Generation:
         self._arrived = arrived
         self._clock = clock
         self._on_output = on_output  # seconds between two outputs of an answer
-        self._known = known  # the end of an answer that needs nothing of the engine any more
+        self._known = known  # the last delta of an answer that is complete without the engine
         self._queued_at: float | None = None
         self._scheduled_at: float | None = None
         self._first_token_at: float | None = None
@@ -166,7 +166,7 @@ class Generation:
         return sum(choice.completion_tokens for choice in self.choices)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield one Delta for each step that brought something to an answer; its last one has the finish reason."""
+        """Yield a Delta for each output of an answer; the last one of an answer has its finish reason."""
         try:
             if self._known is not None:
                 yield self._known
@@ -174,7 +174,7 @@ class Generation:
             async for output in self._outputs:
                 choice = self.choices[output.index]
                 if choice.finish_reason is not None:
-                    continue  # its text is complete; this was on its way
+                    continue  # the answer has finished; the engine had sent this before
                 self._note_times(output)
                 delta = choice.take(output)
                 is_over = all(choice.finish_reason is not None for choice in self.choices)
@@ -184,15 +184,15 @@ class Generation:
                 if is_over:
                     return
         finally:
-            # Reached also when the client goes away in the middle: only this frees the KV blocks.
+            # Reached also when the client disconnects: only this frees the KV blocks.
             await self._outputs.aclose()
 
     async def aclose(self) -> None:
-        """End what still runs: also when nobody ever asked for the deltas."""
+        """Cancel the request, also where its deltas were never read."""
         await self._outputs.aclose()
 
     def record(self) -> Record:
-        """What happened, once it has ended."""
+        """The record of the request, after its end."""
         reasons = [choice.finish_reason or FinishReason.CANCELLED for choice in self.choices]
         broken = [reason for reason in reasons if reason not in {FinishReason.STOP, FinishReason.LENGTH}]
         return Record(
@@ -221,7 +221,7 @@ class Generation:
         if not output.token_ids:
             return
         if self._first_token_at is None:
-            self._first_token_at = now  # when it can be sent, which is what a client waits for
+            self._first_token_at = now  # when the first token can be sent to the client
         if (before := self._last_token_at.get(output.index)) is not None:
             self._on_output(now - before)
         self._last_token_at[output.index] = now

@@ -1,4 +1,4 @@
-"""The loaded model: the identity of a replica, and all that it holds once its model is loaded."""
+"""The identity of a replica's model, and the objects that serve requests once the model is loaded."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,7 @@ from slipway_runtime.settings import SamplingDefaults
 
 
 class Engine(Protocol):
-    """What the server needs of the engine's client."""
+    """The part of EngineClient that the server uses."""
 
     facts: EngineFacts
     error: str
@@ -44,13 +44,13 @@ class Identity:
     uri: str = ""
 
     def answers_to(self, name: str) -> bool:
-        """Whether a request for `name` is for this model; no name means the one that is here."""
+        """Whether `name` names this model; an empty name does."""
         return name in {"", self.model, f"{self.namespace}/{self.model}"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """Everything that answers requests, once it is there."""
+    """The objects that serve requests for a loaded model: engine, prompt encoder, metrics, grammars, adapters."""
 
     engine: Engine
     prompts: PromptEncoder
@@ -63,5 +63,5 @@ class LoadedModel:
 
     @property
     def tokenizer_sha256(self) -> str:
-        """What wrote the prompts."""
+        """The digest of the tokenizer and chat template that encode the prompts."""
         return self.prompts.files.sha256

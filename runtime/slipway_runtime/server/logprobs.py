@@ -1,6 +1,6 @@
-"""How likely tokens were, in the shapes of the wire: chat's, that of completions, and vLLM's for prompts. Pure.
+"""Writes logprobs in the formats of chat, of completions, and of vLLM's `prompt_logprobs`. Pure.
 
-JSON has no infinity: a token that could not be sampled at all says -9999, as vLLM does.
+JSON has no infinity: a token with probability 0 has the logprob -9999, as in vLLM.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ _LEAST: Final = -9999.0
 
 
 class LogprobWriter:
-    """Writes logprobs for one vocabulary. `as_ids`: tokens are written `token_id:5`, which no two share."""
+    """Writes logprobs for one vocabulary. `as_ids`: tokens are written as `token_id:5`, which is unique."""
 
     def __init__(self, tokens: TokenText, *, as_ids: bool = False) -> None:
         self._tokens = tokens
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
-        """What a token is called."""
+        """The token as text, or as `token_id:5`."""
         return f"token_id:{token_id}" if self._as_ids else self._tokens.text_of(token_id)
 
     def chat(self, sampled: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -52,11 +52,11 @@ class LogprobWriter:
         }
 
     def prompt(self, scored: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token but the first, by id, what it is and how likely it was."""
+        """vLLM's `prompt_logprobs`: for each token but the first, text and logprob by token id."""
         return [None if token is None else self._prompt_entry(token) for token in scored]
 
     def length(self, ids: Sequence[int]) -> int:
-        """Characters that these tokens count as, one by one: what `text_offset` is made of."""
+        """Sum of the lengths of the tokens' texts, decoded one by one, as for `text_offset`."""
         return sum(len(self._tokens.text_of(token_id)) for token_id in ids)
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class LogprobWriter:
         return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": list(raw)}
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """The likeliest ones, and the sampled one if it is not among them."""
+        """Logprobs of the likeliest tokens, and of the sampled one if it is not among them."""
         named = {self.name(token_id): _finite(logprob) for token_id, logprob in token.top}
         named.setdefault(self.name(token.token_id), _finite(token.logprob))
         return named
@@ -83,4 +83,4 @@ class LogprobWriter:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _LEAST else _LEAST  # also for a NaN, which is larger than nothing
+    return logprob if logprob > _LEAST else _LEAST  # also for a NaN, for which every comparison is false

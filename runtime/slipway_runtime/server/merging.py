@@ -1,4 +1,4 @@
-"""Several streams as one, in the order in which their items come."""
+"""Merges several async generators into one, in the order of arrival."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 async def merged(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
-    """Yield what any source yields, until all have ended; closing this closes them. Nothing is read ahead for long."""
+    """Yield the items of all sources until all have ended; closing this closes them. Bounded read-ahead."""
     ready: asyncio.Queue[_T | None] = asyncio.Queue(maxsize=1)  # None: a source has ended
 
     failures: list[Exception] = []
@@ -19,7 +19,7 @@ async def merged(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[
             async with aclosing(source) as items:
                 async for item in items:
                     await ready.put(item)
-        except Exception as error:  # noqa: BLE001  carried over to whoever reads
+        except Exception as error:  # noqa: BLE001  raised again in the reader
             failures.append(error)
         await ready.put(None)
 

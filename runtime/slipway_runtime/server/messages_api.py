@@ -24,7 +24,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 @router.post("/v1/messages")
 async def create_message(http: Request) -> Response:
-    """The assistant's next message, in one piece or as a stream of typed events."""
+    """Generate the assistant's next message, as one body or as a stream of typed events."""
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
     body = await read_body(http, MessagesRequest)
@@ -38,7 +38,7 @@ async def create_message(http: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(http: Request) -> dict[str, int]:
-    """How many tokens the prompt of these messages has."""
+    """Count the prompt tokens of these messages."""
     replica: Replica = http.app.state.replica
     body = await read_body(http, CountTokensRequest)
     chat = body.chat()
@@ -51,15 +51,15 @@ async def count_tokens(http: Request) -> dict[str, int]:
 
 
 class MessageEvents:
-    """Writes one answer of the engine as a message of this API; see `dialect.Dialect`."""
+    """Dialect of /v1/messages: translates a chat completion to a message; see `dialect.Dialect`."""
 
-    repeats = True  # the last events depend on how the answer ended and on what it was made of
+    repeats = True  # the last events depend on the finish reason and on the earlier blocks
 
     def __init__(self, id: str) -> None:
         self._id = id
         self._has_begun = False
         self._blocks: list[str] = []  # the types of the blocks so far
-        self._is_open = False  # the last of them
+        self._is_open = False  # whether the last block is open
         self._finish = ""
         self._stop: str | int | None = None
         self._usage: dict[str, Any] | None = None
@@ -68,7 +68,7 @@ class MessageEvents:
     # --- Dialect
 
     def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
-        """The message."""
+        """The message object."""
         [choice] = completion["choices"]
         message = choice["message"]
         content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
@@ -106,17 +106,17 @@ class MessageEvents:
         return events
 
     def replay(self, chunks: list[dict[str, Any]], tokens: int) -> None:
-        """Take over what another replica has sent."""
+        """Restore the state of a stream of another replica."""
         for chunk in chunks:
             self.chunk(chunk)
 
     def failure(self, error: ApiError) -> bytes:
-        """The message failed."""
+        """The error event."""
         self._has_failed = True
         return _event("error", **{name: value for name, value in anthropic_error(error).items() if name != "type"})
 
     def end(self) -> bytes:
-        """The last block is complete, and so is the message."""
+        """Close the last block and end the message."""
         if self._has_failed:
             return b""
         if self._finish not in {"stop", "length", "tool_calls"}:
@@ -181,7 +181,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Tokens as this API counts them: those of the cache are not in `input_tokens`."""
+    """The usage as this API counts it: `input_tokens` excludes cached tokens."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
@@ -192,7 +192,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The object that a call was made with; an answer cut off in the middle of it has none."""
+    """The arguments of a call as an object; empty where the answer was cut off inside of them."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

@@ -1,7 +1,7 @@
 """The wire types of Anthropic's POST /v1/messages, and their translation to a chat request.
 
-Text, tool use and tool results are understood; images, documents, thinking and the tools that Anthropic's servers run
-themselves are refused in a sentence. `cache_control` is accepted everywhere: prefixes are cached by themselves.
+Text, tool use and tool results are supported; images, documents, thinking and tools that run on Anthropic's servers
+are refused with a sentence. `cache_control` is accepted and ignored: all prefixes are cached automatically.
 """
 
 import json
@@ -24,20 +24,20 @@ _CALLED = {
 
 
 class CacheControl(Wire):
-    """Where a cached prefix may end: every prefix is cached here."""
+    """A cache breakpoint; without effect, because every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Cacheable(Wire):
-    """What may carry a cache mark."""
+    """Base class of objects with a `cache_control` field."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Cacheable):
-    """Text."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
@@ -45,17 +45,17 @@ class TextBlock(Cacheable):
 
 
 class ToolUseBlock(Cacheable):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=256)
     name: str
     input: dict[str, Any]
-    caller: Any = None  # clients send a block back as they got it
+    caller: Any = None  # part of blocks that clients send back unchanged
 
 
 class ToolResultBlock(Cacheable):
-    """What a call returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1, max_length=256)
@@ -64,7 +64,7 @@ class ToolResultBlock(Cacheable):
 
 
 class OtherBlock(Wire):
-    """Any other block: refused, because no answer could honour it."""
+    """A block of any other type: refused, because the model cannot read it."""
 
     model_config: ClassVar[Any] = {"extra": "allow"}
 
@@ -107,7 +107,7 @@ class ToolDefinition(Cacheable):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments stream as soon as they are certain
+    eager_input_streaming: bool | None = None  # without effect: arguments are streamed as early as possible
     input_examples: list[Any] | None = Field(default=None, max_length=0)
 
 
@@ -126,33 +126,33 @@ class ToolChoice(Wire):
 
 
 class OutputFormat(Wire):
-    """What the text of the answer must look like."""
+    """The format of the answer's text: a JSON schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Wire):
-    """The format of the answer, and how much the model thinks where its template knows that."""
+    """The format of the answer, and the reasoning effort where the chat template supports it."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high"] | None = None
 
 
 class NoThinking(Wire):
-    """Extended thinking, which this server has not."""
+    """Extended thinking, which this server does not support."""
 
     type: Literal["disabled"]
 
 
 class Metadata(Wire):
-    """It says something about the caller, not about the answer."""
+    """Metadata of the caller; does not change the answer."""
 
     user_id: str | None = None
 
 
 class CountTokensRequest(Cacheable):
-    """POST /v1/messages/count_tokens: what the prompt is made of."""
+    """POST /v1/messages/count_tokens: the fields that make the prompt."""
 
     model: str = Field(default="", max_length=1024)
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -164,7 +164,7 @@ class CountTokensRequest(Cacheable):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
-        """The same request to the chat endpoint; raises ApiError 400 in the words of this API."""
+        """Translate to a chat request; raises ApiError 400 with the field names of this API."""
         try:
             return checked(_TranslatedChat, self._fields())
         except ApiError as error:
@@ -176,7 +176,7 @@ class CountTokensRequest(Cacheable):
             messages.insert(0, {"role": "system", "content": system})
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
         if messages[-1]["role"] == "assistant":
-            fields["continue_final_message"] = True  # the answer goes on where the last message ends
+            fields["continue_final_message"] = True  # the answer continues the last message
         if self.chat_template_kwargs is not None:
             fields["chat_template_kwargs"] = self.chat_template_kwargs
         if self.tools:
@@ -215,7 +215,7 @@ class MessagesRequest(CountTokensRequest):
     session_id: str | None = None
     slipway_resume: Resume | None = None
 
-    # Known and not supported: refused unless they ask for what happens anyway.
+    # Not supported: refused unless the value is the neutral one.
     service_tier: str | None = None
     container: Any = None
     mcp_servers: list[Any] | None = None
@@ -253,19 +253,19 @@ class MessagesRequest(CountTokensRequest):
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
         if self.stream:
-            # The first event already says how long the prompt is.
+            # The first event already has the prompt tokens.
             fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return fields
 
 
 class _TranslatedChat(ChatRequest):
-    """A chat request with as many stop strings as this API takes."""
+    """A chat request with the stop string limit of this API."""
 
     stop: list[str] | None = Field(default=None, max_length=16)
 
 
 def in_words_of_messages(error: ApiError) -> ApiError:
-    """The same refusal, naming the field of this API instead of chat's."""
+    """The same error with the field name of this API instead of chat's."""
     for chats, ours in _CALLED.items():
         if error.param is not None and error.param.partition(".")[0] == chats:
             error.param = ours
@@ -276,7 +276,7 @@ def in_words_of_messages(error: ApiError) -> ApiError:
 
 
 def _translated(message: Message) -> list[dict[str, Any]]:
-    """The messages of a chat that say the same: results of tools are messages of their own, before the user's text."""
+    """Translate a message to chat messages: each tool result becomes a message of its own, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, text, calls = [], "", []

@@ -1,7 +1,7 @@
-"""The numbers of one replica under vLLM's exact names, so that dashboards, KEDA recipes and pickers work unchanged.
+"""Prometheus metrics of one replica under vLLM's names, so that dashboards, KEDA recipes and pickers work unchanged.
 
-Gauges and counters are read from the engine when someone scrapes; histograms are fed as requests end.
-Labels are bounded: the served name and engine "0", never anything that a client sends.
+Gauges and counters are read from the engine at a scrape; histograms are updated when requests end.
+Labels are bounded: the served name, engine "0", and at most MOST_PAYERS pairs of tenant and adapter.
 """
 
 from bisect import bisect_left
@@ -28,11 +28,11 @@ _LATENCY: Final = (
 )
 _ITERATION: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SCHEDULE: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
-# Bounds of the grid that goodput is read from: requests with a first token within …, and a mean token time within ….
+# Bucket bounds in seconds for goodput: requests by TTFT and by mean time per output token (TPOT).
 GOOD_TTFT: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GOOD_TPOT: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
-MOST_PAYERS: Final = 200  # pairs of tenant and adapter with counters of their own; the others share one
-# vLLM's words; the others are the same.
+MOST_PAYERS: Final = 200  # pairs of tenant and adapter with counters of their own; all others share one
+# vLLM's names of finish reasons; all others are equal to ours.
 _FINISHED: Final = {
     FinishReason.CANCELLED: "abort",
     FinishReason.HANDED_OVER: "abort",
@@ -118,13 +118,13 @@ class Metrics:
         self._steps = 0
 
     def between_outputs(self, seconds: float) -> None:
-        """Time between two outputs of one request."""
+        """Record the time between two outputs of one answer."""
         self._itl.observe(seconds)
         if self._legacy_tpot is not None:
             self._legacy_tpot.observe(seconds)
 
     def stepped(self, stats: EngineStats) -> None:
-        """After each step: how much it computed."""
+        """Record the size and the scheduling time of a step."""
         if stats.steps > self._steps:
             self._iteration.observe(stats.computed_tokens - self._computed)
             self._schedule.observe(stats.schedule_seconds)
@@ -132,18 +132,18 @@ class Metrics:
             self._steps, self._computed, self._mask_seconds = stats.steps, stats.computed_tokens, stats.mask_seconds
 
     def refused(self, status: int) -> None:
-        """A request was turned away before it was queued."""
+        """Count a request that was refused before it was queued."""
         reason = {429: "max_num_queued_reqs", 503: "unavailable"}.get(status, "invalid")
         self._refused.labels(*self._values, reason).inc()
 
     def failed(self, status: int) -> None:
-        """A request got an answer without tokens, and never was in the engine."""
+        """Count a request that got an error response and never entered the engine."""
         self._errors.labels(
             *self._values, _CLASS_OF_STATUS.get(status, "malformed" if status < 500 else "engine")
         ).inc()
 
     def ended(self, record: Record) -> None:
-        """A request has ended, however it did."""
+        """Record a request that has ended, also after an error."""
         if record.finish_reason in _CLASS_OF_REASON:
             self._errors.labels(*self._values, _CLASS_OF_REASON[record.finish_reason]).inc()
         self._count_tokens(record)
@@ -164,7 +164,7 @@ class Metrics:
         self._prefill.observe(record.first_token_at - record.scheduled_at)
         self._decode.observe(record.last_token_at - record.first_token_at)
         self._inference.observe(record.last_token_at - record.scheduled_at)
-        # Answers of one request are computed side by side: a token of each comes in the same step.
+        # Answers of one request are computed in the same steps: each step makes a token of each answer.
         steps = record.completion_tokens / record.n - 1
         mean = (record.last_token_at - record.first_token_at) / steps if steps > 0 else 0.0
         if steps > 0:
@@ -198,12 +198,12 @@ class Metrics:
 
 
 def _bound(bounds: tuple[float, ...], value: float) -> str:
-    """The smallest bound that the value is within, as a label; `+Inf` beyond them all."""
+    """The smallest bound not below the value, as a label; `+Inf` above all bounds."""
     place = bisect_left(bounds, value)
     return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
 def one_two_five(limit: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, … up to the limit."""
+    """Bucket bounds 1, 2, 5, 10, 20, 50, … up to the limit."""
     series = [digit * 10**power for power in range(len(str(limit)) + 1) for digit in (1, 2, 5)]
     return tuple(value for value in series if value <= limit)

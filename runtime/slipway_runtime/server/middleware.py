@@ -1,6 +1,6 @@
 """Middleware of the serving port: the serving token, request ids, limits on bodies and on open requests, headers.
 
-Plain ASGI: nothing stands between a stream and its socket, and a disconnect passes through unchanged.
+Plain ASGI: streams are not buffered, and a disconnect passes through unchanged.
 """
 
 import json
@@ -23,21 +23,21 @@ log = structlog.get_logger()
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
-# A gateway asks for the load of a replica beside its answer (ORCA), in one of two forms.
+# With this request header a gateway asks for a load report (ORCA) in the response, as text or JSON.
 ORCA_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
 ORCA_HEADER: Final = "endpoint-load-metrics"
-# What the kubelet and a scraper ask for: they hold no token.
+# Paths for the kubelet and metrics scrapers, which have no token.
 OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
 _DISCARD_BYTES: Final = 64 * 2**20
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id such as `chatcmpl-…`; clients cannot choose it, so it cannot collide in the engine."""
+    """A random id such as `chatcmpl-…`; not chosen by clients, so it cannot collide in the engine."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def load_report(signals: Signals, form: str) -> str:
-    """The load as ORCA writes it; empty for a form that it does not know."""
+    """The load report in ORCA's format `form`; empty for an unknown format."""
     named = {
         "kv_cache_usage_perc": round(signals.kv_usage, 6),
         "num_requests_running": signals.running,
@@ -53,7 +53,7 @@ def load_report(signals: Signals, form: str) -> str:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Read what nobody wants, up to a bound: a client that still sends would see a reset instead of the answer."""
+    """Read and drop a body, up to a limit: a client that still sends would see a reset instead of the response."""
     left = _DISCARD_BYTES
     while left > 0:
         message = await receive()
@@ -63,7 +63,7 @@ async def _discard_body(receive: Receive) -> None:
 
 
 class ServingMiddleware:
-    """The outermost layer of the serving port."""
+    """The outermost middleware of the serving port."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ServingMiddleware:
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it here."""
+        """Pass the request to the application, or refuse it."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
@@ -119,7 +119,7 @@ class ServingMiddleware:
         return f"the body is larger than {self._max_body_bytes} bytes"
 
     def _counting(self, receive: Receive) -> Receive:
-        """Receive, but no more than the limit: a chunked body does not say its length beforehand."""
+        """Wrap `receive` to enforce the body limit on chunked bodies, which have no Content-Length."""
         received = 0
 
         async def counting() -> Message:
@@ -135,7 +135,7 @@ class ServingMiddleware:
         return counting
 
     def _logging(self, send: Send, scope: Scope, headers: Headers, request_id: str) -> Send:
-        """A line for each answer without tokens; those with tokens leave a line of their own when they end."""
+        """Wrap `send` to log and count error responses; answers with tokens are logged when they end."""
 
         async def logging(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
@@ -154,7 +154,7 @@ class ServingMiddleware:
         return logging
 
     def _signing(self, send: Send, scope: Scope, request_id: str, load_format: str) -> Send:
-        """Name the model, its revision, its adapter and its tokenizer in every response; and the load, if asked."""
+        """Wrap `send` to add headers: request id, model, revision, adapter, tokenizer, and a requested load report."""
 
         async def signing(message: Message) -> None:
             if message["type"] == "http.response.start":

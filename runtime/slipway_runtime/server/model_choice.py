@@ -1,9 +1,9 @@
-"""Which model a process serves: the one of its command line, or the first that POST /model brings.
+"""Chooses the model that a process serves: that of its command line, or of the first POST /model.
 
-What POST /model brought is kept in a file of the pod. A container that the kubelet starts again finds it there and
-loads the same model by itself: whether a replica comes back must not depend on an operator that asks again.
+The request of POST /model is stored in a file of the pod. A container that the kubelet restarts reads the file and
+loads the same model: the restart of a replica must not depend on the operator.
 
-A process that stands by has loaded the model of its command line, and answers no request. The first POST /model with
+A process in standby has loaded the model of its command line, and answers no requests. The first POST /model with
 the same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
 """
 
@@ -24,8 +24,8 @@ from slipway_runtime.settings import RuntimeSettings
 
 log = structlog.get_logger()
 
-KEPT_REQUEST: Final = "model.json"  # in the run directory, which outlives the container and ends with the pod
-_SAME_AS: Final = {  # the setting that says the same as a field of the request
+KEPT_REQUEST: Final = "model.json"  # in the run directory, which lives as long as the pod
+_SAME_AS: Final = {  # field of the request -> the setting with another name
     "uri": "model_uri",
     "served_name": "model_name",
     "serving_token_sha256": "serving_token_digests",
@@ -34,7 +34,7 @@ _SAME_AS: Final = {  # the setting that says the same as a field of the request
 
 
 class ModelChoice:
-    """Takes the first model that is asked for, and no other one until the pod ends."""
+    """Accepts the first requested model, and no other one until the pod ends."""
 
     def __init__(self, settings: RuntimeSettings, replica: Replica) -> None:
         """Needs a running event loop."""
@@ -46,20 +46,20 @@ class ModelChoice:
         if settings.model_uri:
             self._take(settings)
             if settings.standby and (claim := _read(self._kept)) is not None:
-                with contextlib.suppress(ApiError):  # of a model that is not here: wait for another claim
+                with contextlib.suppress(ApiError):  # a claim of another model: wait for the next claim
                     self.choose(claim)
         elif (earlier := _read(self._kept)) is not None:
-            with contextlib.suppress(ApiError):  # an image that cannot serve it any more: wait for another request
+            with contextlib.suppress(ApiError):  # a new image cannot serve it: wait for another request
                 self.choose(earlier)
 
     @property
     def process_settings(self) -> RuntimeSettings:
-        """The settings that hold without a model, too."""
+        """The current settings; without a model, those of the process."""
         return self._settings
 
     @property
     def is_made(self) -> bool:
-        """Whether there is a model to serve."""
+        """Whether a model has been chosen."""
         return self._chosen.done()
 
     @property
@@ -68,17 +68,17 @@ class ModelChoice:
         return self._claimed.done()
 
     async def chosen(self) -> RuntimeSettings:
-        """The settings with the model, as soon as there is one."""
+        """Wait until a model is chosen; returns its settings."""
         return await asyncio.shield(self._chosen)
 
     async def claimed(self) -> RuntimeSettings:
-        """The settings with which requests are answered: at once, unless the process stands by."""
+        """Wait until requests may be served; returns the settings. Without standby, the same as `chosen`."""
         return await asyncio.shield(self._claimed)
 
     def choose(self, request: LoadModelRequest) -> None:
-        """Serve this model. The one that is here is no change; what a body leaves out agrees with it.
+        """Choose this model. A request for the current model changes nothing; fields that are not set are not compared.
 
-        Raises ApiError: 400 for what no replica can serve, 409 where another model is here.
+        Raises ApiError: 400 for invalid settings, 409 where another model was chosen before.
         """
         try:
             wanted = self._settings.with_model(request)
@@ -101,7 +101,7 @@ class ModelChoice:
             self._take(wanted)
 
     def info(self) -> ModelInfo:
-        """Which model is here, and whether it answers."""
+        """The model of the process, and whether it is loaded."""
         identity = self._replica.identity
         return ModelInfo(
             uri=identity.uri,
@@ -112,7 +112,7 @@ class ModelChoice:
 
     def _take(self, settings: RuntimeSettings) -> None:
         self._settings = settings
-        # Before the model answers: a service that is closed to all but the gateway must never be open for a moment.
+        # Before the model answers: a serving port that requires a token must never be open.
         self._replica.serving_token_digests = settings.serving_token_digests
         self._replica.drain_timeout = settings.drain_timeout
         self._replica.name_model(
@@ -130,7 +130,7 @@ class ModelChoice:
 
 
 def _keep(path: Path, request: LoadModelRequest) -> None:
-    """Write the request whole or not at all. Without a run directory, as on a laptop, nothing is kept."""
+    """Write the request to the file atomically. Without a run directory, as on a laptop, it is not stored."""
     beside = path.with_suffix(".new")
     try:
         beside.write_bytes(request.model_dump_json(by_alias=True, exclude_unset=True).encode())
@@ -140,7 +140,7 @@ def _keep(path: Path, request: LoadModelRequest) -> None:
 
 
 def _read(path: Path) -> LoadModelRequest | None:
-    """The request that an earlier run of this container took."""
+    """The stored request of an earlier run of this container; None: there is none."""
     try:
         return LoadModelRequest.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):

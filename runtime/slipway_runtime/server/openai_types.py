@@ -1,8 +1,8 @@
-"""The OpenAI wire types: what a client may ask.
+"""Wire types of OpenAI requests: chat, completions, tokenize and detokenize.
 
-A field is honoured or refused, never ignored: an unknown one and an unsupported one are a 400 that names it.
-Fields that change nothing here by their nature (`user`, `metadata`, …) are accepted. Limits that every client
-knows are checked here; limits of the loaded model are checked where the model is known (`sampling.py`).
+No field is silently ignored: an unknown or unsupported field gets a 400 that names it. Fields without influence on
+the answer (`user`, `metadata`, …) are accepted. Limits of the API are checked here; limits of the loaded model are
+checked in `sampling.py`.
 """
 
 from collections.abc import Sequence
@@ -53,30 +53,30 @@ Count = Annotated[int, BeforeValidator(_whole_number)]
 
 
 class StreamOptions(Wire):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # padding against side channels; sends nothing more here
+    include_obfuscation: bool = False  # padding against side channels; without effect
 
 
 class ResumedAnswer(Wire):
-    """The tokens that another replica has generated of one answer."""
+    """Tokens of one answer that another replica has generated."""
 
     output_token_ids: list[Annotated[int, Field(ge=0)]]
-    finished: bool = False  # the client has all of it: its tokens only count in the usage
+    finished: bool = False  # the client has the whole answer: its tokens only count in the usage
 
 
 class Resume(Wire):
-    """What another replica has streamed of a request so far. Only the gateway may send it: see `caller.py`."""
+    """Answers of a request as far as another replica has streamed them. Only from the gateway: see `caller.py`."""
 
-    answers: list[ResumedAnswer]  # all of the request, by index
-    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,160}$")  # the answer keeps its name
+    answers: list[ResumedAnswer]  # all answers of the request, by index
+    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,160}$")  # id of the response
     created: int | None = None
 
 
 class GenerationRequest(Wire):
-    """What chat and completions have in common."""
+    """Fields that chat and completions have in common."""
 
     model: str = Field(default="", max_length=1024)  # empty: the one model that is served
     max_tokens: Count | None = Field(default=None, ge=1)
@@ -91,7 +91,7 @@ class GenerationRequest(Wire):
     n: Annotated[Count, BeforeValidator(_number_of_answers)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
 
-    # What vLLM's clients ask beyond OpenAI's fields.
+    # vLLM's extensions of OpenAI's fields.
     top_k: Count | None = Field(default=None, ge=-1)  # 0 and -1: off
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=2)
@@ -99,7 +99,7 @@ class GenerationRequest(Wire):
     ignore_eos: bool | None = False
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=256)
     skip_special_tokens: bool | None = True
-    spaces_between_special_tokens: bool | None = True  # how tokenizers of another format join; changes nothing here
+    spaces_between_special_tokens: bool | None = True  # for tokenizers of another format; without effect
     include_stop_str_in_output: bool | None = False
     cache_salt: str | None = Field(default=None, max_length=256)
     prompt_logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -108,24 +108,24 @@ class GenerationRequest(Wire):
     return_tokens_as_token_ids: bool | None = False
     echo: bool | None = False
     add_special_tokens: bool | None = None
-    priority: Count | None = Field(default=None, ge=-1000, le=1000)  # vLLM's sense: lower goes first
+    priority: Count | None = Field(default=None, ge=-1000, le=1000)  # as in vLLM: lower goes first
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None  # the older names of the same
+    guided_json: dict[str, Any] | str | None = None  # older names of `structured_outputs`
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     slipway_resume: Resume | None = None
 
-    # They say something about the caller, not about the answer.
+    # Metadata of the caller; no influence on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = Field(default=None, max_length=256)
 
-    # Known and not supported: refused unless they ask for what happens anyway.
+    # Not supported: refused unless the value is the neutral one.
     service_tier: str | None = None
     kv_transfer_params: Any = None
     allowed_token_ids: list[int] | None = None
@@ -172,12 +172,12 @@ class GenerationRequest(Wire):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """How long the answer may be, if the client said so."""
+        """The client's limit on the tokens of an answer; None: not set."""
         return self.max_tokens
 
     @property
     def wanted_answers(self) -> int:
-        """How many answers to each prompt."""
+        """The number of answers to each prompt."""
         return self.n or 1
 
     @property
@@ -187,12 +187,12 @@ class GenerationRequest(Wire):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many likeliest tokens to name beside each sampled one; None: no logprobs at all."""
+        """The number of top logprobs for each sampled token; None: no logprobs at all."""
         raise NotImplementedError
 
     @property
     def only_scores(self) -> bool:
-        """Whether the prompt is to be scored and nothing said."""
+        """Whether to compute logprobs of the prompt only, without an answer."""
         return False
 
 
@@ -209,7 +209,7 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None  # where the template knows it
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None  # if the template reads it
 
     functions: list[Any] | None = None
     function_call: Any = None
@@ -239,7 +239,7 @@ class ChatRequest(GenerationRequest):
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise Misused("continue_final_message", "needs an assistant's message at the end")
         if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
-            object.__setattr__(self, "add_generation_prompt", False)  # the model is frozen for everybody else
+            object.__setattr__(self, "add_generation_prompt", False)  # the pydantic model is frozen
         if self.continue_final_message and self.add_generation_prompt:
             raise Misused("continue_final_message", "and add_generation_prompt exclude each other")
         self._check_tools()
@@ -259,12 +259,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """`max_completion_tokens` is the newer name of `max_tokens`."""
+        """The token limit: `max_completion_tokens`, or its older name `max_tokens`."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """`logprobs` switches them on, `top_logprobs` says how many."""
+        """The number of top logprobs: `top_logprobs`, where `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -301,24 +301,24 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, without the short form of one."""
+        """The prompts as a list, also where a single one was given."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """An integer: how many."""
+        """The number of top logprobs: `logprobs` is an integer here."""
         return self.logprobs
 
     @property
     def only_scores(self) -> bool:
-        """`echo` with `max_tokens` 0."""
+        """Whether `echo` is used with `max_tokens` 0."""
         return self.max_tokens == 0
 
 
 class TokenizeRequest(Wire):
-    """POST /tokenize: a text as a completion sees it, or messages as a chat sees them."""
+    """POST /tokenize: a text, tokenized as for a completion, or messages, as for a chat."""
 
     model: str = Field(default="", max_length=1024)
     prompt: str | None = None

@@ -1,9 +1,9 @@
-"""From what a client sent to token ids: the chat template, the special-tokens rule, and the limit of the context.
+"""Encodes prompts to token ids: chat template, special tokens, truncation and the context limit.
 
 A chat template writes its own special tokens, so a rendered chat is tokenized without adding any; a plain text gets
-those that the tokenizer puts in front by itself. Both are what `transformers` does, to the byte. Rendering and
-tokenizing run in threads, because a long prompt must not hold up the streams of others; and large ones run in a
-thread of their own, because ten of them must not hold up a small one.
+those that the tokenizer adds by default. Both are identical to `transformers`. Rendering and tokenizing run in threads,
+so that a long prompt does not delay the streams of other requests; large prompts run in a thread of their own, so
+that ten of them do not delay a small one.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads, and the text that it was made from, for those who want to see it again."""
+    """The token ids of a prompt, and its text, which is needed for `echo`."""
 
     token_ids: tuple[int, ...]
     text: str = ""
 
 
 class PromptEncoder:
-    """Writes prompts for one model."""
+    """Encodes and decodes prompts of one model."""
 
     def __init__(
         self, files: TokenizerFiles, *, max_model_len: int, threads: Executor, large: Executor | None = None
@@ -54,7 +54,7 @@ class PromptEncoder:
         add_special_tokens: bool = False,
         keep: int | None = None,
     ) -> Prompt:
-        """The ids of a conversation, up to where the assistant begins to speak. `keep`: only the last so many."""
+        """Encode a conversation, with the generation prompt by default. `keep`: as for `truncate`."""
 
         def work() -> Prompt:
             text = self.template.render(
@@ -69,27 +69,27 @@ class PromptEncoder:
         return await self._in_thread(work, size=sum(len(message.text) for message in messages))
 
     async def text(self, text: str, *, add_special_tokens: bool = True, keep: int | None = None) -> Prompt:
-        """The ids of a plain text."""
+        """Encode a plain text."""
         return await self._in_thread(
             lambda: self._encode(text, add_special_tokens, param="prompt", keep=keep), size=len(text)
         )
 
     async def ids(self, token_ids: Sequence[int], vocab_size: int, *, keep: int | None, with_text: bool) -> Prompt:
-        """A prompt that came as ids."""
+        """A prompt from token ids."""
         if any(token_id >= vocab_size or token_id < 0 for token_id in token_ids):
             raise ApiError(400, f"prompt holds an id outside the vocabulary of {vocab_size}", param="prompt")
         kept = truncate(token_ids, keep, self.max_model_len)
         return Prompt(kept, await self.decode(kept, skip_special_tokens=True) if with_text else "")
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """Decode token ids to text."""
         return await self._in_thread(
             lambda: self.files.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens),
             size=len(token_ids),
         )
 
     def _encode(self, text: str, add_special_tokens: bool, *, param: str, keep: int | None) -> Prompt:
-        # Ten megabytes are refused in no time: a token stands for so many bytes at most.
+        # Refuses a huge text without tokenizing it: no token stands for more bytes than this.
         at_least = len(text.encode()) // self.files.longest_token
         if at_least > self.max_model_len and keep is None:
             raise prompt_too_long(self.max_model_len, at_least, at_least=True, param=param)

@@ -1,27 +1,27 @@
-"""The life of one replica: loading, warming up, ready, draining, and the two ways to be broken.
+"""State of one replica: loading, warming up, ready, draining, sleeping, stalled or dead; readiness and health.
 
 | engine        | draining | seconds without a step that is due | ready | reason          | health |
 |---------------|----------|------------------------------------|-------|-----------------|--------|
-| none asked for| any      | –                                  | no    | Booting         | yes    |
-| none asked for| any      | –, and torch is imported           | no    | NoModel         | yes    |
-| not there yet | any      | –                                  | no    | Downloading     | yes    |
-| not there yet | any      | –                                  | no    | Loading         | yes    |
+| no model      | any      | –                                  | no    | Booting         | yes    |
+| no model      | any      | –, and torch is imported           | no    | NoModel         | yes    |
+| not loaded    | any      | –                                  | no    | Downloading     | yes    |
+| not loaded    | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
 | unclaimed     | any      | –                                  | no    | Standby         | yes    |
-| there         | no       | few                                | yes   | Ready           | yes    |
-| there         | yes      | few                                | no    | Draining        | yes    |
+| loaded        | no       | few                                | yes   | Ready           | yes    |
+| loaded        | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
-| there         | any      | more than a step may take          | no    | StepLoopStalled | yes    |
-| there         | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
+| loaded        | any      | more than a step may take          | no    | StepLoopStalled | yes    |
+| loaded        | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
 | died          | any      | any                                | no    | EngineDead      | no     |
 
-A step is due while requests are there. Without requests a ping is sent every few seconds, and its answer is due: so an
-engine that hangs without work is found before the first request. How long a step may take follows the steps that were
-seen: a prompt of 30,000 tokens on a CPU is slow, and does not hang.
+A step is due while the engine has requests. An idle engine gets a ping every few seconds, whose answer is due, so that
+a hanging engine is found before the first request. The allowed time of a step grows with the longest step so far: a
+prompt of 30,000 tokens on a CPU is slow, and does not hang.
 
-A drain makes the replica unready at once, refuses new requests as soon as nobody should route to it any more, and
-finishes those that it has. At its deadline what still runs ends: with an error that says so, or, where a gateway keeps
-the tokens of the stream, with a mark upon which the gateway continues it on another replica.
+A drain makes the replica unready at once, refuses new requests after some seconds (when routers know that it is not
+ready), and finishes the open ones. Requests that still run at the deadline end with an error or, where a gateway
+records the tokens of the stream, with a mark upon which the gateway continues it on another replica.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from slipway_runtime.server.loaded import Identity, LoadedModel
 log = structlog.get_logger()
 
 PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
-LONGEST_STEPS: Final = 4.0  # a step may take so many times the longest so far: attention grows with the context
+LONGEST_STEPS: Final = 4.0  # limit of a step, in multiples of the longest so far: attention grows with the context
 ENGINE_STOPPED: Final = "the engine of this replica has stopped"
 _ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
 _STARTING: Final = {
@@ -58,7 +58,7 @@ DRAINED_OUT: Final = "the replica is going away and its drain deadline has passe
 
 
 class Replica:
-    """One process that serves one model. All of it runs on the event loop."""
+    """State of a process that serves one model. All methods run on the event loop."""
 
     def __init__(
         self,
@@ -78,68 +78,68 @@ class Replica:
         self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.BOOTING
         self._progress = ""
         self._draining = False
-        self._refusing = False  # new requests: from some seconds after the drain began
+        self._refusing = False  # whether new requests are refused: from some seconds after the drain began
         self.drain_timeout = drain_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._refuse_at: asyncio.TimerHandle | None = None
         self._stall_seconds = stall_seconds
         self._hang_seconds = hang_seconds
         self._started = clock()
-        self._open: dict[str, bool] = {}  # requests that are being generated: can another replica continue each?
+        self._open: dict[str, bool] = {}  # requests in the engine, and whether another replica can continue each
         self._busy_since = 0.0
         self._drained_out: set[str] = set()
-        self._asleep = 0  # the level; 0: awake
+        self._asleep = 0  # level of sleep; 0: awake
         self._ping: asyncio.Task[None] | None = None
         self._pinged_at = 0.0
 
-    # --- becoming ready
+    # --- phases before ready
 
     def name_model(self, identity: Identity) -> None:
-        """The model that this process will serve is known."""
+        """Set the identity of the model that this process will serve."""
         self.identity = identity
         self._phase = ReadyReason.LOADING
 
     def booted(self) -> None:
-        """The engine process has imported torch and the kernels, and waits for a model."""
+        """Note that the engine process has imported torch and the kernels, and waits for a model."""
         if self._phase is ReadyReason.BOOTING:
             self._phase = ReadyReason.NO_MODEL
 
     def downloading(self) -> None:
-        """The model is being brought from where it lives."""
+        """Note that the model is being downloaded."""
         self._phase = ReadyReason.DOWNLOADING
 
     def loading(self, bytes_done: int = 0, bytes_total: int = 0) -> None:
-        """The model's files are here; how much of the weights is in memory."""
+        """Note that the weights are being loaded, and how many bytes are in memory."""
         self._phase = ReadyReason.LOADING
         self._progress = f": {bytes_done / 2**30:.1f} of {bytes_total / 2**30:.1f} GiB" if bytes_total else ""
 
     def warming_up(self) -> None:
-        """The weights are there; the first steps are being computed."""
+        """Note that the weights are loaded, and the warm-up steps are being computed."""
         self._phase = ReadyReason.WARMING_UP
         self._progress = ""
 
     def standing_by(self) -> None:
-        """The model is there, and answers nothing before it is claimed."""
+        """Note that the model is loaded and waits for its claim."""
         self._phase = ReadyReason.STANDBY
 
     def ready_with(self, loaded: LoadedModel, startup: StartupTimes) -> None:
-        """From now on requests are answered, unless a drain came first."""
+        """Begin to serve requests, unless a drain came first."""
         self.loaded = loaded
         self.startup = startup
         self._phase = ReadyReason.READY
         if self._refusing:
             loaded.engine.drain()
 
-    # --- what others see
+    # --- probes and signals
 
     @property
     def fingerprint(self) -> str:
-        """The `system_fingerprint` of answers: model, revision and tokenizer in one word."""
+        """The `system_fingerprint` of answers: `model/revision/tokenizer`."""
         tokenizer = self.loaded.tokenizer_sha256[:12] if self.loaded else ""
         return "/".join(part for part in (self.identity.model, self.identity.revision, tokenizer) if part)
 
     def ready(self) -> Ready:
-        """Whether new requests are welcome, and if not, why."""
+        """Whether the replica takes new requests, and if not, why."""
         if self.loaded is None:
             return Ready(ready=False, reason=self._phase, message=_STARTING[self._phase] + self._progress)
         if not self.loaded.engine.alive:
@@ -174,7 +174,7 @@ class Replica:
         return Health(healthy=True)
 
     def _silent_seconds(self, stats: EngineStats) -> float:
-        """For how long no step was made although one was due; 0 where none is."""
+        """Seconds without a step although one was due; 0 where none is due."""
         assert self.loaded is not None
         times, now = self.loaded.engine.times, self.clock()
         if self._ping is not None and not self._ping.done():
@@ -186,18 +186,18 @@ class Replica:
         return 0.0
 
     def _longest_stall(self) -> float:
-        """How long a step may take before the replica counts as stalled: never longer than until a restart."""
+        """Seconds that a step may take before the replica counts as stalled; at most `hang_seconds`."""
         assert self.loaded is not None
         return min(self._stall_seconds + LONGEST_STEPS * self.loaded.engine.times.longest, self._hang_seconds)
 
     async def _send_ping(self) -> None:
-        """Ask the engine for an answer; kubelet and operator ask for readiness each second, so it is asked often."""
+        """Ping the engine. Readiness probes of the kubelet and the operator, each second, trigger the pings."""
         assert self.loaded is not None
         with contextlib.suppress(EngineDead):
             await self.loaded.engine.call(Ping(call=0))
 
     def signals(self) -> Signals:
-        """The load, for the autoscaler."""
+        """The load signals for the autoscaler."""
         stats = self.stats()
         return Signals(
             boot_id=self.boot_id,
@@ -217,18 +217,18 @@ class Replica:
         )
 
     def stats(self) -> EngineStats:
-        """The engine's numbers; zeros before it is there."""
+        """The engine's statistics; zeros before it is loaded."""
         return self.loaded.engine.stats() if self.loaded is not None else _NOTHING
 
     @property
     def uptime_seconds(self) -> float:
-        """How long this process has been serving, or on its way to."""
+        """Seconds since the start of this process."""
         return self.clock() - self._started
 
     # --- requests
 
     def model_for(self, name: str) -> LoadedModel:
-        """What answers a request for `name`; raises ApiError where nothing does."""
+        """The loaded model for a request for `name`; raises ApiError where it cannot be served."""
         if self.identity.uri and not self.identity.answers_to(name):
             raise unknown_model(name)
         if self.loaded is None:
@@ -242,10 +242,10 @@ class Replica:
         return self.loaded
 
     def opened(self, request_id: str, *, choices: int = 1, can_continue_elsewhere: bool = False) -> None:
-        """A request has entered the engine, which counts each of its choices.
+        """Note that a request has entered the engine, which counts each of its choices.
 
-        The engine is busy from now on if it was idle. Where it has made no step since it became busy, and still counts
-        requests that left without one, it hangs: then each request that comes and leaves must not begin the time anew.
+        Starts the time for stall detection if the engine was idle. An engine that hangs makes no step and still counts
+        requests that have left: then a new request must not restart the time.
         """
         stats = self.stats()
         was_idle = stats.running + stats.waiting <= choices or stats.last_step_at >= self._busy_since
@@ -254,11 +254,11 @@ class Replica:
         self._open[request_id] = can_continue_elsewhere
 
     def closed(self, request_id: str) -> None:
-        """A request has left, however it ended."""
+        """Note that a request has left the engine, also after an error."""
         self._open.pop(request_id, None)
 
     def why_it_failed(self, request_id: str, error: str) -> ApiError:
-        """What to tell the client of a request that ended without its own fault."""
+        """The error for the client of a request that the server ended."""
         if request_id in self._drained_out:
             return unavailable(DRAINED_OUT, started=True)
         if self.loaded is not None and not self.loaded.engine.alive:
@@ -269,18 +269,18 @@ class Replica:
 
     @property
     def asleep(self) -> int:
-        """The level at which it sleeps; 0: awake."""
+        """The level of sleep; 0: awake."""
         return self._asleep
 
     async def sleep(self, level: int) -> None:
-        """Give the device's memory back; raises ApiError while requests are open. Asking again is harmless."""
+        """Free the device's memory; raises ApiError while requests are open. Idempotent."""
         if self.loaded is None:
             raise unavailable(self.ready().message)
         if self._asleep == level:
             return
         if self._open:
             raise ApiError(409, f"{len(self._open)} requests are open: drain first, or wait")
-        before, self._asleep = self._asleep, level  # first, so that nothing new comes in between
+        before, self._asleep = self._asleep, level  # first, so that no new request enters meanwhile
         try:
             await self._call(Sleep(call=0, level=level))
         except ApiError:
@@ -290,7 +290,7 @@ class Replica:
             self.loaded.metrics.engine.asleep = self._asleep
 
     async def wake_up(self) -> None:
-        """Serve again. Asking again is harmless."""
+        """End the sleep. Idempotent."""
         if self._asleep:
             await self._call(WakeUp(call=0))
             assert self.loaded is not None
@@ -309,15 +309,15 @@ class Replica:
 
     @property
     def draining(self) -> bool:
-        """Whether this replica is on its way out: not ready, and soon refusing new requests."""
+        """Whether a drain has begun: the replica is not ready, and refuses new requests soon."""
         return self._draining
 
     def drain(
         self, timeout_seconds: float | None = None, reason: str = "", *, refuse_after_seconds: float = 0.0
     ) -> DrainStatus:
-        """Be unready at once, refuse new requests after some seconds, finish the others until the deadline.
+        """Become unready at once, refuse new requests after `refuse_after_seconds`, finish open ones by the deadline.
 
-        Asking again is harmless: of two deadlines, and of two moments to refuse from, the earlier one holds.
+        Idempotent: of two deadlines, and of two times to refuse from, the earlier one holds.
         """
         if not self._draining:
             log.info("draining", reason=reason, open=len(self._open))
@@ -336,7 +336,7 @@ class Replica:
             self.loaded.engine.drain()
 
     def undrain(self) -> DrainStatus:
-        """Take requests again."""
+        """End the drain: take requests again."""
         for timer in (self._deadline, self._refuse_at):
             if timer is not None:
                 timer.cancel()
@@ -348,19 +348,19 @@ class Replica:
         return self.drain_status()
 
     def drain_status(self) -> DrainStatus:
-        """How far a drain has come; a request counts until its last byte is handed to the socket."""
+        """Progress of a drain; a request counts until its last byte is written to the socket."""
         stats = self.stats()
         running = max(stats.running, len(self._open) - stats.waiting)
         return DrainStatus(draining=self._draining, running=running, waiting=stats.waiting)
 
     async def drained(self) -> None:
-        """Return when a drain has nothing left to wait for."""
-        while not (self._refusing and self.drain_status().is_drained):  # noqa: ASYNC110  counters of two owners
-            await asyncio.sleep(0.05)  # the engine's numbers come with its steps, not as an event
+        """Wait until new requests are refused and no request is left."""
+        while not (self._refusing and self.drain_status().is_drained):  # noqa: ASYNC110  counters of engine and server
+            await asyncio.sleep(0.05)  # the engine's statistics come with its steps, not as an event
 
     async def all_closed(self) -> None:
-        """Return when no request is open."""
-        while self._open:  # noqa: ASYNC110  only asked at the very end
+        """Wait until no request is open."""
+        while self._open:  # noqa: ASYNC110  only at the end of the process
             await asyncio.sleep(0.02)
 
     def _end_what_is_left(self) -> None:
@@ -373,7 +373,7 @@ class Replica:
 
 
 def _earlier(timer: asyncio.TimerHandle | None, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-    """The timer, or one that fires in so many seconds where that is earlier."""
+    """The earlier of `timer` and a new timer that fires in `seconds`."""
     loop = asyncio.get_running_loop()
     when = loop.time() + seconds
     if timer is not None:

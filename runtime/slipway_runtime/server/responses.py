@@ -17,13 +17,13 @@ from slipway_runtime.server.responses_types import ResponsesRequest, in_words_of
 
 router = APIRouter()
 
-EVENTS_PER_TOKEN: Final = 64  # no token makes more: a bound, so that the numbers of a resumed stream go on above
+EVENTS_PER_TOKEN: Final = 64  # upper bound, so that the sequence numbers of a resumed stream stay above earlier ones
 _encode: Final = msgspec.json.Encoder().encode
 
 
 @router.post("/v1/responses")
 async def create_response(http: Request) -> Response:
-    """The answer to an input, in one piece or as a stream of typed events."""
+    """Generate the answer to an input, as one body or as a stream of typed events."""
     replica: Replica = http.app.state.replica
     arrived = replica.clock()
     body = await read_body(http, ResponsesRequest)
@@ -39,12 +39,12 @@ async def create_response(http: Request) -> Response:
 
 @router.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
 async def no_kept_response(name: str) -> Response:
-    """Nothing is stored, so nothing can be read, cancelled or deleted."""
+    """Refuse to read, cancel or delete a response: none is stored."""
     raise ApiError(404, "this server keeps no responses: each is complete in its own answer")
 
 
 class ResponseEvents:
-    """Writes one answer of the engine as a response of this API; see `dialect.Dialect`."""
+    """Dialect of /v1/responses: translates a chat completion to a response object; see `dialect.Dialect`."""
 
     repeats = True  # the last event holds the whole response
 
@@ -56,7 +56,7 @@ class ResponseEvents:
         self._sequence = 0
         self._has_begun = False
         self._output: list[dict[str, Any]] = []
-        self._is_open = False  # the last item of the output
+        self._is_open = False  # whether the last item of the output is open
         self._pending_logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back
         self._finish: str = ""
         self._usage: dict[str, Any] | None = None
@@ -96,19 +96,19 @@ class ResponseEvents:
         return events
 
     def replay(self, chunks: list[dict[str, Any]], tokens: int) -> None:
-        """Take over what another replica has sent; its sequence numbers stay below those that follow."""
+        """Restore the state of a stream of another replica; later sequence numbers are above those already sent."""
         for chunk in chunks:
             self.chunk(chunk)
         self._finish = ""
         self._sequence = max(self._sequence, EVENTS_PER_TOKEN * (tokens + 1))
 
     def failure(self, error: ApiError) -> bytes:
-        """The response failed."""
+        """The event of a failed response."""
         self._failure = error
         return b""
 
     def end(self) -> bytes:
-        """The last item is done, and so is the response."""
+        """Close the last item and end the response."""
         if self._failure is None and self._finish not in {"stop", "length", "tool_calls"}:
             self._failure = ApiError(504, "the deadline of the request has passed")
         events = self._close(self._item_status)
@@ -144,7 +144,7 @@ class ResponseEvents:
         events, function = b"", call["function"]
         if "name" in function:
             item = {"id": self._name("fc"), "type": "function_call", "name": function["name"], "arguments": ""}
-            # Made from the response's id, not at random: a replica that resumes the stream repeats it.
+            # Derived from the response id, not random: a replica that resumes the stream makes the same id.
             item["call_id"] = call_id("call_", self._id, call["index"])
             events = self._open(item)
         if function["arguments"]:
@@ -231,7 +231,7 @@ class ResponseEvents:
 
 
 def call_id(prefix: str, response_id: str, index: int) -> str:
-    """The id of a response's call, the same on each replica that writes it."""
+    """The id of a tool call, derived from the response id: equal on each replica."""
     return prefix + sha256(f"{response_id}/{index}".encode()).hexdigest()[:24]
 
 

@@ -1,7 +1,7 @@
 """The wire types of POST /v1/responses, and their translation to a chat request.
 
-Stateless: nothing is kept after an answer, so what refers to an earlier response is refused in a sentence. The input
-carries the conversation, as the clients of this API send it with `store: false`.
+Stateless: no response is stored, so references to an earlier response are refused with a sentence. The input holds the
+whole conversation, as clients of this API send it with `store: false`.
 """
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
@@ -18,7 +18,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 _NOTHING_KEPT: Final = (
     "is not supported: this server keeps no responses; send the whole conversation in input, and leave store out"
 )
-# Fields of the chat request that a sentence about them may name, in the words of this API.
+# Fields of the chat request -> their names in this API, for error messages.
 _CALLED: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -29,12 +29,12 @@ _CALLED: Final = {
 
 
 class InputText(Wire):
-    """A part of a message; text is all that is understood."""
+    """A content part of a message; only text is supported."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: str = ""
     refusal: str | None = None
-    annotations: list[Any] | None = None  # clients send an output back as they got it
+    annotations: list[Any] | None = None  # part of outputs that clients send back unchanged
     logprobs: list[Any] | None = None
 
 
@@ -50,7 +50,7 @@ class InputMessage(Wire):
 
 
 class FunctionCallItem(Wire):
-    """A call that the model made."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
@@ -61,7 +61,7 @@ class FunctionCallItem(Wire):
 
 
 class FunctionCallOutputItem(Wire):
-    """What a call returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
@@ -71,7 +71,7 @@ class FunctionCallOutputItem(Wire):
 
 
 class OtherItem(Wire):
-    """Any other item: refused, because no answer could honour it."""
+    """An item of any other type: refused, because the model cannot read it."""
 
     model_config: ClassVar[Any] = {"extra": "allow"}
 
@@ -114,14 +114,14 @@ class FunctionTool(Wire):
 
 
 class FunctionChoice(Wire):
-    """`tool_choice` as an object: this function and no other."""
+    """`tool_choice` as an object: forces a call of this function."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Wire):
-    """What the text of the answer must look like."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -140,20 +140,20 @@ class TextConfig(Wire):
     """The `text` field."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # what happens anyway
+    verbosity: Literal["medium"] | None = None  # the neutral value
 
 
 class Reasoning(Wire):
-    """How much a model thinks before it answers, where its template knows that."""
+    """The reasoning effort, where the chat template supports it."""
 
     effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     summary: None = None
 
 
 class ResponsesStreamOptions(Wire):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
-    include_obfuscation: bool | None = None  # padding against side channels; sends nothing more here
+    include_obfuscation: bool | None = None  # padding against side channels; without effect
 
 
 class ResponsesRequest(Wire):
@@ -175,7 +175,7 @@ class ResponsesRequest(Wire):
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
 
-    # What vLLM's clients ask beyond OpenAI's fields; checked as chat checks them.
+    # vLLM's extensions of OpenAI's fields; checked by the chat request.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -190,15 +190,15 @@ class ResponsesRequest(Wire):
     structured_outputs: StructuredOutputs | None = None
     slipway_resume: Resume | None = None
 
-    # They say something about the caller, not about the answer.
+    # Metadata of the caller; no influence on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = Field(default=None, max_length=256)
-    max_tool_calls: Count | None = None  # of tools that OpenAI's servers run themselves
+    max_tool_calls: Count | None = None  # for tools that run on OpenAI's servers
 
-    # Known and not supported: refused unless they ask for what happens anyway.
+    # Not supported: refused unless the value is the neutral one.
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -240,11 +240,11 @@ class ResponsesRequest(Wire):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each token comes with its logprob."""
+        """Whether logprobs of the output tokens are requested."""
         return LOGPROBS in (self.include or ())
 
     def chat(self) -> ChatRequest:
-        """The same request to the chat endpoint; raises ApiError 400 in the words of this API."""
+        """Translate to a chat request; raises ApiError 400 with the field names of this API."""
         fields: dict[str, Any] = {
             name: value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Wire) else value
             for name in self.passed_on
@@ -283,7 +283,7 @@ class ResponsesRequest(Wire):
                 case InputMessage():
                     messages.append({"role": item.role, "content": _text(item.content)})
                 case FunctionCallItem():
-                    # Calls that follow each other, or the words before them, are one message of the assistant.
+                    # Consecutive calls, and the text before them, are one message of the assistant.
                     if not messages or messages[-1]["role"] != "assistant":
                         messages.append({"role": "assistant"})
                     function = {"name": item.name, "arguments": item.arguments}
@@ -295,7 +295,7 @@ class ResponsesRequest(Wire):
 
 
 def in_words_of_responses(error: ApiError) -> ApiError:
-    """The same refusal, naming the field of this API instead of chat's."""
+    """The same error with the field name of this API instead of chat's."""
     for chats, ours in _CALLED.items():
         if error.param is not None and error.param.partition(".")[0] == chats:
             error.param = ours

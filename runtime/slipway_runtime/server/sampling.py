@@ -1,7 +1,7 @@
-"""Which sampling parameters a request resolves to. Pure: the request, the defaults, the model's limits in; values out.
+"""Resolves the sampling parameters of a request from its fields, the defaults and the model's limits. Pure.
 
-What is not said comes from the service's defaults, then the model's `generation_config.json`, then OpenAI's values.
-After this point nothing is left open, so the same request means the same on every replica.
+Unset parameters come from the service's defaults, then the model's `generation_config.json`, then OpenAI's defaults.
+The result has no unset parameter, so the same request is sampled alike on every replica.
 """
 
 import json
@@ -13,13 +13,13 @@ from slipway_runtime.server.errors import ApiError, prompt_too_long
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.settings import SamplingDefaults
 
-OPENAI_COMPLETION_TOKENS: Final = 16  # what /v1/completions gives when nobody says anything
+OPENAI_COMPLETION_TOKENS: Final = 16  # OpenAI's default max_tokens of /v1/completions
 MOST_PROMPT_LOGPROBS: Final = 131_072  # of one prompt: some 10 MB of JSON
 _LONGEST_ID: Final = 12  # digits
 
 
 def model_defaults(directory: Path) -> SamplingDefaults:
-    """What the model's author recommends in `generation_config.json`, where there is one."""
+    """The sampling defaults in the model's `generation_config.json`, if it has one."""
     path = directory / "generation_config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return SamplingDefaults(
@@ -43,9 +43,9 @@ def resolve(
     fresh_seed: int,
     prompt_field: str,
 ) -> SamplingParams:
-    """The parameters of one request; raises ApiError where it asks for what cannot be.
+    """The parameters of one request; raises ApiError for invalid values.
 
-    `otherwise_max_tokens` is the length of an answer when neither the client nor a default says one; None: what fits.
+    `otherwise_max_tokens` is the token limit when neither the client nor a default sets one; None: what fits.
     """
     room = facts.max_model_len - prompt_tokens
     if room < 1:
@@ -61,7 +61,7 @@ def resolve(
     temperature = _first(request.temperature, defaults.temperature, 1.0)
     _check_number_of_answers(request.wanted_answers, facts.max_num_seqs)
     logprobs = request.wanted_logprobs
-    # An echoed prompt is scored like the answer.
+    # An echoed prompt gets as many logprobs as the answer.
     prompt_logprobs = _first_or_none(request.prompt_logprobs, logprobs if request.echo else None)
     _check_prompt_logprobs(
         prompt_logprobs, prompt_tokens, "echo" if request.prompt_logprobs is None else "prompt_logprobs"
@@ -70,7 +70,7 @@ def resolve(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=_first(request.top_p, defaults.top_p, 1.0),
-        top_k=max(0, _first(request.top_k, defaults.top_k, 0)),  # vLLM's clients say -1 for "off"
+        top_k=max(0, _first(request.top_k, defaults.top_k, 0)),  # vLLM's clients send -1 for "off"
         min_p=_first(request.min_p, defaults.min_p, 0.0),
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=_first(request.presence_penalty, 0.0),
@@ -97,7 +97,7 @@ def _max_tokens(
             param="max_tokens",
         )
     if request.only_scores:
-        return 1  # the engine samples one token to have computed the last one of the prompt; nobody sees it
+        return 1  # the engine samples one token to compute the last prompt token; it is not returned
     return int(min(_first(wanted, defaults.max_tokens, otherwise, room), room))
 
 
@@ -107,7 +107,7 @@ def _check_number_of_answers(n: int, rows: int) -> None:
 
 
 def _check_prompt_logprobs(wanted: int | None, prompt_tokens: int, field: str) -> None:
-    """Each prompt token is told with those that were likelier: what one answer may hold of them is bounded."""
+    """Limit the number of prompt logprobs in one answer. Raises ApiError."""
     if wanted is not None and (pairs := prompt_tokens * (wanted + 1)) > MOST_PROMPT_LOGPROBS:
         raise ApiError(
             400,
@@ -118,7 +118,7 @@ def _check_prompt_logprobs(wanted: int | None, prompt_tokens: int, field: str) -
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Bounds of the values are checked by their type; which tokens there are is known only here."""
+    """Parse and check the token ids; the bounds of the values are checked by their type."""
     if not all(key.isascii() and key.isdigit() and len(key) < _LONGEST_ID for key in given):
         raise ApiError(400, "the keys of logit_bias are token ids", param="logit_bias")
     bias = tuple((int(key), value) for key, value in given.items())
@@ -133,15 +133,15 @@ def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _said(number: int) -> str:
-    """A number as it may stand in a sentence: JSON has them with thousands of digits."""
+    """A number for an error message, shortened: JSON numbers may have thousands of digits."""
     return str(number) if abs(number) < 10**18 else "an enormous number"
 
 
 def _first_or_none(*values: Any) -> Any:
-    """The first value that is said, or None."""
+    """The first value that is not None, or None."""
     return next((value for value in values if value is not None), None)
 
 
 def _first(*values: Any) -> Any:
-    """The first value that is said; 0 is a value."""
+    """The first value that is not None; 0 is a value."""
     return next(value for value in values if value is not None)

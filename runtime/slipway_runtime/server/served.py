@@ -1,4 +1,4 @@
-"""What answers a request: the model alone, or with the adapter that the request names."""
+"""Resolves the model name of a request to the base model or an adapter."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from slipway_runtime.server.replica import Replica
 
 @dataclass(frozen=True)
 class Served:
-    """What answers one request: the model, alone or with an adapter."""
+    """The model that serves a request, alone or with an adapter."""
 
     model: LoadedModel
-    name: str  # what the answer says it is from
+    name: str  # the `model` field of the response
     digest: str = ""  # of the adapter; empty: the base model alone
 
     def fingerprint(self, replica: Replica) -> str:
@@ -26,7 +26,7 @@ class Served:
 
 
 def served_by(replica: Replica, name: str, http: HttpRequest | None = None) -> Served:
-    """What answers a request for `name`: the base model or an adapter. Raises ApiError where nothing does."""
+    """The base model or adapter named `name`. Raises ApiError where it cannot be served."""
     registry = replica.loaded.adapters if replica.loaded is not None else None
     adapter = None if replica.identity.answers_to(name) or registry is None else registry.find(name)
     if adapter is None:

@@ -1,8 +1,8 @@
-"""How a stream travels: server-sent events, one write for each step, and a watch for the client going away.
+"""Server-sent events: one write for each step, and detection of clients that disconnect or do not read.
 
-Nothing between server and client may buffer (`X-Accel-Buffering`, `Cache-Control`), and the first event goes out
-with the first token. Once a 200 is sent, whatever goes wrong is an event of the stream. A reader that takes nothing
-holds up nobody: behind the socket's buffer its outputs are counted, and past a bound its request is cancelled.
+Headers forbid proxies to buffer (`X-Accel-Buffering`, `Cache-Control`), and the first event is sent with the first
+token. After the status 200, errors are events of the stream. A client that does not read delays no other client: after
+the socket's buffer is full, its outputs are counted, and above a limit its request is paused, later cancelled.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ HEADERS: Final = {
     "cache-control": "no-cache, no-transform",
     "x-accel-buffering": "no",
 }
-STALL_SECONDS: Final = 60.0  # a reader that takes nothing for so long is gone
+STALL_SECONDS: Final = 60.0  # a client that reads nothing for so long counts as disconnected
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class ClientGone(Exception):  # noqa: N818  not an error of anybody here
-    """Nobody reads the answer any more."""
+class ClientGone(Exception):  # noqa: N818  not an error of the server
+    """The client has disconnected, or does not read."""
 
 
 def event(body: Mapping[str, Any]) -> bytes:
@@ -37,7 +37,7 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come; closes their source the moment the client disconnects."""
+    """Sends events as they are generated; closes their source as soon as the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
         self.status_code = 200
@@ -48,22 +48,22 @@ class EventStream(Response):
         self.raw_headers = [(name.encode(), value.encode()) for name, value in {**HEADERS, **(headers or {})}.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the head, then event after event."""
+        """Send the headers, then each event."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await _while_connected(self._send_all(send), receive)
         except ClientGone:
-            return  # the generation has ended itself and written its record
+            return  # closing the events has ended the generation and written its record
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:  # a disconnect in `send` must reach the source too
+        async with aclosing(self._events) as events:  # closes the source after a disconnect in `send`
             async for chunk in events:
                 try:
                     async with asyncio.timeout(STALL_SECONDS):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 except TimeoutError:
-                    raise ClientGone from None  # it is there, and takes nothing: the connection closes
+                    raise ClientGone from None  # connected, but not reading: close the connection
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
@@ -74,7 +74,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
 async def _while_connected(work: Coroutine[Any, Any, _T], receive: Callable[[], Awaitable[Any]]) -> _T:
     """Race the work against the disconnect message.
 
-    The work runs in the task of the request and the watch beside it, so that cancelling the request ends the work too.
+    The work runs in the request's own task and the watch in another, so that cancelling the request ends the work too.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -1,4 +1,4 @@
-"""All there is to know of a replica, in one body: what `GET /state` answers people and the operator."""
+"""Builds the body of `GET /state`: the full state of a replica, for people and the operator."""
 
 from slipway_api.runtime_api import BlockCounts, LastStep, QueueCounts, State
 from slipway_runtime.messages import EngineFacts, EngineStats
@@ -7,7 +7,7 @@ from slipway_runtime.server.replica import Replica
 
 
 def state_of(replica: Replica) -> State:
-    """The replica as it is now; before the engine is there, its numbers are zeros."""
+    """The current state of the replica; before the engine is loaded, its numbers are zeros."""
     stats, loaded = replica.stats(), replica.loaded
     facts = loaded.engine.facts if loaded else None
     blocks = BlockCounts(
@@ -44,7 +44,7 @@ def state_of(replica: Replica) -> State:
 
 
 def _tiers(device: BlockCounts, facts: EngineFacts | None, stats: EngineStats) -> dict[str, BlockCounts]:
-    """Blocks by where they are; nothing in host memory is live."""
+    """KV block counts by memory tier; no block in host memory is live."""
     if facts is None:
         return {}
     if not facts.host_blocks:

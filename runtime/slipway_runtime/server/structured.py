@@ -1,7 +1,7 @@
-"""What an answer must look like: from the fields of a request to a Grammar, checked at the door.
+"""Structured output: translates the fields of a request to a Grammar, and validates it before the request is queued.
 
-A grammar is compiled here once, off the event loop and within a bound of time, only to refuse what the engine could
-not follow: a mistake of the client is a 400 before anything is queued, and a hostile schema costs nobody else a step.
+A grammar is compiled here once, in a thread and with a time limit, only to refuse grammars that the engine could not
+enforce: an invalid schema is a 400 before the request is queued, and a hostile one does not delay other requests.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import GenerationRequest
 
 CHECK_SECONDS: Final = 10.0
-MAX_WAITING: Final = 64  # checks that may be under way; more get a 429
+MAX_WAITING: Final = 64  # concurrent grammar checks; more get a 429
 
 
 def grammar_of(body: GenerationRequest) -> tuple[Grammar, str] | None:
-    """What the request binds its answer to, and the field that says so; None: nothing."""
+    """The grammar of the request, and the name of the field that has it; None: no grammar."""
     if (bound := body.structured_outputs) is not None:
         return _structured(bound), "structured_outputs"
     if body.response_format is not None and body.response_format.type != "text":
@@ -69,15 +69,15 @@ def _as_text(value: Mapping[str, Any] | list[str] | str | bool, *, is_compact: b
 
 
 def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, for answers with at most one space between their parts: a weak model could go on with spaces."""
+    """The schema with at most one space between JSON tokens: a weak model could repeat spaces without end."""
     return {"x-guidance": {"whitespace_pattern": " ?"}, **schema}
 
 
 class GrammarValidator:
-    """Checks grammars for one model, in threads of its own."""
+    """Validates grammars for one model, in threads of its own."""
 
     def __init__(self, compiler: Callable[[], GrammarCompiler], *, seconds: float = CHECK_SECONDS) -> None:
-        """`compiler` is called once, when the first grammar comes: it reads the vocabulary for up to a second."""
+        """`compiler` is called once, for the first grammar: it reads the vocabulary for up to a second."""
         self._make = compiler
         self._compiler: GrammarCompiler | None = None
         self._seconds = seconds
@@ -86,11 +86,11 @@ class GrammarValidator:
 
     @classmethod
     def over(cls, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> "GrammarValidator":
-        """The door of a model with this vocabulary."""
+        """A validator for a model with this vocabulary."""
         return cls(lambda: GrammarCompiler(tokenizer.to_str(), eos_token_ids=eos_token_ids))
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Return when answers can follow it; raises ApiError 400 with the sentence why not."""
+        """Compile the grammar; raises ApiError 400 with the reason where it is invalid, 429 with too many checks."""
         if self._waiting >= MAX_WAITING:
             raise ApiError(
                 429, "too many grammars are being checked", headers={"Retry-After": "1", "retry-after-ms": "1000"}

@@ -1,6 +1,6 @@
-"""A conversation as the model was trained to read it: the chat template, rendered exactly as `transformers` renders it.
+"""Renders chat templates exactly as `transformers` does.
 
-Templates come from the model's author and run in jinja's sandbox; what they see is plain data.
+Templates come from the model's author and run in jinja's sandbox; their variables are plain data.
 """
 
 import json
@@ -18,11 +18,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError
 
-_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the last message ends, and is cut away with what follows
+_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; removed with all text after it
 
 
 class ChatTemplate:
-    """One compiled template, with the special tokens that it may write."""
+    """A compiled chat template, with the special tokens that it may write."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
@@ -31,7 +31,7 @@ class ChatTemplate:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model gets to see the tools at all."""
+        """Whether the template writes the tools into the prompt."""
         return "tools" in self.source
 
     def knows(self, variable: str) -> bool:
@@ -47,7 +47,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of the conversation; raises ApiError 400 where the template takes no such conversation."""
+        """Render the conversation to text; raises ApiError 400 where the template refuses it."""
         if self._template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions, or set one for the service")
         seen = [as_template_sees(message) for message in messages]
@@ -66,7 +66,7 @@ class ChatTemplate:
         try:
             text = self._template.render(**variables)
         except TemplateError as error:
-            # The template says what it does not take, such as a system message; its sentence is the model author's.
+            # The template refuses some messages, such as a system message; the sentence is its author's.
             raise _refused(f"the chat template refuses these messages: {error.message}") from None
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError):
             raise _refused("the chat template cannot render these messages") from None
@@ -74,16 +74,16 @@ class ChatTemplate:
 
 
 def as_template_sees(message: ChatMessage) -> dict[str, Any]:
-    """A message in the words that templates know: `developer` is OpenAI's newer name of `system`.
+    """Translate a message to the template's variables; the role `developer` is OpenAI's newer name of `system`.
 
-    Arguments of tool calls travel as text and are written by templates with `tojson`, so they become objects here.
+    Arguments of tool calls arrive as JSON text, and templates write them with `tojson`, so they are parsed to objects.
     """
     role = "system" if message.role == "developer" else message.role
     seen: dict[str, Any] = {"role": role, "content": message.text if message.content is not None else None}
     if message.name:
         seen["name"] = message.name
     if message.reasoning_content:
-        # The names that templates of different models read it under, as transformers fills them.
+        # Templates of different models read it under different names; transformers fills both.
         seen |= {"reasoning_content": message.reasoning_content, "thinking": message.reasoning_content}
     if message.tool_call_id is not None:
         seen["tool_call_id"] = message.tool_call_id
@@ -110,7 +110,7 @@ def _arguments(text: str) -> Any:
 
 
 def _up_to_the_mark(text: str, final: str) -> str:
-    """Cut the text where the last message ends; a template that trims messages has trimmed the mark's space too."""
+    """Cut the text at the end of the last message; a template that trims messages has also trimmed the mark's space."""
     if final.strip() not in text or _CONTINUE.strip() not in text:
         raise _refused("the chat template does not show the final message, so it cannot be continued")
     at = text.rindex(_CONTINUE.strip())
@@ -122,13 +122,13 @@ def _refused(sentence: str) -> ApiError:
     return ApiError(400, sentence, param="messages")
 
 
-# --- the sandbox, as transformers builds it
+# --- the jinja sandbox, as in transformers
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}` marks what a model learns from; for rendering it is only its body."""
+    """`{% generation %}` marks text for training; rendered as its body."""
 
-    tags = {"generation"}  # noqa: RUF012  jinja's own way to declare it
+    tags = {"generation"}  # noqa: RUF012  as jinja declares it
 
     def parse(self, parser: Parser) -> Node:
         """Render the block's body in place."""
@@ -146,7 +146,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # local time, as everywhere
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # local time, as in transformers
     return environment
 
 
@@ -157,7 +157,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on: jinja's own filter would escape it for HTML."""
+    """The `tojson` filter as in transformers: jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,6 @@
-"""What a single token looks like: its bytes, exactly, and the text that they make alone.
+"""The exact bytes of a single token, and their text.
 
-A token may be a part of a character. Decoders write U+FFFD for that, so the bytes come from the vocabulary itself.
+A token may be part of a character. Decoders replace it by U+FFFD, so the bytes are read from the vocabulary.
 """
 
 from functools import cached_property
@@ -12,7 +12,7 @@ _SPACE: Final = "\u2581"  # how SentencePiece writes a space
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way to write each byte as a printable character, reversed."""
+    """The inverse of GPT-2's mapping from bytes to printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -22,7 +22,7 @@ _BYTES: Final = _byte_alphabet()
 
 
 class TokenText:
-    """Looks tokens up in one vocabulary."""
+    """Bytes and text of the tokens of one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,11 +33,11 @@ class TokenText:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        # Only a byte-level vocabulary writes the space as this letter.
+        # Only a byte-level vocabulary writes a space as this letter.
         return any(piece.startswith("Ġ") for piece in self._tokenizer.get_vocab(with_added_tokens=False))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that the token stands for; none for an id without an entry."""
+        """The bytes of the token; empty for an id that is not in the vocabulary."""
         if (added := self._added.get(token_id)) is not None:
             return added.encode()
         piece = self._tokenizer.id_to_token(token_id)
@@ -50,5 +50,5 @@ class TokenText:
         return piece.replace(_SPACE, " ").encode()
 
     def text_of(self, token_id: int) -> str:
-        """The token as text; bytes that are no character alone come out as U+FFFD."""
+        """The text of the token; incomplete characters become U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""A model's tokenizer as its files define it: the vocabulary, the special tokens, the chat template, and their digest.
+"""Loads a model's tokenizer files: vocabulary, special tokens and chat template, and computes their digest.
 
-The digest is the SHA-256 of `tokenizer.json` followed by the chat template in use, so a user can make it with
-`cat tokenizer.json chat_template.jinja | sha256sum`. A replica started with another digest refuses to start: a prompt
-that is written otherwise than in training is answered, only worse, and nobody would notice.
+The digest is the SHA-256 of `tokenizer.json` followed by the chat template in use, so a user can compute it with
+`cat tokenizer.json chat_template.jinja | sha256sum`. A replica refuses to start where its digest is not the configured
+one: a prompt in another format than in training lowers the quality of answers without any error.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class TokenizerMismatch(Exception):  # noqa: N818  it says what it is
-    """The files are not those that the service was made for."""
+    """The tokenizer's digest is not the one that the service expects."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What was found beside the weights, ready to use."""
+    """A loaded tokenizer, with its chat template, special tokens and digest."""
 
     tokenizer: Tokenizer
-    chat_template: str  # empty: the model has none, and takes no chats
-    special_tokens: dict[str, str]  # `bos_token` and its like, as templates see them
+    chat_template: str  # empty: the model has none, and chats are refused
+    special_tokens: dict[str, str]  # `bos_token` etc., as variables of templates
     sha256: str
-    longest_token: int  # UTF-8 bytes that one token can stand for, at most
+    longest_token: int  # upper bound on the UTF-8 bytes of one token
 
 
 def load_tokenizer(directory: Path, *, chat_template: str = "", expected_sha256: str = "") -> TokenizerFiles:
@@ -57,12 +57,12 @@ def load_tokenizer(directory: Path, *, chat_template: str = "", expected_sha256:
 
 
 def _template_of(directory: Path) -> str:
-    """The chat template, from any of the places where checkpoints keep it."""
+    """The chat template, from any of the files where checkpoints store it; empty where none has one."""
     if (file := directory / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     found = _json(directory / "chat_template.json").get("chat_template")
     found = found or _json(directory / "tokenizer_config.json").get("chat_template") or ""
-    if isinstance(found, list):  # several named ones; "default" is what a plain chat uses
+    if isinstance(found, list):  # several named templates; a plain chat uses "default"
         found = {entry["name"]: entry["template"] for entry in found}.get("default", "")
     return str(found)
 

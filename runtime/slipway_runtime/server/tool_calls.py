@@ -1,14 +1,14 @@
-"""Tool calls out of text as it comes: what is said, which function is called, and its arguments piece by piece. Pure.
+"""Streaming parsers for tool calls: split an answer's text into plain text, function names and arguments. Pure.
 
-Three forms cover most models. All hold objects such as `{"name": "f", "arguments": {…}}`:
+Four forms; most models use one of the first three. Calls are objects such as `{"name": "f", "arguments": {…}}`:
 
     hermes    some words <tool_call>{…}</tool_call> <tool_call>{…}</tool_call>
-    llama3    {…}; {…}                     the whole answer, or nothing of it, is calls
+    llama3    {…}; {…}                     either the whole answer is calls, or none of it
     mistral   some words [TOOL_CALLS] [{…}, {…}]    or    [TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g{}
-    array     [{…}, {…}]                   what a forced call is bound to by a grammar
+    array     [{…}, {…}]                   enforced by a grammar for a forced call
 
-Where a grammar binds the text (`live`), arguments go out as they come. Elsewhere a model may write anything: a call
-goes out when it is complete and its arguments are JSON, and what is no call after all goes out as text.
+Where a grammar constrains the text (`live`), arguments are streamed as they are generated. Elsewhere a call is sent
+when it is complete and its arguments are valid JSON; text that turns out not to be a call is sent as text.
 """
 
 import json
@@ -23,14 +23,14 @@ from slipway_runtime.server.call_object import CallObject
 
 @dataclass(frozen=True)
 class Said:
-    """Text that is no call."""
+    """Event: text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegins:
-    """A call whose function is known."""
+    """Event: a call begins, and its function is known."""
 
     index: int
     id: str
@@ -39,7 +39,7 @@ class CallBegins:
 
 @dataclass(frozen=True)
 class CallGoesOn:
-    """More of the arguments, as JSON text."""
+    """Event: the next part of the arguments, as JSON text."""
 
     index: int
     arguments: str
@@ -49,13 +49,13 @@ Event = Said | CallBegins | CallGoesOn
 
 
 class Parser(Protocol):
-    """Text in, events out."""
+    """Turns the text of an answer into events."""
 
     def push(self, text: str) -> list[Event]:
         """More of the answer."""
 
     def finish(self) -> list[Event]:
-        """The rest, once nothing more comes."""
+        """The remaining events, at the end of the answer."""
 
 
 def _is_object(raw: str) -> bool:
@@ -67,14 +67,14 @@ def _is_object(raw: str) -> bool:
 
 @dataclass
 class _Calls:
-    """The calls of one answer: numbers them, and says how each goes out."""
+    """The calls of one answer: numbers them and makes their events."""
 
     names: Collection[str]
     live: bool
     most: int | None
     new_id: Callable[[], str]
     count: int = 0
-    sent: int = 0  # characters of the arguments of the call under way
+    sent: int = 0  # characters of the current call's arguments that were sent
     began: bool = False
 
     def begin(self) -> CallObject:
@@ -82,7 +82,7 @@ class _Calls:
         return CallObject()
 
     def progress(self, call: CallObject) -> Iterator[Event]:
-        """What can be said of a call under way."""
+        """The events of an incomplete call that can be sent already."""
         if not self.live or self._is_one_too_many or call.name not in self.names or not call.arguments:
             return
         if not self.began:
@@ -93,7 +93,7 @@ class _Calls:
             self.sent = len(call.arguments)
 
     def end(self, call: CallObject) -> Iterator[Event]:
-        """What is left to say of a call that is complete."""
+        """The remaining events of a complete call."""
         if self._is_one_too_many:
             return
         if call.name not in self.names or not _is_object(call.arguments or "{}"):
@@ -113,13 +113,13 @@ class _Calls:
 
 @dataclass
 class ToolCallParser:
-    """Any of the forms: where calls begin, what stands between them, and where they end."""
+    """Parser for all forms but `NamedCall`, configured by their markers and separators."""
 
     calls: _Calls
-    markers: tuple[str, ...] = ()  # calls begin behind one of these; none: with the first character
-    as_list: bool = False  # calls may stand in a list
-    named: bool = False  # behind the marker may stand a bare name, then its arguments
-    closing: str = ""  # what stands behind a call
+    markers: tuple[str, ...] = ()  # a call begins after one of these; empty: with the first character
+    as_list: bool = False  # calls may be in a JSON list
+    named: bool = False  # a bare function name and its arguments may follow the marker
+    closing: str = ""  # the text after a call
     _where: str = "text"
     _held: str = ""
     _call: CallObject | None = None
@@ -144,7 +144,7 @@ class ToolCallParser:
         return _joined(events)
 
     def finish(self) -> list[Event]:
-        """The rest: a call that never became complete is text, unless it went out already."""
+        """The remaining events: an incomplete call is text, unless a part of it was sent already."""
         if self._call is not None:
             if self.calls.began:
                 return list(self.calls.progress(self._call))
@@ -164,7 +164,7 @@ class ToolCallParser:
     def _in_text(self, char: str) -> Iterator[Event]:
         released = self._search.push(char)
         for each in released.text:
-            # White space waits for what follows it: before a call it is only layout.
+            # White space is held back: before a call it is dropped as layout.
             self._held += each
             if not each.isspace():
                 yield Said(self._held)
@@ -174,7 +174,7 @@ class ToolCallParser:
             self._search = StopStrings(self.markers)
 
     def _between(self, char: str) -> Iterator[Event]:
-        """Behind a marker, or between two calls: layout, a name, a new call, or text after all."""
+        """State after a marker or between two calls: layout, a function name, a new call, or plain text."""
         self._held += char
         seen = self._held.strip()
         if char == "{":
@@ -193,7 +193,7 @@ class ToolCallParser:
             return True
         if any(text.startswith(seen) for text in (*self.markers, self.closing)):
             return True
-        # A name and what models write between it and its arguments, such as [ARGS].
+        # A function name, and marks that models write between it and its arguments, such as [ARGS].
         return self.named and len(seen) < 200 and "\n" not in seen
 
     def _open(self, before: str) -> Iterator[Event]:
@@ -224,7 +224,7 @@ class ToolCallParser:
 
 @dataclass
 class NamedCall:
-    """The whole answer is the arguments of one function, bound by a grammar."""
+    """Parser where the whole answer is the arguments of one function, enforced by a grammar."""
 
     name: str
     id: str
@@ -239,14 +239,14 @@ class NamedCall:
         return [*begins, CallGoesOn(0, text)]
 
     def finish(self) -> list[Event]:
-        """Nothing is ever held back."""
+        """No events: this parser holds nothing back."""
         return []
 
 
 def parser_of(
     form: str, names: Collection[str], *, live: bool = False, most: int | None = None, name: str = ""
 ) -> Parser:
-    """A parser for one answer. `most`: calls beyond so many are dropped; `name`: of the one function, for `named`."""
+    """Make a parser for one answer. `most`: further calls are dropped; `name`: the function of the form `named`."""
     calls = _Calls(names, live, most, new_id=_short_id if form == "mistral" else _call_id)
     match form:
         case "named":
@@ -264,7 +264,7 @@ def parser_of(
 
 
 def _joined(events: list[Event]) -> list[Event]:
-    """Neighbouring texts as one."""
+    """Merge consecutive text events."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
@@ -280,5 +280,5 @@ def _call_id() -> str:
 
 
 def _short_id() -> str:
-    """Mistral's templates take nine letters and digits, and nothing else."""
+    """A call id of nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]

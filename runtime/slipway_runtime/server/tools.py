@@ -1,4 +1,4 @@
-"""Which tools an answer may or must use: the form of its calls, chosen by the chat template, and the grammar behind it.
+"""Resolves `tools` and `tool_choice`: the form of tool calls, which the chat template decides, and their grammar.
 
 | tool_choice | shown to the model | bound by a grammar                   | finish_reason          |
 |-------------|--------------------|--------------------------------------|------------------------|
@@ -7,7 +7,7 @@
 | required    | yes                | a list of calls, and nothing else    | tool_calls             |
 | a function  | yes                | its arguments, and nothing else      | stop, as vLLM answers  |
 
-`auto` needs a template that shows tools to the model: elsewhere it would be ignored, so it is refused.
+`auto` requires a chat template that shows tools to the model: without one it would have no effect, so it is refused.
 """
 
 import json
@@ -23,14 +23,14 @@ from slipway_runtime.server.structured import compact
 from slipway_runtime.server.template import ChatTemplate
 from slipway_runtime.server.tool_calls import Parser, parser_of
 
-# What a template contains → the form in which its model calls. The first that is found holds.
+# Text in a chat template → the form of the model's tool calls. The first match holds.
 _SIGNS: Final = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3"),
     ('"parameters"', "llama3"),
 )
-# How a call of each form is written around its arguments, and where one is recognised.
+# For each form: the text around the arguments of a call, and the trigger by which a call is recognised.
 _TAGS: Final = {
     "hermes": ("<tool_call>", '<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"),
     "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS] [{{"name": {name}, "arguments": ', "}]"),
@@ -40,17 +40,17 @@ _TAGS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """What one request may do with tools."""
+    """The tool use of one request."""
 
     shown: tuple[Tool, ...] = ()
     form: str = ""  # empty: no tools
-    name: str = ""  # of the one function that is forced
-    live: bool = False  # a grammar vouches for the calls
+    name: str = ""  # of the forced function
+    live: bool = False  # a grammar enforces the calls
     most: int | None = None
     grammar: Grammar | None = None
 
     def parser(self) -> Parser | None:
-        """A fresh parser for one answer; None where text is only text."""
+        """A new parser for one answer; None where no tool may be called."""
         if not self.form:
             return None
         names = {tool.function.name for tool in self.shown}
@@ -58,17 +58,17 @@ class ToolUse:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the marks of calls may be special tokens, which are otherwise left out of the text."""
+        """Whether markers of calls may be special tokens, which are otherwise removed from the text."""
         return self.form in {"hermes", "mistral", "llama3"}
 
     @property
     def finish_reason(self) -> str:
-        """Why an answer with calls ended."""
+        """The `finish_reason` of an answer with calls."""
         return "stop" if self.form == "named" else "tool_calls"
 
 
 def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
-    """Decide; raises ApiError 400 where it cannot be."""
+    """Resolve the tool use of a request; raises ApiError 400 where it is not possible."""
     tools = tuple(body.tools or ())
     if not tools or body.tool_choice == "none":
         return ToolUse()
@@ -94,14 +94,14 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
 
 
 def form_of(template: ChatTemplate) -> str:
-    """How a model with this template calls tools; empty where it is not shown any."""
+    """The form of tool calls of a model with this template; empty where the template shows no tools."""
     if not template.shows_tools:
         return ""
     return next((form for sign, form in _SIGNS if sign in template.source), "hermes")
 
 
 def schema_of_calls(tools: tuple[Tool, ...], most: int | None) -> dict[str, Any]:
-    """A list of calls. What the functions' schemas refer to moves to the root, where `#/$defs/…` looks for it."""
+    """JSON schema of a list of calls. The functions' `$defs` are moved to the root, where `#/$defs/…` refers to."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:

@@ -1,24 +1,24 @@
-"""What every body of a client has in common: a field is honoured or refused with a sentence, never ignored."""
+"""Base class of request bodies, and their errors: a field is supported or refused, never silently ignored."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Wire(BaseModel):
-    """Anything that comes from a client: unknown fields are errors, and so are numbers that are none."""
+    """Base class of request bodies: unknown fields are errors, and so are NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Unsupported(ValueError):  # noqa: N818  reads as a sentence where it is raised
-    """A field of OpenAI's that this server does not honour, so it refuses it."""
+    """A known field that this server does not support, and therefore refuses."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"{field} is not supported by this server with this value; leave it out")
         self.field = field
 
 
-class Misused(ValueError):  # noqa: N818  the same
-    """A field that makes no sense with its value, or beside the others."""
+class Misused(ValueError):  # noqa: N818  reads as a sentence where it is raised
+    """A field with an invalid value, or in conflict with other fields."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} {why}")

@@ -1,1 +1,1 @@
-"""Where a model comes from: addresses, downloads, checksums and the cache on this machine."""
+"""Model storage: addresses, sources, downloads, checksums, and the cache on this machine."""

@@ -1,4 +1,4 @@
-"""What a source may ask for: endpoints and credentials, from the environment that the operator fills from a Secret.
+"""Endpoints and credentials of model sources, from the environment that the operator fills from a Secret.
 
 Fields with secrets stay out of `repr`, and nothing here is ever logged.
 """
@@ -25,7 +25,7 @@ class Access:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Access":
-        """As the environment has it, by the names that the tools of each source use."""
+        """Read the environment variables that the tools of each source use."""
         return cls(
             hub_endpoint=environment.get("HF_ENDPOINT", ""),
             hub_token=environment.get("HF_TOKEN", ""),
@@ -39,10 +39,10 @@ class Access:
         )
 
     def with_hosts_of(self, *uris: str) -> "Access":
-        """The same, with the bearer token for the hosts of these http(s) addresses too."""
+        """A copy that also sends the bearer token to the hosts of these http(s) addresses."""
         named = {urlsplit(uri).netloc for uri in uris if uri.startswith(("http://", "https://"))}
         return replace(self, bearer_hosts=self.bearer_hosts | named)
 
     def bearer_for(self, url: str) -> str:
-        """The token for the host of this address; empty where it is not to have one."""
+        """The bearer token for the host of this URL; empty where the host is not in `bearer_hosts`."""
         return self.bearer_token if urlsplit(url).netloc in self.bearer_hosts else ""

@@ -1,4 +1,4 @@
-"""What the address of a model means.
+"""Parses the address (URI) of a model.
 
 | address                      | where the files come from                                                  |
 |------------------------------|----------------------------------------------------------------------------|
@@ -23,7 +23,7 @@ _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 
 @dataclass(frozen=True)
 class LocalModel:
-    """`file://`: a directory that is there."""
+    """`file://`: a local directory."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class HubModel:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the address can never mean other files: then the cache alone can answer."""
+        """Whether the address always names the same files: then the cache needs no request to the hub."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
@@ -60,13 +60,13 @@ Address = LocalModel | HubModel | S3Model | WebModel
 
 
 def parse(uri: str) -> Address:
-    """What an address means; raises FetchError where it means nothing."""
+    """Parse an address; raises FetchError where it is not valid."""
     try:
         parts = urlsplit(uri)
     except ValueError:
         raise FetchError(_UNREADABLE) from None
     if uri and not parts.scheme:
-        return LocalModel(Path(uri).resolve())  # as people type it: slipway-runtime serve models/tiny
+        return LocalModel(Path(uri).resolve())  # a relative path, as in: slipway-runtime serve models/tiny
     match parts.scheme:
         case "file":
             if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
@@ -92,7 +92,7 @@ def parse(uri: str) -> Address:
 
 
 def shown(uri: str) -> str:
-    """The address as logs and errors may say it: without what may be a password, a signature or a token."""
+    """The address for logs and errors, without the parts that may hold a password, a signature or a token."""
     try:
         parts = urlsplit(uri)
     except ValueError:

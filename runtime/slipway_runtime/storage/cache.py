@@ -1,9 +1,9 @@
-"""Where fetched models lie on this machine, shared by every process and pod that mounts it (ADR 0018).
+"""The model cache: fetched models on this machine, shared by every process and pod that mounts it (ADR 0018).
 
-    models/<key>/      a model, whole and checked; `key` says its content, so two addresses of one content share it
-    partial/<key>/     what is still coming; becomes models/<key> by one rename
-    locks/<key>.lock   held exclusively while it comes or goes, shared while in use; its time is that of the last use
-    names/<name>.json  which key an address meant last
+    models/<key>/      a complete, checked model; `key` is a digest, so two addresses of one content share it
+    partial/<key>/     a download in progress; becomes models/<key> by one rename
+    locks/<key>.lock   exclusive during download and eviction, shared while in use; its mtime is the time of last use
+    names/<name>.json  the key that an address resolved to last
 
 Locks are the kernel's (`flock`): they end with the process that held them, however it ended. A file that two models
 share is one file with two names (a hard link), so nothing counts references but the file system.
@@ -35,14 +35,14 @@ _GIB: Final = 1 << 30
 
 
 def content_key(files: Sequence[RemoteFile]) -> str:
-    """The name of a model by what its files are."""
+    """The cache key of a model: a digest of the names, sizes and identities of its files."""
     lines = sorted(f"{file.name}\0{file.size}\0{file.identity}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
 @dataclass(slots=True)
 class _Hold:
-    """A shared lock of this process, and for how many users."""
+    """A shared lock of this process on a model, and the number of its users."""
 
     descriptor: int
     users: int = 1
@@ -63,14 +63,14 @@ class Cache:
     # --- addresses
 
     def remember(self, address: str, key: str) -> None:
-        """This address meant this content, now."""
+        """Store the key that this address resolves to now."""
         name = self._name(address)
         fresh = name.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         fresh.write_text(json.dumps({"address": address, "key": key}))
         fresh.rename(name)
 
     def remembered(self, address: str) -> str | None:
-        """What this address meant last."""
+        """The key that this address resolved to last; None: unknown."""
         try:
             return str(json.loads(self._name(address).read_text())["key"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -82,10 +82,10 @@ class Cache:
     # --- models in use
 
     def hold(self, key: str) -> Path | None:
-        """The model's folder, which stays until this process ends or releases it as often as it was held; None: it is
-        not here, or not whole.
+        """The model's folder, which stays until this process ends or releases it as often as it was held; None: the
+        model is not in the cache, or is incomplete.
 
-        Waits for a process that is fetching it.
+        Waits for a process that is fetching the model.
         """
         folder = self._root / "models" / key
         if self._hold_again(folder):
@@ -114,7 +114,7 @@ class Cache:
             return hold is not None
 
     def release(self, folder: Path) -> None:
-        """One user needs the model no longer; without users it stays until room is needed."""
+        """Drop one user of the model; without users it stays in the cache until it is evicted for space."""
         with self._holding:
             if (hold := self._held.get(folder)) is None:
                 return
@@ -122,11 +122,11 @@ class Cache:
             if not hold.users:
                 os.close(self._held.pop(folder).descriptor)
 
-    # --- models that come
+    # --- downloads
 
     @contextlib.contextmanager
     def coming(self, key: str) -> Iterator[Path | None]:
-        """The folder where this process alone may put the model's files; None: it has come in the meantime."""
+        """The partial folder, locked for this process; None: another process has completed the model meanwhile."""
         handle = self._open(key)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -140,20 +140,20 @@ class Cache:
             os.close(handle)
 
     def finish(self, key: str, address: str, files: Sequence[RemoteFile], sha256: dict[str, str]) -> None:
-        """Everything has come and is checked: from now on the model is here."""
+        """Write the manifest and move the complete, checked model to `models`."""
         partial = self._root / "partial" / key
         about = {
             file.name: {"size": file.size, "sha256": sha256[file.name], "identity": file.identity} for file in files
         }
         for file in files:
-            (partial / file.name).chmod(0o444)  # shared by everybody on this machine
+            (partial / file.name).chmod(0o444)  # shared by all processes on this machine
         (partial / MANIFEST).write_text(json.dumps({"address": address, "files": about}, indent=1))
         folder = self._root / "models" / key
-        shutil.rmtree(folder, ignore_errors=True)  # without a manifest: what an interrupted eviction left
+        shutil.rmtree(folder, ignore_errors=True)  # without a manifest: left over from an interrupted eviction
         partial.rename(folder)
 
     def link_known(self, files: Sequence[RemoteFile], partial: Path) -> None:
-        """Give files of other models a second name here, where they are the same: a new revision brings what is new."""
+        """Hard-link identical files of other cached models, so that a new revision downloads only what has changed."""
         known: dict[tuple[str, int], Path] = {}
         for folder in (self._root / "models").iterdir():
             for name, about in manifest(folder).items():
@@ -161,17 +161,15 @@ class Cache:
         for file in files:
             source, target = known.get((file.identity, file.size)), partial / file.name
             if source is not None and not target.exists():
-                with contextlib.suppress(
-                    OSError
-                ):  # evicted a moment ago, or no links on this file system: it is fetched
+                with contextlib.suppress(OSError):  # evicted meanwhile, or no hard links here: it is downloaded
                     os.link(source, target)
 
-    # --- room
+    # --- eviction
 
     def make_room(self, needed: int, missing: int, key: str) -> None:
-        """Evict what was not used for longest until `needed` more bytes fit; never what a process uses or fetches.
+        """Evict least recently used models until `needed` more bytes fit; never one that a process uses or fetches.
 
-        missing: bytes that the disk does not hold yet; more than `needed` where files were begun and have holes.
+        missing: bytes that the disk does not hold yet; more than `needed` where partial files have holes.
         """
         if self._limit:
             used = self._used()
@@ -203,14 +201,14 @@ class Cache:
             return 0.0
 
     def _evict(self, folder: Path, used: int) -> int:
-        """Remove a model that nobody holds; the bytes that were freed."""
+        """Remove a model that no process holds; returns the bytes that were freed."""
         handle = self._open(folder.name)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return 0  # in use, or on its way
+            return 0  # in use, or being fetched
         try:
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: half a model is no model
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: a model without a manifest counts as incomplete
             shutil.rmtree(folder, ignore_errors=True)
             freed = used - self._used()  # less than its size where another model shares its files
         finally:
@@ -228,7 +226,7 @@ class Cache:
 
 
 def manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is known of a cached model's files: size, SHA-256, identity; empty for a folder that is not ours."""
+    """Size, SHA-256 and identity of each file of a cached model; empty for a folder without a manifest."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -237,7 +235,7 @@ def manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _size(folders: Sequence[Path]) -> int:
-    """Bytes of all files below, each counted once whatever its names; files that come count as whole."""
+    """Bytes of all files in the folders; hard links are counted once, partial files with their full size."""
     seen: dict[int, int] = {}
     for folder in folders:
         for path in folder.rglob("*"):

@@ -1,12 +1,12 @@
-"""Bring files into a folder: many parts at once, each going on where it was cut, checked at the end.
+"""Resumable parallel download of files into a folder: parts in threads, checksums at the end.
 
-A file that is coming has two companions, and neither survives its arrival:
+A file in progress is stored as two files; both are gone when it is complete:
 
-    <name>.part     its bytes, each part at its place; holes are what is missing
-    <name>.have     8 bytes for the size of a part, then for each part how many of its bytes are there
+    <name>.part     its bytes, each part at its offset; missing bytes are holes
+    <name>.have     8 bytes for the size of a part, then for each part the number of its bytes on disk
 
-Bytes are written before their count, so whatever kills the process, at worst one piece is read again. What a crash of
-the whole machine may tear is found by the checksum.
+Bytes are written before their count, so a killed process loses at most one piece for each thread. Damage by a crash of
+the whole machine is found by the checksum.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from slipway_runtime.storage.errors import BrokenFileError, Interrupted, OutOfSp
 from slipway_runtime.storage.source import Checksum, RemoteFile, Source
 
 PART_BYTES: Final = 32 << 20
-THREADS: Final = 8  # one connection rarely fills a link; more than this, and hubs begin to refuse
+THREADS: Final = 8  # one connection rarely fills a link; with more than this, hubs begin to refuse
 _COUNT: Final = struct.Struct("<Q")
 
-OnProgress = Callable[[int, int], object]  # bytes that are there, bytes in all
+OnProgress = Callable[[int, int], object]  # bytes fetched, bytes in all
 
 
-class _Stopped(Exception):  # noqa: N818  another part has failed: this one ends quietly
+class _Stopped(Exception):  # noqa: N818  another part has failed: this part ends without an error of its own
     pass
 
 
@@ -42,7 +42,7 @@ def bring(
     on_progress: OnProgress = lambda done, total: None,
     patience: Patience = Patience(),  # noqa: B008  frozen
 ) -> dict[str, str]:
-    """Fetch what is missing of `files` into `folder`; the SHA-256 of each by name. Blocks; safe to kill and repeat."""
+    """Fetch the missing bytes of `files` into `folder`; returns SHA-256 by name. Blocks; safe to kill and repeat."""
     return _Bringing(source, files, folder, on_progress, patience).run()
 
 
@@ -62,7 +62,7 @@ class _Bringing:
     def run(self) -> dict[str, str]:
         self._on_progress(self._done, self._total)
         with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="fetch") as threads:
-            # File by file, so that the check of one runs beside the bytes of the next.
+            # File by file, so that the check of one file runs beside the download of the next.
             work = [
                 threads.submit(self._part, arrival, part) for arrival in self._arrivals for part in range(arrival.parts)
             ]
@@ -85,7 +85,7 @@ class _Bringing:
                 for piece in self._source.read(arrival.file, start, end):
                     arrival.take(part, piece[: end - start])
                     start += len(piece)
-                    attempt = 0  # it goes on: only tries that bring nothing are counted
+                    attempt = 0  # bytes arrive: only consecutive tries without any are counted
                     self._tell(len(piece))
                     if self._stop.is_set():
                         raise _Stopped
@@ -118,7 +118,7 @@ class _Bringing:
 
 
 class _Arrival:
-    """One file on its way: what of it is there."""
+    """One file in progress: its parts, and how many bytes of each are on disk."""
 
     def __init__(self, file: RemoteFile, folder: Path) -> None:
         self.file = file
@@ -138,7 +138,7 @@ class _Arrival:
             self._counts.write_bytes(_COUNT.pack(size) + bytes(8 * self.parts))
 
     def _recall(self) -> bool:
-        """Go on where another process ended; False: there is nothing, or its parts were others."""
+        """Read the counts that an earlier process left; False: none, or the sizes do not match."""
         if not self._bytes.exists() or not self._counts.exists():
             return False
         size, *counts = memoryview(self._counts.read_bytes().ljust(8, b"\0")).cast("Q")
@@ -148,12 +148,12 @@ class _Arrival:
         return True
 
     def missing(self, part: int) -> tuple[int, int] | None:
-        """The bytes of a part that are not there yet."""
+        """Start and end of the bytes of a part that are still missing; None: the part is complete."""
         start, end = self._bounds[part]
         return (start + self.have[part], end) if start + self.have[part] < end else None
 
     def take(self, part: int, piece: bytes) -> None:
-        """Write a piece at its place, then that it is there."""
+        """Write a piece at its offset, then its count."""
         place = self._bounds[part][0] + self.have[part]
         with self._bytes.open("r+b", buffering=0) as file:
             file.seek(place)
@@ -166,7 +166,7 @@ class _Arrival:
             counts.write(_COUNT.pack(self.have[part]))
 
     def finish(self, where: str) -> None:
-        """Check the whole file and give it its name; a broken one is removed."""
+        """Check the whole file and rename it; a file with a wrong checksum is removed."""
         path = self._bytes if self._bytes.exists() else self._final
         found, self.sha256 = _digests(path, self.file.checksum)
         if self.file.checksum is not None and found != self.file.checksum.digest:
@@ -178,13 +178,13 @@ class _Arrival:
             )
         if path == self._bytes:
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # the name promises the content, after a power cut too
+                os.fsync(file.fileno())  # the content must be on disk before the name, also after a power cut
             path.rename(self._final)
         self._counts.unlink(missing_ok=True)
 
 
 def _digests(path: Path, checksum: Checksum | None) -> tuple[str, str]:
-    """The digest that the source speaks of, and the SHA-256, in one reading."""
+    """The digest of the kind that `checksum` has, and the SHA-256, in one pass."""
     sha256 = hashlib.sha256()
     git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     is_git = checksum is not None and checksum.algorithm == "git"

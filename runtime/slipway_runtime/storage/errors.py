@@ -1,7 +1,7 @@
-"""Why a model cannot be had. Each message is one sentence for the user: with the host, never with a secret.
+"""Errors of fetching a model. Each message is one sentence for the user: with the host, never with a secret.
 
 FetchError
-├── ModelNotFoundError   nothing is there: waiting brings nothing
+├── ModelNotFoundError   the address has no model: a retry cannot help
 ├── AccessDeniedError    credentials are missing or refused
 ├── UnreachableError     the source does not answer, after several tries
 ├── OutOfSpaceError      the disk, or the cache's limit
@@ -16,19 +16,19 @@ _T = TypeVar("_T")
 
 
 class FetchError(Exception):
-    """The model cannot be had; the message is a sentence for the user."""
+    """The model cannot be fetched; the message is a sentence for the user."""
 
 
 class ModelNotFoundError(FetchError):
-    """Nothing is at this address, and waiting will not bring it: somebody has to write another, or give access."""
+    """The address has no model, and a retry cannot help: the user must correct the address or give access."""
 
 
 class AccessDeniedError(FetchError):
-    """The source asks for credentials, or refuses those it got."""
+    """The source asks for credentials, or refuses the credentials that were sent."""
 
 
 class UnreachableError(FetchError):
-    """The source does not answer; it may be back in a minute."""
+    """The source did not answer, after several tries; it may answer again in a minute."""
 
 
 class OutOfSpaceError(FetchError):
@@ -36,11 +36,11 @@ class OutOfSpaceError(FetchError):
 
 
 class BrokenFileError(FetchError):
-    """A file is not what its source says it is."""
+    """The checksum of a file does not match the one that its source gives."""
 
 
 class Interrupted(Exception):  # noqa: N818  it says what it is
-    """A try that may succeed next time; inside of this folder only."""
+    """A failed read that may succeed when it is repeated; never leaves this package."""
 
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -49,7 +49,7 @@ class Interrupted(Exception):  # noqa: N818  it says what it is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How often a source is asked again, and how long to wait in between: 0.5, 1, 2 … seconds, or as it says."""
+    """Retry policy for a source: number of tries, and delays of 0.5, 1, 2 … seconds or its longer Retry-After."""
 
     attempts: int = 6
     first_delay: float = 0.5
@@ -60,7 +60,7 @@ class Patience:
         return min(self.longest_delay, max(self.first_delay * 2.0 ** (attempt - 1), retry_after))
 
     def ask(self, question: Callable[[], _T], where: str, sleep: Callable[[float], object]) -> _T:
-        """The answer, or UnreachableError once patience has ended."""
+        """The answer of `question`; raises UnreachableError after the last try."""
         for attempt in range(1, self.attempts + 1):
             try:
                 return question()

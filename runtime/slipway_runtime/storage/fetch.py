@@ -1,4 +1,4 @@
-"""From a model's address to a directory with its files, checked; adapters are fetched alike.
+"""Fetches the model or adapter at an address into a directory, and checks its files.
 
 | address                      | where the files come from                                                     |
 |------------------------------|-------------------------------------------------------------------------------|
@@ -7,8 +7,8 @@
 | `s3://bucket/prefix`         | AWS, or the store behind `AWS_ENDPOINT_URL`                                   |
 | `https://host/folder`        | a web server; `HTTP_BEARER_TOKEN` is sent to hosts that are named for it only |
 
-The digest of weights is `sha256:` and the SHA-256 of `model.safetensors`; where there are several files, that of what
-`sha256sum *.safetensors` prints for them.
+The digest of weights is `sha256:` and the SHA-256 of `model.safetensors`; for several files, the SHA-256 of the output
+of `sha256sum *.safetensors`.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ __all__ = [
 
 log = structlog.get_logger()
 
-TELL_EVERY: Final = 10.0  # seconds between two log lines of a download
+TELL_EVERY: Final = 10.0  # seconds between two log lines about a download
 
 
 def fetch(
@@ -58,17 +58,17 @@ def fetch(
     on_progress: OnProgress | None = None,
     patience: Patience = Patience(),  # noqa: B008  frozen
 ) -> Path:
-    """Bring what the address names, and return the directory it is in. Blocks; safe to repeat and to kill.
+    """Fetch the model at the address, and return its directory. Blocks; safe to repeat and to kill.
 
-    weights: False brings only what lies beside them, such as a tokenizer.
-    endpoint: another hub.
+    weights: False fetches only the files beside the weights, such as a tokenizer.
+    endpoint: the URL of another hub.
     access: endpoints and credentials; by default those of the environment, with the bearer token for this address.
-    limit_bytes: what the cache may hold, 0 for no limit; by default what SLIPWAY_CACHE_LIMIT says, such as 200Gi.
-    at_most_bytes: refuse anything larger, which an adapter of a stranger may be.
-    on_progress: called with the bytes that are there and the bytes in all, never by two threads at once.
+    limit_bytes: size limit of the cache, 0 for no limit; by default SLIPWAY_CACHE_LIMIT, such as 200Gi.
+    at_most_bytes: refuse anything larger, such as an oversized adapter that a client names.
+    on_progress: called with the bytes fetched and the bytes in all, never by two threads at once.
     Raises FetchError, a sentence for the user.
 
-    The directory stays in the cache until this process ends, or has called `release` as often as this.
+    The directory stays in the cache until this process ends, or has called `release` as often as `fetch`.
     """
     address = parse(uri)
     if isinstance(address, LocalModel):
@@ -106,7 +106,7 @@ def _fetch(
     wanted = f"{uri} {endpoint or access.hub_endpoint} {'model' if weights else 'tokenizer'}"
     last = shelf.remembered(wanted)
     if last and isinstance(address, HubModel) and address.is_pinned and (held := shelf.hold(last)):
-        return held  # a commit never changes: not a byte needs the network
+        return held  # a commit never changes: no network is needed
     with _source(address, access, endpoint) as source:
         try:
             files = patience.ask(lambda: choose(source, weights=weights), source.name, time.sleep)
@@ -120,7 +120,7 @@ def _fetch(
             raise OutOfSpaceError(f"{source.name} has {size} bytes, more than the {at_most_bytes} that are allowed")
         key = content_key(files)
         held = shelf.hold(key)
-        while held is None:  # twice only where somebody evicts it in the moment between the two locks
+        while held is None:  # a second round only where another process evicts the model between the two locks
             _bring(source, files, key, shelf, on_progress, patience)
             held = shelf.hold(key)
     shelf.remember(wanted, key)
@@ -152,7 +152,7 @@ def _blocks(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[Source]:
-    # Each imports its library when it is needed: they cost half a second, and most replicas need none or one.
+    # Each source imports its library here: they cost half a second, and most replicas need none or one.
     source: Source
     match address:
         case HubModel():
@@ -188,9 +188,9 @@ def _log_progress(uri: str) -> OnProgress:
 
 
 def weights_digest(directory: Path, cache: Path | None = None) -> str:
-    """`sha256:…` of the weights, as the module says. Reads them all, unless they were summed on the way to `cache`.
+    """`sha256:…` of the weights, as the module says. Reads all of them, unless the download to `cache` computed it.
 
-    Only there: anybody can put a list of sums beside weights of his own.
+    Stored sums are used from the cache only: a list of sums beside other weights may be forged.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -204,7 +204,7 @@ def weights_digest(directory: Path, cache: Path | None = None) -> str:
 
 
 def check_digest(directory: Path, expected: str, cache: Path | None = None) -> None:
-    """Refuse weights that are not those the service was made for."""
+    """Refuse weights whose digest is not the expected one."""
     found = weights_digest(directory, cache)
     if found != expected.lower():
         raise FetchError(f"the weights have the digest {found}, the service was made for {expected}: refusing to start")

@@ -1,4 +1,4 @@
-"""`http(s)://host/folder`: files by the names that models have. A web server lists nothing, so each name is asked for.
+"""`http(s)://host/folder`: a folder on a web server, which lists nothing: each usual file name is requested.
 
 The folder holds what a checkpoint's folder holds: `config.json`, `tokenizer.json` and `model.safetensors`, or
 `model.safetensors.index.json` and its shards; an adapter's `adapter_config.json` and `adapter_model.safetensors`
@@ -33,7 +33,7 @@ class FolderSource:
         self._sums: dict[str, Checksum] = {}
 
     def listing(self) -> dict[str, RemoteFile]:
-        """Those of the usual names that are there."""
+        """The files with usual names that exist."""
         found = self.about(NAMES)
         if not found:
             raise ModelNotFoundError(f"{urlsplit(self._url).netloc} has no model at {urlsplit(self._url).path}")
@@ -42,7 +42,7 @@ class FolderSource:
         return {name: replace(file, checksum=self._sums.get(name)) for name, file in found.items()}
 
     def about(self, names: Collection[str]) -> dict[str, RemoteFile]:
-        """Ask for the first byte of each: not every server answers HEAD, or says there what it can."""
+        """The named files that exist. Requests the first byte of each: not every server answers HEAD, or in full."""
         with ThreadPoolExecutor(max_workers=8, thread_name_prefix="ask") as threads:
             heads = zip(names, threads.map(lambda name: self._web.head(self._url + quote(name)), names), strict=True)
             return {
@@ -59,7 +59,7 @@ class FolderSource:
             }
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-        """A range of a file, while the file is the same one."""
+        """A range of a file; raises an error when the file has changed."""
         return self._web.read(file.location, start, end, file.version)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`hf://organisation/name@revision`: a repository on the hub. Large files have their SHA-256 there, small ones git's.
 
-The hub's own library finds the repository, its commit and its files, and builds URLs and headers; the bytes come like
-those of every other source, so that resuming, checking and the cache are the same for all.
+`huggingface_hub` finds the repository, its commit and its files, and builds URLs and headers; the files are downloaded
+like those of every other source, so that resuming, checking and the cache are the same for all.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,7 +13,7 @@ from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interr
 from slipway_runtime.storage.source import Checksum, RemoteFile
 from slipway_runtime.storage.web import Web
 
-# How an embedding model pools; kept under a name without a folder, for models are kept without any.
+# The pooling of an embedding model; stored under a name without a folder, because the cache stores no subfolders.
 _KEPT_FROM_FOLDERS: Final = {"1_Pooling/config.json": "1_Pooling.config.json"}
 
 
@@ -21,19 +21,19 @@ class HubSource:
     """One revision of a repository."""
 
     def __init__(self, model: HubModel, endpoint: str, token: str) -> None:
-        # Only here: the library costs a quarter of the start, and a model of this machine needs none of it.
+        # Imported here: the library costs a quarter of the start, and a local model does not need it.
         from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, says its manual
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, by its manual
 
         self.name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
         self._model = model
         self._endpoint = endpoint or constants.ENDPOINT
-        self._token = token or None  # None: that of a login on this machine, if there is one
+        self._token = token or None  # None: the token of a login on this machine, if it has one
         self._web = Web(build_hf_headers(token=self._token))
         self._files: dict[str, RemoteFile] = {}
 
     def listing(self) -> dict[str, RemoteFile]:
-        """The files at the top of the repository; those in its folders are other formats of the same weights."""
+        """The files at the top of the repository; its folders hold other formats of the same weights."""
         from huggingface_hub import HfApi, hf_hub_url
 
         info = self._asked(
@@ -58,7 +58,7 @@ class HubSource:
         return self._files
 
     def about(self, names: Collection[str]) -> dict[str, RemoteFile]:
-        """Those of the names that are in the repository."""
+        """The named files that are in the repository."""
         return {name: self._files[name] for name in names if name in self._files}
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
@@ -70,7 +70,7 @@ class HubSource:
         self._web.close()
 
     def _asked(self, question: Any) -> Any:
-        """The library's answer, its exceptions as ours."""
+        """The result of `question`, with the library's exceptions translated to ours."""
         from huggingface_hub import errors
 
         try:

@@ -1,7 +1,7 @@
-"""`s3://bucket/prefix`: the objects directly under a prefix, of AWS or of any store behind `AWS_ENDPOINT_URL`.
+"""`s3://bucket/prefix`: the objects directly under a prefix, on AWS or any store behind `AWS_ENDPOINT_URL`.
 
-Without credentials in the environment the AWS chain is asked (a role of the pod, of the node), and after it the store
-as a stranger, for public buckets. An object uploaded with a SHA-256, or named in `SHA256SUMS`, is checked.
+Without credentials in the environment the AWS credential chain is used (role of the pod, of the node), then anonymous
+access, for public buckets. An object uploaded with a SHA-256, or named in `SHA256SUMS`, is checked.
 """
 
 import base64
@@ -15,7 +15,7 @@ from slipway_runtime.storage.address import S3Model
 from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
 from slipway_runtime.storage.source import SUMS, Checksum, RemoteFile, parse_sums, read_whole
 
-PIECE: Final = 2 << 20  # what a broken connection costs at most, and what a thread holds in memory
+PIECE: Final = 2 << 20  # bytes; a broken connection loses at most one piece, and a thread holds one in memory
 _T = TypeVar("_T")
 
 
@@ -41,7 +41,7 @@ class S3Source:
             endpoint_url=access.s3_endpoint or None,
             client_kwargs={"region_name": access.s3_region} if access.s3_region else {},
             config_kwargs={"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}},
-            skip_instance_cache=True,  # instances are shared by their arguments, and with them what they listed
+            skip_instance_cache=True,  # instances with equal arguments are shared, and so are their cached listings
             use_listings_cache=False,
         )
 
@@ -72,18 +72,18 @@ class S3Source:
         return self._files
 
     def about(self, names: Collection[str]) -> dict[str, RemoteFile]:
-        """Those of the names that are there."""
+        """The named objects that exist."""
         return {name: self._files[name] for name in names if name in self._files}
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-        """A range of an object, piece by piece, while the object is the same one."""
+        """A range of an object, piece by piece; raises an error when the object has changed."""
         bucket, _, key = file.location.partition("/")
         for first in range(start, end, PIECE):
             last = min(first + PIECE, end)
             yield self._asked(partial(self._piece, bucket, key, first, last, file.version))
 
     def close(self) -> None:
-        """Nothing is open between calls that would not close itself."""
+        """Does nothing: no connection stays open that would not close itself."""
 
     def _piece(self, bucket: str, key: str, start: int, end: int, version: str) -> bytes:
         matching = {"IfMatch": version} if version else {}
@@ -96,7 +96,7 @@ class S3Source:
         return bytes(sync(self._store.loop, body.read))
 
     def _stored_checksum(self, file: RemoteFile) -> Checksum | None:
-        """The SHA-256 that the uploader left with the object; parts of an upload have another kind, with a dash."""
+        """The SHA-256 stored with the object; None for the composite checksum, with a dash, of a multipart upload."""
         bucket, _, key = file.location.partition("/")
         about = self._asked(lambda: self._store.call_s3("head_object", Bucket=bucket, Key=key, ChecksumMode="ENABLED"))
         encoded = str(about.get("ChecksumSHA256", ""))
@@ -105,7 +105,7 @@ class S3Source:
         return Checksum("sha256", base64.b64decode(encoded).hex())
 
     def _asked(self, question: Callable[[], _T]) -> _T:
-        """The store's answer, its exceptions as ours."""
+        """The result of `question`, with the library's exceptions translated to ours."""
         import aiohttp
         import botocore.exceptions as aws
 

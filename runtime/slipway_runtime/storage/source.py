@@ -1,6 +1,6 @@
-"""What a source of files can do, whatever it is; and which of its files make a model.
+"""The interface of a source of files, and the choice of the files that make a model.
 
-Only weights as safetensors, JSON files and chat templates are brought: nothing that runs code on loading.
+Only safetensors weights, JSON files and chat templates are fetched: no format that runs code when it is loaded.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from slipway_runtime.storage.errors import BrokenFileError, FetchError, ModelNotFoundError
 
 INDEX: Final = "model.safetensors.index.json"
-SUMS: Final = "SHA256SUMS"  # as sha256sum(1) writes it: a folder may have one, and then it is obeyed
+SUMS: Final = "SHA256SUMS"  # in the format of sha256sum(1); where a folder has one, its files are checked against it
 MOST_INDEX_BYTES: Final = 16 << 20
 _WEIGHTS: Final = "*.safetensors"
 _BESIDE: Final = ("*.json", "*.jinja")
@@ -23,7 +23,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,200}")
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a file's content must come to. `git`: SHA-1 over `blob <size>\\0` and the content."""
+    """The expected digest of a file's content. `git`: SHA-1 over `blob <size>\\0` and the content."""
 
     algorithm: str  # sha256 | git
     digest: str
@@ -42,25 +42,25 @@ class RemoteFile:
 
     @property
     def identity(self) -> str:
-        """Files of the same identity have the same content, as far as anybody can tell without reading them."""
+        """Files of the same identity have the same content, as far as can be known without reading them."""
         if self.checksum:
             return f"{self.checksum.algorithm}:{self.checksum.digest}"
         return f"{self.location} {self.version}"
 
 
 class Source(Protocol):
-    """Where files come from. Errors are FetchErrors, or Interrupted where another try may help."""
+    """A source of files. Its errors are FetchErrors, or Interrupted where another try may help."""
 
-    name: str  # as errors say it
+    name: str  # for error messages
 
-    def listing(self) -> dict[str, RemoteFile]: ...  # noqa: D102  what is there, by name
-    def about(self, names: Collection[str]) -> dict[str, RemoteFile]: ...  # noqa: D102  those of these that exist
+    def listing(self) -> dict[str, RemoteFile]: ...  # noqa: D102  all files, by name
+    def about(self, names: Collection[str]) -> dict[str, RemoteFile]: ...  # noqa: D102  the named files that exist
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]: ...  # noqa: D102  bytes start … end
     def close(self) -> None: ...  # noqa: D102
 
 
 def choose(source: Source, *, weights: bool) -> list[RemoteFile]:
-    """The files that make the model: what the index names, or all safetensors; and what lies beside them.
+    """The files that make the model: the shards that the index names, or all safetensors; and the files beside them.
 
     Repositories often hold the same weights twice, as shards with an index and in another layout: the index decides.
     """
@@ -101,13 +101,13 @@ def index_shards(raw: bytes) -> set[str]:
 
 
 def check_name(name: str, where: str) -> None:
-    """A name that cannot lead out of a folder, nor hide in it."""
+    """Refuse a file name that leads out of its folder or is hidden."""
     if not _NAME.fullmatch(name):
         raise FetchError(f"{where} has a file with a name that leads elsewhere: {name[:60]!r}")
 
 
 def read_whole(source: Source, file: RemoteFile) -> bytes:
-    """A small file, into memory."""
+    """Read a small file into memory."""
     if file.size > MOST_INDEX_BYTES:
         raise FetchError(f"{source.name}: {file.name} has {file.size} bytes, which is no list of files")
     raw = b"".join(source.read(file, 0, file.size))
@@ -117,7 +117,7 @@ def read_whole(source: Source, file: RemoteFile) -> bytes:
 
 
 def parse_sums(raw: bytes) -> dict[str, Checksum]:
-    """`SHA256SUMS` by name: lines of a digest, two characters, a name."""
+    """Parse `SHA256SUMS` into checksums by file name; each line is a digest, two characters and a name."""
     sums: dict[str, Checksum] = {}
     for line in raw.decode(errors="replace").splitlines():
         digest, _, name = line.partition(" ")

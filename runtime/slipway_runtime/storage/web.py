@@ -1,10 +1,10 @@
-"""Ranges of files over HTTP, for the hub and for plain folders: one client, many threads.
+"""HTTP range requests for files, for the hub and for plain folders: one client, many threads.
 
-A redirect to another host carries no `Authorization`: the client drops it where the origin changes. Answers are never
+A redirect to another host carries no `Authorization`: the client drops it where the origin changes. Responses are never
 compressed, so that a range is a range of the file.
 
-Where an address comes from a client, hosts of private networks are refused, before each request and each redirect: a
-server that fetches what a stranger names must not reach what the stranger cannot.
+Where an address comes from a client, hosts of private networks are refused, before each request and each redirect
+(server-side request forgery): the client must not reach through this server a host that it cannot reach itself.
 """
 
 import ipaddress
@@ -24,15 +24,15 @@ _TRY_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a server says of a file."""
+    """What a server says about a file: its size, its version, and whether it serves ranges."""
 
     size: int
-    version: str  # ETag, or the time of the last change; empty: it says neither
+    version: str  # ETag, or the time of the last change; empty: the server sends neither
     in_parts: bool
 
 
 class Web:
-    """Reads files; every error is a sentence with the host and without the rest of the URL."""
+    """Reads files over HTTP; every error is a sentence with the host and without the rest of the URL."""
 
     def __init__(self, headers: Mapping[str, str], *, public_only: bool = False) -> None:
         self._client = httpx.Client(
@@ -43,7 +43,7 @@ class Web:
         )
 
     def head(self, url: str) -> Head | None:
-        """What is known of the file; None: it is not there."""
+        """Size and version of the file; None: the server has no such file."""
         with self._ask("GET", url, {"Range": "bytes=0-0"}, missing_is_fine=True) as answer:
             if answer.status_code == 404:
                 return None
@@ -58,7 +58,7 @@ class Web:
             return Head(int(size), _version(answer), in_parts)
 
     def read(self, url: str, start: int, end: int, version: str = "") -> Iterator[bytes]:
-        """Bytes start … end. With `version`, refuse to go on when the file has become another one."""
+        """Bytes start … end of the file. With `version`, raise an error when the file has changed."""
         if start == end:
             return
         with self._ask("GET", url, {"Range": f"bytes={start}-{end - 1}"}) as answer:
@@ -69,7 +69,7 @@ class Web:
                 if not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                     raise FetchError(f"{urlsplit(url).netloc} sent another part of {_last(url)} than was asked for")
             else:
-                skip = start  # it cannot read from the middle: what comes first is there already
+                skip = start  # the server ignores ranges: skip the bytes that were read before
             left = end - start
             try:
                 for piece in answer.iter_raw():
@@ -93,7 +93,7 @@ class Web:
 
 
 class _Answer:
-    """An answer that is open as long as the block; statuses that are no answer are raised."""
+    """An HTTP response, open during the `with` block; error statuses become exceptions."""
 
     def __init__(
         self, client: httpx.Client, method: str, url: str, headers: dict[str, str], missing_is_fine: bool
