@@ -30,15 +30,15 @@ class StepTimes:
 
     @property
     def waiting_since(self) -> float:
-        """Since when the present step is waited for, where there is work."""
+        """When the wait for the present step began, where there is work."""
         return max(self.reported_at, self._work_since)
 
     def work_came(self) -> None:
-        """There is work for the engine, and there was none."""
+        """Note that the engine has work, after it had none."""
         self._work_since = self._clock()
 
     def reported(self) -> None:
-        """A step was reported."""
+        """Note that the engine reported a step."""
         now = self._clock()
         if now >= self._window_ends:
             self._earlier, self._recent = self._recent, 0.0

@@ -186,7 +186,7 @@ class LowestCost:
         return popularity * decay(now - at, self._half_life)
 
     def _entry(self, block: int) -> tuple[float, int, int]:
-        # Of equal keys the block added first is evicted first: the end of a chain is added, so evicted, before its root.
+        # Of equal keys, the block added first is evicted first: the end of a chain is added before its root.
         key = math.log2(self._popularity[block]) + self._used_at[block] / self._half_life
         return key, self._serial_of[block], block
 

@@ -309,7 +309,7 @@ class Scheduler:
     def _count_computed(
         self, row: Scheduled, token_ids: tuple[int, ...], prompt_logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        """Advance `num_computed` by the tokens computed and kept; rejected draft tokens are computed again."""
+        """Advance `num_computed` by the tokens kept: the positions of rejected draft tokens are computed again."""
         sequence = row.sequence
         self._table.ledger.computed_tokens += row.num_new
         right = max(len(token_ids) - 1, 0)
