@@ -68,7 +68,7 @@ Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Ping | Sleep | WakeUp
 class EngineClient:
     """Sends requests to the engine and its outputs to their callers.
 
-    - `generate` raises before anything is queued: Refused, Overloaded (with the time to come back), Draining,
+    - `generate` raises before anything is queued: Refused, Overloaded (with the time to retry), Draining,
       EngineDead. Afterwards the stream always ends with one Output that has a finish reason for each answer.
     - Closing a stream early aborts its request: the blocks are free when the next step begins.
     - A stream that is not read is paused: nothing is computed for it, and after `paused_seconds` it is cancelled.
@@ -221,7 +221,7 @@ class EngineClient:
         return self._draining
 
     def drain(self) -> None:
-        """Refuse new requests; those admitted before finish. Idempotent."""
+        """Refuse new requests; earlier ones finish. Idempotent."""
         self._draining = True
         self._note_if_drained()
 

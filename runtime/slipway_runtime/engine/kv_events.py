@@ -113,7 +113,7 @@ class KvEventPublisher:
         while True:
             self._answer_replays(kept)
             try:
-                batch = self._batches.get(timeout=0.1)  # replays are rare: they may wait so long
+                batch = self._batches.get(timeout=0.1)  # replays are rare, and may wait so long
             except queue.Empty:
                 continue
             if batch is None:

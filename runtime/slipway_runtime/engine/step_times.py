@@ -1,4 +1,4 @@
-"""How long the steps of an engine take, as its client sees it: from when work was there until the report arrives.
+"""Step times of an engine, as its client measures them: from when the engine has work until the report arrives.
 
 A step that takes longer than any other so far may be a long prompt on a slow machine, or an engine that hangs. So what
 counts as too long follows the longest step of the last minutes, beginning with the widest one of the warm-up.

@@ -4,8 +4,8 @@ Refusals, as a tree:
 
     EngineError
     ├── Refused          this request can never run here (400)
-    ├── Overloaded       come back later (429)
-    │   └── Draining     this replica takes no more work; another one will (503)
+    ├── Overloaded       retry later (429)
+    │   └── Draining     this replica accepts no more requests; another one will (503)
     └── EngineDead       the step loop has ended; nothing will run here again (500)
 """
 

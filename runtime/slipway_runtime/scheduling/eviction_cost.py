@@ -4,7 +4,7 @@
 
 Adapters and prefixes share one memory budget, so both are measured in this unit, and the lowest cost is evicted first.
 Worked numbers, with the default costs, no request waiting, and blocks of 16 tokens and 64 KiB: a prefix block used a
-second time a moment ago costs 1.0 x 16 ms / 64 KiB = 0.25 ms per KiB; after a half-life without a use 0.125; computed
+moment ago, and before only long ago, costs 1.0 x 16 ms / 64 KiB = 0.25 ms per KiB; after a half-life 0.125; computed
 for the first time 0.125. An adapter of 4 MiB that loads in 60 ms and is as popular costs 0.015 ms per KiB: it is
 evicted first, together with the prefixes computed with it.
 

@@ -9,8 +9,8 @@ between its adapters, with equal weights.
 A tenant that returns after a time without requests starts at least at the smallest counter of the tenants that have
 requests: idle time earns no credit.
 
-Higher priority classes are served first, but a class that has waited `aging_seconds` since it was last served counts as
-one class higher: with 30 s, a request of priority 0 waits behind a stream of priority 2 for 60 s, then is served.
+Higher priority classes are served first, but a class counts as one class higher for each `aging_seconds` since it was
+last served: with 30 s, a request of priority 0 waits behind a stream of priority 2 for 60 s, then is served.
 """
 
 from collections.abc import Mapping

@@ -10,9 +10,9 @@
 - Moves are executed in the order of their decision, before the rest of their plan, and plans in order. So a move reads
   what its source held when it was decided, even if the block or the slot is reused next.
 
-Copies cost time, even if no prompt uses them. Each time as many blocks were copied as there are slots, the hits are
-counted: how many of the blocks that prompts missed on the device were in host memory. Below `WORTH_KEEPING` offloading
-stops and the memory is given back. It starts again after a rest, which doubles with each failure in a row.
+Copies cost time, even if no prompt uses them. Each time as many blocks were copied and asked for as there are slots,
+the hit rate is checked: the share of blocks missed on the device that host memory held. Below `WORTH_KEEPING`,
+offloading stops and the memory is given back. It starts again after a rest, which doubles with each failure in a row.
 """
 
 from collections.abc import Iterable, Sequence

@@ -80,7 +80,7 @@ class Residency:
             return
         if adapter.state is not AdapterState.LOADING:
             return
-        reserved = adapter.num_bytes > 0  # a request wanted it: room was made before it was read again
+        reserved = adapter.num_bytes > 0  # a request wanted it: memory was reserved before it was read again
         adapter.num_bytes, adapter.rank = num_bytes, rank
         if adapter.cost(self._block_bytes) > self.most_blocks:
             most = self.most_blocks * self._block_bytes
@@ -142,7 +142,7 @@ class Residency:
         self._forget_if_drained(adapter)
 
     def slot_for(self, digest: str, serial: int) -> int | None:
-        """The slot of an adapter, loading it if there is room; None: not now, asked again in the next step."""
+        """The slot of an adapter; None: not now, asked again in the next step. Starts its load where there is room."""
         adapter = self._adapters[digest]
         if adapter.closed_for is not None and serial > adapter.closed_for:
             return None

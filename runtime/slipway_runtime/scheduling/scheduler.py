@@ -276,7 +276,7 @@ class Scheduler:
         while self.pool.available == 0:
             victim = next((s for s in reversed(running) if s.paused), None)
             victim = victim or next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
-            # Victims are taken from the end of the order in which rows are planned, so this plan has none of them yet.
+            # Preemption begins at the end of the order in which rows are planned: the victim is not in this plan yet.
             assert all(victim is not row.sequence for row in plan.rows)
             self._table.put_back(victim, now)
             if victim is sequence:

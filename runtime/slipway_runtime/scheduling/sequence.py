@@ -59,7 +59,7 @@ class Sequence:
     siblings: "list[Sequence]" = field(default_factory=list)  # that wait for this one to compute the prompt
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until they are sent
     history: bytearray = field(default_factory=bytearray)  # of the drafter: its tokens, four bytes each
-    draft_length: int = 0  # of the drafter: how many draft tokens to make next; 0: none made yet
+    draft_length: int = 0  # draft tokens to make next, set by Speculation; 0: none made yet
 
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prompt_token_ids)
