@@ -1,1 +1,1 @@
-"""The engine and the two ways to it: the step loop, and the client that the API side holds."""
+"""The inference engine: its step loop, in a thread or a process, and the client on the API side."""

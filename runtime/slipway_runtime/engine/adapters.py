@@ -1,7 +1,7 @@
-"""Adapters between storage and the scheduler: files are read on a thread of their own, so that no step waits for one.
+"""Loading of adapters from storage, on a thread of its own, so that no step waits for a file.
 
-The scheduler's residency decides what is in memory; this reads what it wants, keeps the copies it counts, and answers
-those who asked. Only the step loop's thread calls these methods.
+The scheduler's residency decides which adapters are in memory; this reads their files, keeps the host copies, and
+replies to load and unload calls. Only the step loop's thread calls these methods.
 """
 
 import queue
@@ -17,7 +17,7 @@ _UNKNOWN: Final = "no adapter with this digest is loaded"
 
 
 class HostAdapter(Protocol):
-    """What is told to the scheduler of an adapter in host memory; models/adapters.py has it."""
+    """An adapter in host memory, as the scheduler sees it; models/adapters.py implements it."""
 
     @property
     def rank(self) -> int: ...  # noqa: D102
@@ -26,7 +26,7 @@ class HostAdapter(Protocol):
 
 
 class Scheduler(Protocol):
-    """What is asked of the scheduler."""
+    """The methods of the scheduler that are called here."""
 
     @property
     def adapters_version(self) -> int: ...  # noqa: D102
@@ -44,7 +44,7 @@ _A = TypeVar("_A", bound=HostAdapter)
 
 @dataclass(frozen=True)
 class _Read(Generic[_A]):
-    """A file that was read, or could not be."""
+    """An adapter that was read, or the error."""
 
     digest: str
     adapter: _A | None = None
@@ -52,7 +52,7 @@ class _Read(Generic[_A]):
 
 
 class Adapters(Generic[_A]):
-    """Reads adapters, keeps their copies, answers calls."""
+    """Reads adapters, keeps their host copies, replies to load and unload calls."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Adapters(Generic[_A]):
 
     @property
     def has_news(self) -> bool:
-        """Whether a step would tell or change anything."""
+        """Whether there are replies, changed statuses or adapters that were read."""
         return bool(self._replies) or not self._was_read.empty() or self._told != self._scheduler.adapters_version
 
     def control(self, message: LoadAdapter | UnloadAdapter, now: float) -> None:
-        """Begin what is asked."""
+        """Begin to load or unload an adapter; `take_replies` has the reply once that is done."""
         if isinstance(message, UnloadAdapter):
             if self._scheduler.unload_adapter(message.digest, now):
                 self._unloading.setdefault(message.digest, []).append(message.call)
@@ -102,7 +102,7 @@ class Adapters(Generic[_A]):
             self._replies.append(Reply(call=message.call))
 
     def after_step(self, now: float, *, in_flight: bool) -> None:
-        """Take in what was read, read what is wanted, forget what is not. `in_flight`: another plan is executed."""
+        """Register adapters that were read, read wanted ones, forget dropped ones. `in_flight`: a plan is executed."""
         while not self._was_read.empty():
             self._update(self._was_read.get(), now)
         for digest in self._scheduler.take_wanted_adapters():
@@ -117,12 +117,12 @@ class Adapters(Generic[_A]):
         self._answer_unloads()
 
     def take_replies(self) -> list[Reply]:
-        """The calls that have ended since this was last asked."""
+        """The replies to the load and unload calls that have ended since the last call."""
         replies, self._replies = self._replies, []
         return replies
 
     def take_statuses(self) -> tuple[AdapterStatus, ...] | None:
-        """All adapters, if a state has changed since this was last asked."""
+        """The statuses of all adapters, if one has changed since the last call."""
         if self._told == self._scheduler.adapters_version:
             return None
         self._told = self._scheduler.adapters_version
@@ -162,7 +162,7 @@ class Adapters(Generic[_A]):
             digest, path = self._to_read.get()
             try:
                 read: _Read[_A] = _Read(digest, self._read(path, digest))
-            except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only those who wait for it hear
+            except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only the calls for it fail
                 read = _Read(digest, error=str(error) or type(error).__name__)
             self._was_read.put(read)
             self.wake()

@@ -1,6 +1,6 @@
-"""From a checkpoint on disk to a warm engine, within the memory and the limits that were given.
+"""Builds an engine: loads a checkpoint, sizes the KV cache, warms up, captures CUDA graphs.
 
-decide.py has what is decided, parts.py the parts; here they come together.
+decide.py decides the limits and parts.py builds the parts; here they are put together.
 """
 
 import atexit
@@ -69,10 +69,10 @@ def build_engine(
 ) -> Engine:
     """Load a checkpoint, size its KV cache and warm it up: seconds to minutes, and ready when it returns.
 
-    `settings` are fields of the options, over those given. Raises ModelRefusedError, a sentence for the user, for a
+    `settings` replace fields of the options. Raises ModelRefusedError, a sentence for the user, for a
     checkpoint or settings that cannot be honoured. The facts hold the timings.
 
-    Where ranks share the model, `on_death` hears at once, on another thread, of one that ends, which this engine cannot
+    With several ranks, `on_death` is called at once, on another thread, when a rank ends, which this engine cannot
     survive; `directory` is for the file where they meet.
     """
     options = msgspec.structs.replace(options, **{name: value for name, value in settings.items() if value is not None})
@@ -110,7 +110,7 @@ def build_engine(
     if options.pooling:
         embedding = read_embedding_config(model_path, options.pooling, plan.config.hidden_size)
         runner.pooler = Pooler(embedding.pooling, plan.max_num_seqs, embedding.size, plan.device)
-    del decoder  # the runner's alone: a sleeping engine drops it
+    del decoder  # only the runner refers to it: a sleeping engine frees it
     tier: HostTier | None = None
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
@@ -168,7 +168,7 @@ def build_engine(
         "adapters": None if slots is None else adapter_loading(plan, scheduler, slots),
         "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
     }
-    if ranks is None:  # several do not sleep
+    if ranks is None:  # an engine of several ranks does not sleep
         reload = partial(load_weights, plan, kernels)
         parts["sleeper"] = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate)
     if worker is not None:
@@ -197,14 +197,14 @@ def _new_scheduler(
 
 
 def _execute(compute: Compute, grammars: Grammars | None, plan: SchedulerOutput) -> StepResult:
-    """One plan, with the masks of its grammars, which are made while the model computes."""
+    """Execute a plan with the masks of its grammars, which are made while the model computes."""
     return compute(plan, None if grammars is None else grammars.masks(plan))
 
 
 def _warm_up(
     scheduler: Scheduler, compute: Compute, slots: AdapterSlots | None, plan: EnginePlan, worker: Worker | None
 ) -> float:
-    """Warm the thread that later steps run on, with adapters that change nothing; the seconds of the widest step."""
+    """Warm up, on the thread that later steps run on and with adapters of zeros; the seconds of the widest step."""
     digests: list[str] = []
     if slots is not None:
         nothing = {

@@ -1,4 +1,4 @@
-"""Captures decode steps while an engine is built: what a GPU gains from it, it must not depend on."""
+"""CUDA graph capture of decode steps while an engine is built; an engine whose capture fails works without graphs."""
 
 import torch
 
@@ -8,7 +8,7 @@ from slipway_runtime.worker.runner import Runner
 
 
 def capture_or_say_why_not(runner: Runner, capture: Capture, device: torch.device) -> str:
-    """Capture; a sentence where that failed and every step is computed as planned. Kernels are warm by then.
+    """Capture the CUDA graphs of decode steps; why that failed, or an empty string. Kernels are warm by then.
 
     Raises DoesNotFitError where memory is short: an engine that serves with none left would fail under load.
     """

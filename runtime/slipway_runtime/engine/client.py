@@ -1,4 +1,4 @@
-"""The API side's way to the engine: requests in, streams of outputs out, one message a step between them.
+"""Client of the engine, on the API side: sends requests and returns streams of outputs, with one message a step.
 
     client = EngineClient(transport)
     await client.start()
@@ -6,7 +6,7 @@
         async for output in outputs:
             ...
 
-The step loop runs in a process of its own or in a thread beside the event loop; callers see nothing of that.
+The step loop runs in a process of its own or in a thread beside the event loop; callers do not see which.
 Everything here runs on the event loop.
 """
 
@@ -68,11 +68,11 @@ Call = LoadAdapter | UnloadAdapter | ResetPrefixCache | Ping | Sleep | WakeUp
 class EngineClient:
     """Sends requests to the engine and its outputs to their callers.
 
-    - `generate` raises before anything is queued: Refused, Overloaded (with the time to come back), Draining,
+    - `generate` raises before anything is queued: Refused, Overloaded (with the time to retry), Draining,
       EngineDead. Afterwards the stream always ends with one Output that has a finish reason for each answer.
     - Closing a stream early aborts its request: the blocks are free when the next step begins.
     - A stream that is not read is paused: nothing is computed for it, and after `paused_seconds` it is cancelled.
-    - `call` asks the engine for something that is not a request, and waits for its end.
+    - `call` sends a control message, such as LoadAdapter, and waits for its reply.
     - When the engine dies, every stream gets an ERROR output, every call raises, `alive` turns false and `error`
       says why.
     """
@@ -87,20 +87,20 @@ class EngineClient:
     ) -> None:
         self.facts = transport.facts
         self.error: str = ""
-        self.adapters: tuple[AdapterStatus, ...] = ()  # all that the engine knows, as it last told
-        self.on_step: Callable[[EngineStats], None] | None = None  # told of each step's numbers, for histograms
+        self.adapters: tuple[AdapterStatus, ...] = ()  # all known adapters, as last reported
+        self.on_step: Callable[[EngineStats], None] | None = None  # called with the statistics of each step
         self._transport = transport
         self._clock = clock
         self._admission = Admission(limits or QueueLimits(), transport.facts.max_num_seqs)
         self._streams: dict[str, OutputStream] = {}
         self._paused_seconds = paused_seconds
-        self._paused: dict[str, asyncio.TimerHandle] = {}  # by request, until when its reader must be back
+        self._paused: dict[str, asyncio.TimerHandle] = {}  # by request: cancels it unless its reader resumes
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._next_call = itertools.count(1)
         self.times = StepTimes(transport.facts.widest_step_seconds, clock)
         self._draining = False
-        self._asleep = False  # from the moment it is asked for: order is kept, so nothing comes after the Sleep
+        self._asleep = False  # from the moment that Sleep is sent: order is kept, so no request follows it
         self._drained = asyncio.Event()
         self._stats = transport.first_stats
         self._sent_count = self._stats.admitted
@@ -115,7 +115,7 @@ class EngineClient:
         self._started = True
 
     async def stop(self) -> None:
-        """End the step loop; what still runs is cancelled. Idempotent."""
+        """End the step loop; requests that still run are cancelled. Idempotent."""
         if self._started:
             self._started = False
             await self._transport.stop()
@@ -127,13 +127,13 @@ class EngineClient:
         return self._started and not self.error
 
     async def wait_dead(self) -> None:
-        """Return when the step loop has died: `error` says of what."""
+        """Return when the step loop has died: `error` says why."""
         await self._dead.wait()
 
     # --- requests
 
     def generate(self, request: Request) -> OutputStream:
-        """Queue a request; the stream yields what each step brought for it.
+        """Queue a request; the stream yields its outputs, step by step.
 
         Raises Refused, Overloaded, Draining or EngineDead at once, here and not at the first output.
         """
@@ -168,7 +168,7 @@ class EngineClient:
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request; its stream gets its last outputs at once. Unknown and finished ids are ignored."""
+        """End a request; its stream gets the final outputs at once. Unknown and finished ids are ignored."""
         stream = self._forget(request_id)
         if stream is None:
             return
@@ -177,9 +177,9 @@ class EngineClient:
         self._note_if_drained()
 
     async def call(self, message: Call) -> Reply:
-        """Ask for something and wait until it is done, or has failed: `error` of the reply says how.
+        """Send a control message and wait for its reply, whose `error` says why it failed, if it did.
 
-        The number of the message is given here. Raises EngineDead.
+        The number of the message is set here. Raises EngineDead.
         """
         self._raise_if_dead()
         if (stats := self.stats()).running + stats.waiting <= stats.paused:
@@ -198,10 +198,10 @@ class EngineClient:
             self._asleep = False
         return reply
 
-    # --- numbers
+    # --- statistics
 
     def stats(self) -> EngineStats:
-        """The numbers after the last step, with the requests that are still on their way to the engine."""
+        """The statistics after the last step, with the requests that the engine has not counted yet."""
         on_their_way = len(self._sent)
         if not on_their_way and not self._paused:
             return self._stats
@@ -221,17 +221,17 @@ class EngineClient:
         return self._draining
 
     def drain(self) -> None:
-        """Refuse new requests; those that are in finish. Idempotent."""
+        """Refuse new requests; earlier ones finish. Idempotent."""
         self._draining = True
         self._note_if_drained()
 
     def undrain(self) -> None:
-        """Take requests again. Idempotent."""
+        """Accept requests again. Idempotent."""
         self._draining = False
         self._drained.clear()
 
     async def wait_drained(self) -> None:
-        """Return when a drain has nothing left to wait for."""
+        """Return when the engine drains and no request is left."""
         await self._drained.wait()
 
     # --- from the step loop, on the event loop
@@ -274,7 +274,7 @@ class EngineClient:
         self._note_if_drained()
 
     def _pause(self, request: Request, on: bool) -> None:
-        """The reader of a stream has fallen behind, or has caught up."""
+        """Pause a request whose reader has fallen behind, or resume it."""
         if request.id not in self._streams:
             return
         self._transport.send(Pause(request.id, on))
@@ -283,7 +283,7 @@ class EngineClient:
                 self.times.work_came()
             self._paused.pop(request.id).cancel()
             return
-        # Nothing may be stepping meanwhile, so the deadline is watched from here.
+        # The engine may not step meanwhile, so the deadline is watched here.
         left = request.deadline - self._clock() if request.deadline is not None else self._paused_seconds
         seconds, reason = min((self._paused_seconds, FinishReason.CANCELLED), (max(left, 0.0), FinishReason.TIMEOUT))
         stream = self._streams[request.id]

@@ -1,4 +1,4 @@
-"""What is decided about an engine before anything is loaded: from a checkpoint's config and the options to limits."""
+"""Engine plan: device, dtypes and limits, decided from a checkpoint's config and the options before loading."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,13 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.worker.kv_cache import default_budget_bytes
 
-_DRAFT_TOKENS = 4  # that a row may draft in a step, when speculation is on and nobody says how many
-_RANK = 16  # of adapters, when they are on and nobody says
+_DRAFT_TOKENS = 4  # that a row may draft in a step, when speculation is on without speculation_max_tokens
+_RANK = 16  # of adapters, when they are on without max_rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """An engine on paper."""
+    """The device, dtypes and limits of an engine that is not built yet."""
 
     model_path: Path
     config: ModelConfig
@@ -42,12 +42,12 @@ class EnginePlan:
     overlap: bool
 
     def residency(self, pool: BlockPool, block_bytes: int) -> Residency | None:
-        """Adapters share one budget with KV where both live in the same memory: on a CPU."""
+        """The residency of adapters, which share one budget with KV where both are in the same memory: on a CPU."""
         if not self.max_adapters:
             return None
         shared = block_bytes if self.device.type == "cpu" else 0
         largest = slot_bytes(self.config, self.max_rank, self.dtype.itemsize)
-        # Each pays whole blocks: all that were asked for must fit, however little of its last block one fills.
+        # Each adapter occupies whole blocks: max_cpu_adapters must fit, however little of its last block one fills.
         most = min(pool.total // 2, self.max_cpu_adapters * -(-largest // block_bytes))
         return Residency(
             pool,
@@ -58,14 +58,14 @@ class EnginePlan:
         )
 
     def content_key(self) -> str:
-        """What decides the KV of equal tokens, beside adapter and salt: the same on all replicas of the same model.
+        """A key of all that changes the KV of equal tokens, beside adapter and salt: equal on all replicas of a model.
 
-        The digest is a sample of the weights (checkpoint_files.py says of what); one that somebody pinned is of them
-        all, and goes in beside it. Reads files: milliseconds.
+        The digest is of a sample of the weights (checkpoint_files.py says which); `model_digest`, if pinned, is of all
+        weights, and is part of the key too. Reads files: milliseconds.
         """
         options = self.options
         formats = f"{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
-        ranks = f"/{options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""  # they sum in parts
+        ranks = f"/{options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""  # ranks sum in parts
         return f"{checkpoint_digest(self.model_path)}/{options.model_digest}/{formats}{ranks}"
 
     def fit_pool(self, length: int, pool_tokens: int) -> int:
@@ -79,14 +79,14 @@ class EnginePlan:
 
 
 def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePlan:
-    """Every figure that nobody named gets one. Raises ModelRefusedError for what cannot be honoured.
+    """Decide all settings that the options leave open. Raises ModelRefusedError for those that cannot be honoured.
 
-    rank: of those that share the model; each has a GPU of its own.
+    rank: of the ranks that share the model; each has a GPU of its own.
     """
     config = read_config(model_path)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
     if on.type == "cuda":
-        # Never without a number: `cuda` alone is the current device of a thread, and weights are read by several.
+        # Never without a number: `cuda` alone is the current device of a thread, and several threads read weights.
         on = torch.device("cuda", rank)
     num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
     num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
@@ -125,7 +125,7 @@ def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePla
 
 
 def _check_ranks(options: EngineOptions, device: torch.device) -> None:
-    """What cannot be together with ranks that share a model."""
+    """Raise ModelRefusedError for a number of ranks that is not possible, alone or with the other options."""
     ranks = options.tensor_parallel_size
     if ranks < 1:
         raise ModelRefusedError(f"tensor_parallel_size is {ranks}: at least 1 rank has to compute")
@@ -149,7 +149,7 @@ def _check_device(plan: EnginePlan) -> None:
 
 
 def _longest(config: ModelConfig, asked: int, affordable: int) -> int:
-    """The context that the model can take and any pool could hold, or the part of it that was asked for."""
+    """The context length: as asked for, or what the model takes and a pool of all memory could hold."""
     if asked > config.max_position:
         raise ModelRefusedError(
             f"max_model_len is {asked}; this model takes at most {config.max_position}: its max_position_embeddings"
@@ -159,6 +159,6 @@ def _longest(config: ModelConfig, asked: int, affordable: int) -> int:
 
 
 def _affordable_tokens(config: ModelConfig, options: EngineOptions, device: torch.device) -> int:
-    """More than the KV cache will ever hold: all memory there is, at a byte a value."""
+    """An upper bound of the tokens that the KV cache can hold: all memory, at a byte a value."""
     memory = options.kv_cache_bytes or default_budget_bytes(device, 1.0)
     return memory // config.kv_bytes_per_token(1)

@@ -1,7 +1,7 @@
-"""Which text a stream of tokens has become so far, and where a stop string ends it. Pure; no torch.
+"""Incremental detokenizer: the text of a stream of tokens, and the stop string that ends it. Pure; no torch.
 
-Two rules. Text leaves only when no later token can change it: a character is never cut, so U+FFFD never stands for
-half of one. And a stop string is found wherever it lies, across tokens and steps, with not one character of it sent.
+Two rules. Text is sent only when no later token can change it: a character is never cut, so U+FFFD never stands for
+half of one. And a stop string is found across tokens and steps, and no character of it is sent.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Final
 from tokenizers import Tokenizer
 
 _REPLACEMENT: Final = "\ufffd"  # what the decoder writes for bytes that are no character, or not yet one
-MOST_UNDECIDED: Final = 32  # tokens that wait for a character to be complete: then what cannot change is sent
+MOST_UNDECIDED: Final = 32  # tokens held back for an incomplete character: then the text that cannot change is sent
 _LONGEST_CHARACTER: Final = 4  # tokens, when each is a byte
 _CONTEXT: Final = 6  # tokens of the prompt that decide how the first new token is written, such as its leading space
 
@@ -56,7 +56,7 @@ class Detokenizer:
         return self._send(self._decode(self._prefix), len(self._ids))
 
     def _send_decided(self, text: str) -> str:
-        """What no later token can change, of a window that is too long to wait: bytes that are no character."""
+        """Send the text that no later token can change, of a window too long to hold back: bytes of no character."""
         if text == self._sent:  # tokens that are no text, such as special ones
             del self._ids[self._read :]
             return ""
@@ -91,9 +91,9 @@ class Released:
 
 
 class StopStrings:
-    """Finds the stop string that completes first; the text before it is released, nothing of it or after it.
+    """Finds the stop string that completes first, and releases only the text before it.
 
-    Held back is only the longest end of the text that could still become a stop string, so ordinary text is never late.
+    Only the longest end of the text that could still become a stop string is held back: ordinary text is never late.
     The result does not depend on how the text was cut into pieces. Of several that complete at once the longest wins.
     """
 

@@ -1,10 +1,10 @@
-"""The engine: schedule, execute, update. Knows no thread and no event loop, and of time only a stopwatch.
+"""The engine: schedule, execute, update. It uses no thread and no event loop, and of time only a stopwatch.
 
 This plain loop is the specification of the overlapped one (overlap.py): both give the same outputs.
 
-Where the memory does not last for a step, the requests in it end, the log says so, and the engine goes on: whoever took
-the memory may be gone by the next. After `MOST_SHORTAGES` steps in a row it ends, for a new process to begin with all
-of it.
+When a step runs out of memory, its requests end, the log says so, and the engine goes on: the memory may be free again
+in the next step. With more than `MOST_SHORTAGES` such steps in a row the engine fails, for a new process to begin with
+all of the memory.
 """
 
 import time
@@ -48,7 +48,7 @@ Execute = Callable[[SchedulerOutput], StepResult]
 
 
 class Grammars(Protocol):
-    """What the engine needs of the grammars; matchers.py has them."""
+    """The methods of grammars that the engine calls; matchers.py implements them."""
 
     mask_seconds: float
     wake: Callable[[], None] | None
@@ -61,7 +61,7 @@ class Grammars(Protocol):
 
 
 class Sleeper(Protocol):
-    """What the engine needs of its sleep; sleep.py has it."""
+    """The methods of sleep that the engine calls; sleep.py implements them."""
 
     level: int
 
@@ -70,7 +70,7 @@ class Sleeper(Protocol):
 
 
 class Engine:
-    """A scheduler and an executor of its plans, stepped by their owner."""
+    """A scheduler and an executor of its plans, stepped by the step loop."""
 
     def __init__(
         self,
@@ -84,19 +84,19 @@ class Engine:
         publish: Callable[[Sequence[KvEvent]], None] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """execute: blocks until the step is computed. publish: told what happened to the prefixes, after each step."""
+        """execute: blocks until the step is computed. publish: called with the KV events after each step."""
         self._scheduler = scheduler
         self._execute = execute
         self._facts = facts
         self._grammars = grammars
         self._adapters = adapters
         self._sleeper = sleeper
-        self._bedtime: Sleep | None = None  # asked, with only last words left to tell
+        self._bedtime: Sleep | None = None  # a Sleep that waits for the last final outputs
         self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
-        self._shortages = 0  # steps without memory since one that had enough
-        self._batch: Batch | None = None  # the last that was computed
+        self._shortages = 0  # steps in a row that ran out of memory
+        self._batch: Batch | None = None  # the last batch that was computed
 
     @property
     def facts(self) -> EngineFacts:
@@ -105,7 +105,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or tell anything. Waiting for an adapter's file or for a grammar is no work."""
+        """Whether a step would compute or report anything. Waiting for an adapter's file or a grammar is no work."""
         if self._replies or self._bedtime:
             return True
         if any(part is not None and part.has_news for part in (self._adapters, self._grammars)):
@@ -113,18 +113,18 @@ class Engine:
         return self._scheduler.has_work and not self._scheduler.is_stalled
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """The callback with which the engine's own threads wake the step loop."""
+        """Set the callback with which the engine's own threads wake the step loop."""
         for part in (self._adapters, self._grammars):
             if part is not None:
                 part.wake = wake
 
     def add(self, request: Request, now: float) -> None:
-        """Put a request into the queue. Whoever sends them sends none while the engine sleeps."""
+        """Put a request into the queue. The client sends none while the engine sleeps."""
         assert self._bedtime is None
         assert self._sleeper is None or not self._sleeper.level
         compiled = self._grammars is None or self._grammars.start(request)
         self._scheduler.add(request, now)
-        if not compiled:  # a step with it would wait for its masks, and everybody with it
+        if not compiled:  # a step with it, and all requests in that step, would wait for its masks
             self._scheduler.pause(request.id, on=True, now=now)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
@@ -132,7 +132,7 @@ class Engine:
         self._scheduler.abort(request_id, reason, now, index)
 
     def control(self, message: Message, now: float) -> None:
-        """Begin what is asked; the reply comes with the report of a step."""
+        """Begin what a control message asks for; the reply comes with the report of a step."""
         match message:
             case LoadAdapter() | UnloadAdapter() if self._adapters is not None:
                 self._adapters.control(message, now)
@@ -153,7 +153,7 @@ class Engine:
                 raise AssertionError(f"{type(message).__name__} is not a control message")
 
     def step(self, now: float) -> StepReport:
-        """One step for everybody who runs. `now`: when it begins."""
+        """Run one step of all running requests. `now`: when it begins."""
         began = self._stopwatch()
         self._let_in(now)
         plan = self._scheduler.schedule(now)
@@ -171,11 +171,11 @@ class Engine:
         self._scheduler.check(most_blocks=BLOCKS_CHECKED_WHEN_IDLE)
 
     def stats(self, now: float) -> EngineStats:
-        """The numbers as they are."""
+        """The current statistics."""
         return self._scheduler.stats(now)
 
     def _let_in(self, now: float) -> None:
-        """Plan those whose grammars have been compiled."""
+        """Resume the requests whose grammars have been compiled."""
         if self._grammars is not None:
             for request_id in self._grammars.take_compiled():
                 self._scheduler.pause(request_id, on=False, now=now)
@@ -208,7 +208,7 @@ class Engine:
         self._replies.append(Reply(call=message.call))
 
     def _wake(self) -> str:
-        """Be as before, with nothing in the cache; why that failed, if it did: then it sleeps on."""
+        """Wake up, with an empty KV cache; why that failed, if it did: then the engine sleeps on."""
         if self._sleeper is None or not self._sleeper.level:
             return ""
         try:
@@ -222,7 +222,7 @@ class Engine:
     def _update(
         self, plan: SchedulerOutput, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
     ) -> list[Output]:
-        """What a plan brought, so many seconds after `now`. `in_flight`: whether another one is being executed."""
+        """Apply the result of a plan, so many seconds after `now`. `in_flight`: whether another is being executed."""
         self._shortages = 0
         if plan.rows:
             self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
@@ -230,7 +230,7 @@ class Engine:
         return self._follow(outputs, now + seconds, in_flight=in_flight)
 
     def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
-        """The final outputs of the requests whose step ran out of memory. Nothing is being executed."""
+        """End the requests whose step ran out of memory; their final outputs. No plan is being executed."""
         self._shortages += 1
         if self._shortages > MOST_SHORTAGES:
             raise error
@@ -239,7 +239,7 @@ class Engine:
         return self._follow(outputs, now, in_flight=False)
 
     def _follow(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
-        """After a step: grammars advance, adapters come and go, events are told. The outputs that are left."""
+        """After a step: advance grammars, load and drop adapters, publish KV events; the outputs to report."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
         if self._adapters is not None:
@@ -251,7 +251,7 @@ class Engine:
         return outputs
 
     def _followed(self, output: Output, grammars: Grammars, now: float) -> Output:
-        """Advance the grammar of an answer; one that can no longer be followed ends here, never unbound."""
+        """Advance the grammar of an answer; where that fails, the answer ends: it never goes on unconstrained."""
         error = grammars.accept(output)
         if not error:
             return output

@@ -1,9 +1,9 @@
-"""Which grammars are accepted, and what they are made into. No torch: the API process checks with this at its door.
+"""Compiler of grammars for structured output, with limits of their cost. No torch: the API process checks with it.
 
 A grammar is refused with one sentence: for what it is (not JSON, an unknown keyword), or for what it would cost.
-llguidance has no clock, so the costs are bounded before it sees the text: by size, by nesting, and by counts of what
-makes it slow; what can only be seen while it works is bounded by its own counters. Measured on one core, with 128,000
-tokens, and what would happen without the bound:
+llguidance has no time limit, so the costs are bounded before it sees the text: by size, by nesting, and by counts of
+what makes it slow; costs that show only while it works are bounded by its own counters. Measured on one core, with
+128,000 tokens, and what would happen without the bound:
 
 | what grows                                           | at the bound              | beyond                           |
 |------------------------------------------------------|---------------------------|----------------------------------|
@@ -41,7 +41,7 @@ _LEXER: Final[dict[str, Any]] = {
 _GENERATED: Final = LLParserLimits(max_items_in_row=8_000, **_LEXER)
 # Where rules may be empty, the time for a row grows with the cube of its length; see above.
 _WRITTEN: Final = LLParserLimits(max_items_in_row=1_000, step_max_items=20_000, max_grammar_size=1_200, **_LEXER)
-_OF_LARK: Final = re.compile(r"\s*(%llguidance\b|start\s*:)")  # a line that GBNF has not
+_OF_LARK: Final = re.compile(r"\s*(%llguidance\b|start\s*:)")  # a line that is not in GBNF
 _SCHEMA_INSIDE: Final = re.compile(r"%json\b\s*")
 
 
@@ -51,7 +51,7 @@ class GrammarRefusedError(ValueError):
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What a grammar may cost."""
+    """Limits of the size of a grammar."""
 
     text_bytes: int = 64 * 1024
     depth: int = 64  # of nested JSON in a schema; llguidance itself stops at 128
@@ -62,7 +62,7 @@ class GrammarLimits:
 
 
 class GrammarCompiler:
-    """Grammars over one model's vocabulary. Calls take milliseconds, rarely 0.5 s; threads may call it at once."""
+    """Compiles grammars over one model's vocabulary. Calls take milliseconds, rarely 0.5 s; thread-safe."""
 
     def __init__(
         self, tokenizer_json: str, *, eos_token_ids: tuple[int, ...], limits: GrammarLimits | None = None
@@ -86,7 +86,7 @@ class GrammarCompiler:
             raise GrammarRefusedError(sentence)
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher of its own at the start of the grammar. Raises GrammarRefusedError."""
+        """A new matcher at the start of the grammar. Raises GrammarRefusedError."""
         return self._compiled(grammar).deep_copy()
 
     def _judge(self, grammar: Grammar) -> str:
@@ -107,7 +107,7 @@ class GrammarCompiler:
         return matcher
 
     def _source(self, grammar: Grammar) -> str:
-        """The grammar in llguidance's own form, after everything that is cheap to see was looked at."""
+        """The grammar in llguidance's own form, after the limits that are cheap to check."""
         kind, text = grammar.kind, grammar.text
         if kind not in KINDS:
             raise GrammarRefusedError(f"{kind!r} is no kind of grammar: {', '.join(KINDS)} are known")
@@ -132,10 +132,10 @@ class GrammarCompiler:
         return LLMatcher.grammar_from_lark(self._written(text))
 
     def _written(self, text: str) -> str:
-        """A grammar in Lark's form, or in GBNF, which other servers take, as Lark."""
+        """The Lark form of a grammar in Lark or in GBNF, which other servers accept."""
         if any(_OF_LARK.match(line) for line in text.splitlines()):
             own, schemas = _without_schemas(text)
-            self._count_rules(own, ":")  # one in a string counts too, because only a parser could tell
+            self._count_rules(own, ":")  # a colon in a string counts too, because only a parser could tell
             for schema in schemas:
                 self._look_through("lark", schema)
             return text
@@ -230,7 +230,7 @@ def _without_schemas(lark: str) -> tuple[str, list[Any]]:
 
 
 def _common_multiple(multiples: Sequence[Any]) -> int:
-    """The least one, in units of the last decimal that any has: 0.25 and 5 → 500. What is no number is not our part."""
+    """The least one, in units of the last decimal that any has: 0.25 and 5 → 500. Non-numbers are skipped."""
     numbers = [Decimal(str(m)) for m in multiples if type(m) in {int, float} and 0 < m < math.inf]
     unit = min((int(number.normalize().as_tuple().exponent) for number in numbers), default=0)
     return math.lcm(*(int(number.scaleb(-min(unit, 0))) for number in numbers))
@@ -239,7 +239,7 @@ def _common_multiple(multiples: Sequence[Any]) -> int:
 def _schema_source(text: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
-    except ValueError as error:  # numbers that only Python calls JSON
+    except ValueError as error:  # numbers that only Python accepts as JSON
         raise GrammarRefusedError(f"the json_schema is not JSON: {_one_line(str(error))}") from None
 
 
@@ -258,7 +258,7 @@ def _children(node: object) -> list[Any]:
 
 
 def _one_line(message: str) -> str:
-    """The lines of llguidance's that say something; the others draw an arrow under the text of the client."""
+    """The lines of an llguidance message that state the error; the others point into the text of the client."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
     line = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error:"))])
     return line if len(line) <= 200 else f"{line[:199]}…"

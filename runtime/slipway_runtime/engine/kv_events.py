@@ -1,4 +1,4 @@
-"""Tells routers which prefixes this replica holds, over ZeroMQ in the format of vLLM's KV events.
+"""Publisher of KV events, which tell routers the prefixes of this replica, over ZeroMQ in vLLM's format.
 
 A message has three parts: the topic (empty), a sequence number (8 bytes, big-endian), and a batch in msgpack: an array
 [time, events, data-parallel rank], each event an array that begins with its name. Field order and names are those of
@@ -50,7 +50,7 @@ class Cleared(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, 
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one step did to the prefixes."""
+    """The KV events of one step."""
 
     ts: float  # seconds since the epoch
     events: tuple[Stored | Removed | Cleared, ...]
@@ -61,7 +61,7 @@ class KvEventPublisher:
     """Sends batches from a thread of its own: a slow subscriber loses messages and may ask for them again."""
 
     def __init__(self, endpoint: str) -> None:
-        """endpoint: tcp://host:port, `*` for all interfaces; port + 1 answers replays. OSError: it is taken."""
+        """endpoint: tcp://host:port, `*` for all interfaces; port + 1 answers replays. OSError: a port is taken."""
         addresses = (endpoint, replay_endpoint(endpoint))
         self._adapters: dict[str, int] = {}
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
@@ -79,11 +79,11 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Send what one step did. Never blocks."""
+        """Send the KV events of one step. Never blocks."""
         self._batches.put(Batch(ts=time.time(), events=tuple(map(self._event, events))))
 
     def close(self) -> None:
-        """Send what is left, and end."""
+        """Send the batches that are left, and end the thread."""
         self._batches.put(None)
         self._thread.join()
         self._context.destroy(linger=0)
@@ -113,7 +113,7 @@ class KvEventPublisher:
         while True:
             self._answer_replays(kept)
             try:
-                batch = self._batches.get(timeout=0.1)  # replays are rare: they may wait so long
+                batch = self._batches.get(timeout=0.1)  # replays are rare, and may wait so long
             except queue.Empty:
                 continue
             if batch is None:
@@ -126,7 +126,7 @@ class KvEventPublisher:
         while self._replay.poll(0):
             frames = self._replay.recv_multipart()
             if len(frames) != 3:
-                continue  # somebody who does not speak this
+                continue  # not a request for a replay
             client, _, first = frames
             for number, batch in kept:
                 if number >= first:
@@ -135,7 +135,7 @@ class KvEventPublisher:
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where batches can be asked for again: the next port."""
+    """The endpoint at which batches can be asked for again: the next port."""
     found = re.fullmatch(r"(tcp://.+:)(\d+)", endpoint)
     if found is None:
         raise ValueError(f"the endpoint of KV events is {endpoint!r}; it must look like tcp://*:5557")

@@ -1,10 +1,10 @@
-"""The API side of an engine in a process of its own: starts it, hears how loading goes, talks to it, sees it die.
+"""Launcher of the engine process, on the API side: starts it, follows its loading, talks to it, notices its end.
 
     engine = await EngineProcess.launch(path, options, run_directory=…, on_news=…)   # seconds to minutes
     client = EngineClient(engine)
 
-Two ZeroMQ sockets in a directory that only this user can open; msgpack in both directions; one message a step. Whoever
-pulls binds and whoever pushes connects: a pushing socket that binds takes nothing before its peer is there.
+Two ZeroMQ sockets in a directory that only this user can open; msgpack in both directions; one message a step. The
+PULL side binds and the PUSH side connects: a PUSH socket that binds takes no message before its peer is there.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ import zmq
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import EngineFailed, Loaded, Loading, Message, News, StepReport, WarmingUp
 
-BOOT_FLAG: Final = "--boot"  # of the engine process: import everything first, and say so on this file descriptor
-LAST_WORD_SECONDS: Final = 0.3  # for what an engine said before its end to come through
+BOOT_FLAG: Final = "--boot"  # of the engine process: import everything first, then write to this file descriptor
+LAST_WORD_SECONDS: Final = 0.3  # for the last message of an engine that ended to arrive
 _LONGEST_RUN_DIRECTORY: Final = 80  # Linux allows 107 bytes for the path of a socket
 
 
@@ -72,14 +72,14 @@ class BootedEngine:
                 pass_fds=(writing,),
             )
         finally:
-            os.close(writing)  # ours: what is left is the child's, so its end is heard too
+            os.close(writing)  # our copy: only the child's is left, so its end is noticed too
         loop.add_reader(reading, hear)
         return cls(process, booted)
 
     async def wait(self) -> bool:
         """Return once everything is imported; False where the process ended instead."""
         await self._booted
-        with contextlib.suppress(TimeoutError):  # closed by its end, or written by a process that goes on
+        with contextlib.suppress(TimeoutError):  # the pipe was closed by the end of the process, or written to
             async with asyncio.timeout(LAST_WORD_SECONDS):
                 await self.process.wait()
         return self.process.returncode is None
@@ -154,7 +154,7 @@ class EngineProcess:
             self._pipe.requests.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def stop(self) -> None:
-        """End the process at once: it holds nothing that anybody would miss."""
+        """Kill the process at once: it holds no state that must be saved."""
         if self._watcher is not None:
             self._watcher.cancel()
         self._pipe.close()
@@ -162,7 +162,7 @@ class EngineProcess:
 
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         code = await self._process.wait()
-        await asyncio.sleep(LAST_WORD_SECONDS)  # a last word cancels this task
+        await asyncio.sleep(LAST_WORD_SECONDS)  # a last message cancels this task
         self._die(how_it_ended("the engine process", code), on_death)
 
     def _die(self, error: str, on_death: Callable[[str], None]) -> None:
@@ -179,7 +179,7 @@ class _Pipe:
         self.directory = _private_directory(run_directory)
         self._context = zmq.Context()
         self.requests = self._context.socket(zmq.PUSH)
-        self.requests.set_hwm(0)  # never blocks, never drops: what waits is bounded by the requests that are in
+        self.requests.set_hwm(0)  # never blocks, never drops: the messages are bounded by admitted requests
         self.requests.connect(f"ipc://{self.directory}/requests")
         self._news = self._context.socket(zmq.PULL)
         self._news.set_hwm(0)
@@ -201,7 +201,7 @@ class _Pipe:
         return bool(self._context.closed)
 
     def close(self) -> None:
-        """Nothing more is heard or said. Idempotent."""
+        """Close both sockets and remove their directory. Idempotent."""
         if self.closed:
             return
         if self._listener is not None:
@@ -211,7 +211,7 @@ class _Pipe:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _drain(self) -> None:
-        # The descriptor tells of a change once, so all there is must be read now.
+        # The descriptor is edge-triggered, so all messages must be read now.
         while (
             self._listener is not None
             and not self._context.closed

@@ -17,10 +17,10 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do or tell anything."""
+        """Whether a step would compute or report anything."""
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """The callback with which the engine's own threads wake the step loop."""
+        """Set the callback with which the engine's own threads wake the step loop."""
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue."""
@@ -29,16 +29,16 @@ class Engine(Protocol):
         """End a request, or one of its answers, wherever it is; its blocks are free before the next step computes."""
 
     def control(self, message: Message, now: float) -> None:
-        """Begin what is asked; the reply comes with the report of a step."""
+        """Begin what a control message asks for; the reply comes with the report of a step."""
 
     def step(self, now: float) -> StepReport:
-        """Schedule, compute, update."""
+        """Run one step: schedule, compute, update."""
 
     def idle(self) -> None:
         """Called once whenever the work runs out."""
 
     def stats(self, now: float) -> EngineStats:
-        """The numbers as they are now."""
+        """The current statistics."""
 
 
 class StepLoop:
@@ -66,7 +66,7 @@ class StepLoop:
                 self._engine.idle()
 
     def _take_messages(self) -> bool:
-        """Pass on what came in, waiting for it when there is nothing to do; False when it is time to stop."""
+        """Pass messages to the engine, waiting for one when there is no work; False after `stop`."""
         while True:
             try:
                 message = self._inbox.get(block=not self._engine.has_work)
@@ -89,10 +89,10 @@ class StepLoop:
 
 @dataclass(frozen=True)
 class _Stop:
-    """End the loop."""
+    """Message: end the loop."""
 
     error: Exception | None
 
 
 class _Wake:
-    """Look whether there is work."""
+    """Message: look whether there is work."""

@@ -1,16 +1,16 @@
-"""Where each answer stands in its grammar, and which tokens it may sample next. No torch: the engine process asks.
+"""Grammar matchers: the state of each answer in its grammar, and the masks of its next tokens. No torch.
 
-    grammars.start(request)                             # when it comes in: compiles beside the steps
-    grammars.take_compiled()                            # whose grammars are there since: until then nobody plans them
+    grammars.start(request)                             # when it arrives: compiles beside the steps
+    grammars.take_compiled()                            # requests whose grammars are compiled: not planned before
     result = runner.execute(plan, grammars.masks(plan))   # of every plan; made while the model computes
     for output in update(result): grammars.accept(output)
 
-It fails closed. A matcher that breaks, for whatever reason, allows nothing but an end, and `accept` answers with the
-sentence the request must end with; no answer goes on unbound.
+It fails closed. A matcher that breaks, for whatever reason, allows only end-of-sequence tokens, and `accept` returns
+the error that the answer must end with; no answer goes on unconstrained.
 
-A matcher advances by what `accept` is told was emitted and by nothing else. Drafts are tried and rolled back; a
+A matcher advances by the tokens that `accept` is given and by nothing else. Draft tokens are tried and rolled back; a
 preemption does not touch it; output that came with the request is replayed. After the last token that the grammar
-allows only end-of-sequence tokens come.
+allows, only end-of-sequence tokens come.
 """
 
 import queue
@@ -29,48 +29,48 @@ from llguidance.numpy import fill_next_token_bitmask
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
 from slipway_runtime.messages import Output, Request, SchedulerOutput, TokenMasks
 
-SOON_SECONDS: Final = 0.002  # most grammars compile within; for a slow one no step waits
+SOON_SECONDS: Final = 0.002  # most grammars compile within this time; no step waits for a slower one
 Key = tuple[str, int]  # a request's id, and which of its answers
 Words = npt.NDArray[np.uint32]
 _NOBODY: Key = ("", 0)
 
 
 class Grammars:
-    """One matcher per answer that a grammar binds. Not thread-safe: its owner calls one method at a time."""
+    """One matcher per answer with a grammar. Not thread-safe: its owner calls one method at a time."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        # llguidance lets go of the GIL. Two threads: the masks of a step do not wait for somebody's new grammar.
+        # llguidance releases the GIL. Two threads: the masks of a step do not wait for a new grammar to compile.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.mask_seconds = 0.0  # spent on masks so far
-        self.wake: Callable[[], None] | None = None  # called by a thread of its own when `has_news` turns true
+        self.wake: Callable[[], None] | None = None  # called on another thread when `has_news` turns true
         self._compiled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._aside = 0  # requests that `take_compiled` has not named yet
         self._answers: dict[Key, _Answer] = {}
-        self._rows: dict[int, Key] = {}  # who has which row of the worker
+        self._rows: dict[int, Key] = {}  # row of the worker -> its answer
         self._ends = np.zeros(compiler.words, dtype=np.uint32)
         for token in compiler.eos_token_ids:
             self._ends[token // 32] |= np.uint32(1 << (token % 32))
 
     @classmethod
     def beside(cls, folder: Path, eos_token_ids: tuple[int, ...]) -> "Grammars | None":
-        """Over the vocabulary of the `tokenizer.json` in a folder; None where there is none."""
+        """Grammars over the vocabulary of the `tokenizer.json` in a folder; None where that file is missing."""
         path = folder / "tokenizer.json"
         return cls(GrammarCompiler(path.read_text("utf-8"), eos_token_ids=eos_token_ids)) if path.is_file() else None
 
     @property
     def num_tokens(self) -> int:
-        """Of the tokenizer; a model's vocabulary may be padded beyond."""
+        """Number of tokens of the tokenizer; a model's vocabulary may be padded beyond."""
         return self._compiler.vocabulary.vocab_size
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def start(self, request: Request) -> bool:
-        """Begin to compile a request's grammar; whether it is there, or else `take_compiled` will name the request.
+        """Begin to compile a request's grammar. True: it is compiled; False: `take_compiled` will name the request.
 
-        Masks wait for it, so who plans the request before makes everybody wait. Where nobody can be woken, this waits.
+        Masks wait for the grammar: a request that is planned before delays its whole step. Without `wake`, this waits.
         Requests without a grammar need no call.
         """
         if request.grammar is None:
@@ -80,7 +80,7 @@ class Grammars:
             self._answers[request.id, index] = _Answer(
                 compiling, request.output_token_ids, self._compiler.eos_token_ids
             )
-        soon = 0.0 if self._aside else SOON_SECONDS  # behind a slow one nothing is soon
+        soon = 0.0 if self._aside else SOON_SECONDS  # behind a slow grammar none compiles soon
         wait((compiling,), timeout=None if self.wake is None else soon)
         if compiling.done():
             return True
@@ -95,20 +95,20 @@ class Grammars:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_compiled` has something to tell."""
+        """Whether `take_compiled` would name a request."""
         return not self._compiled.empty()
 
     def take_compiled(self) -> list[str]:
-        """The requests whose grammars are there now, for good or with an error, since this was last asked."""
+        """The requests whose grammars have been compiled, or failed to compile, since the last call."""
         compiled = [self._compiled.get() for _ in range(self._compiled.qsize())]
         self._aside -= len(compiled)
         return compiled
 
     def masks(self, plan: SchedulerOutput) -> Callable[[], TokenMasks | None]:
-        """Begin to make the masks of a plan's samples; what comes back waits for them. No `accept` before that.
+        """Begin to make the masks of a plan's samples; the returned function waits for them. No `accept` before that.
 
-        Every plan must be given: they say who has which row. Draws after a draft that the grammar refuses get no
-        mask: they can never be kept.
+        Every plan must be given: its new rows say which answer has which row. Samples after a draft token that the
+        grammar refuses get no mask: they are never accepted.
         """
         for new in plan.new_rows:
             self._rows[new.row] = new.request_id, new.index
@@ -123,7 +123,7 @@ class Grammars:
         return self._masking.submit(self._make, sampled).result if sampled else _no_masks
 
     def accept(self, output: Output) -> str:
-        """Follow what was emitted; every Output may be given. Empty, or why the answer must end with an error."""
+        """Advance by the tokens of an output, of any request. Empty, or why the answer must end with an error."""
         key = output.request_id, output.index
         answer = self._answers.get(key)
         if answer is None:
@@ -177,7 +177,7 @@ def _no_masks() -> None:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer: its grammar compiles at first; then a matcher stands after the tokens that were emitted."""
+    """The grammar of one answer: compiling at first, then a matcher advanced by the emitted tokens."""
 
     compiling: "Future[LLMatcher]"
     replay: tuple[int, ...]
@@ -186,7 +186,7 @@ class _Answer:
     error: str = ""
 
     def ready(self) -> LLMatcher | None:
-        """The matcher, waited for; None when it is broken, and `error` says how."""
+        """Wait for the matcher; None when it is broken: `error` says how."""
         if self.matcher is None and not self.error:
             try:
                 self.matcher = self.compiling.result().deep_copy()
@@ -201,11 +201,11 @@ class _Answer:
         return None if self.error else self.matcher
 
     def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Follow tokens; one that the grammar does not allow is an error."""
+        """Advance the matcher by tokens; one that the grammar does not allow is an error."""
         for token in token_ids:
             if (matcher := self.ready()) is None:
                 return
             if matcher.is_stopped() and token in self.eos_token_ids:
-                continue  # the end was said already: min_tokens or ignore_eos want more tokens than the grammar has
+                continue  # the grammar is complete: min_tokens or ignore_eos ask for more tokens than it has
             if not matcher.consume_token(token):
                 self.error = "a token was sampled that the grammar does not allow"

@@ -1,4 +1,4 @@
-"""What an engine is asked to be: one frozen value, the same in a thread and in a process of its own. No torch.
+"""Options of an engine: one frozen value, the same in a thread and in a process of its own. No torch.
 
 Zero and the empty string mean that the model or the machine decides.
 """
@@ -9,11 +9,11 @@ import msgspec
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one engine; the names are those of the command line."""
 
-    model_digest: str = ""  # of all weights, where somebody pinned it: the prefixes are kept apart by it too
+    model_digest: str = ""  # of all weights, where it is pinned: part of the key of every prefix
     dtype: str = "auto"  # auto, bf16, fp16, fp32
     quantization: str = "none"  # of the weights, at load: none, int8, fp8
     kv_cache_dtype: str = "auto"  # auto (that of the weights), fp8, int8
-    deterministic: bool = False  # arithmetic that no batch mate can change
+    deterministic: bool = False  # results that do not depend on the other requests of a batch
     device: str = "auto"
     tensor_parallel_size: int = 1  # ranks that share the model: this process, and those that it starts
     threads: int = 0  # of torch, all ranks together
@@ -35,4 +35,4 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool | None = None  # plan a step while the one before it runs; None: the device decides
     tenant_weights: dict[str, float] = {}
     prefix_caching: bool = True
-    kv_events_endpoint: str = ""  # tcp://…: tell which prefixes come and go; empty: off
+    kv_events_endpoint: str = ""  # tcp://…: publish KV events there; empty: off

@@ -32,7 +32,7 @@ class Worker:
         return self.call(self._execute, plan)
 
     def call(self, execute: Execute, plan: SchedulerOutput) -> "Future[StepResult]":
-        """The same, executed in another way: the warm-up must run on the thread that later steps run on."""
+        """Execute a plan with another function: the warm-up must run on the thread that later steps run on."""
         result: Future[StepResult] = Future()
         self._calls.put((execute, plan, result))
         return result
@@ -42,7 +42,7 @@ class Worker:
             execute, plan, result = self._calls.get()
             try:
                 result.set_result(execute(plan))
-            except BaseException as error:  # noqa: BLE001  whoever waits for the result must hear of it
+            except BaseException as error:  # noqa: BLE001  the thread that waits for the result must get it
                 result.set_exception(error)
 
 
@@ -55,7 +55,7 @@ class OverlappedEngine(Engine):
         self._in_flight: tuple[SchedulerOutput, Future[StepResult]] | None = None
 
     def step(self, now: float) -> StepReport:
-        """Plan the step after the one that is executed, then report the latter."""
+        """Plan the step after the one that is being executed, then update and report the latter."""
         began = self._stopwatch()
         self._let_in(now)
         if self._in_flight is None:
@@ -76,7 +76,7 @@ class OverlappedEngine(Engine):
         return plan, self._submit(plan)
 
     def _give_up_both(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
-        """What follows builds on what failed, so whatever becomes of it is given up too."""
+        """Give up the plan that failed, and the one after it, which builds on its results."""
         following, self._in_flight = self._in_flight, None
         failure = following[1].exception() if following is not None else None
         if failure is not None and not isinstance(failure, StepOutOfMemoryError):

@@ -36,9 +36,9 @@ from slipway_runtime.worker.profile import NAMES, check_remainder, widest_step_b
 
 
 def use_threads(options: EngineOptions) -> None:
-    """Of torch and of our own kernels, in this process: its part of them."""
+    """Set the threads of torch and of our own kernels to this rank's part of the total."""
     threads = max(1, (options.threads or torch.get_num_threads()) // options.tensor_parallel_size)
-    # torch's elementwise kernels cut their work where threads meet, and compute the odd ends in another way.
+    # torch's elementwise kernels split their work between threads, and compute the ends of a part in another way.
     torch.set_num_threads(1 if options.deterministic else threads)
     set_threads(threads)
 
@@ -46,7 +46,7 @@ def use_threads(options: EngineOptions) -> None:
 def load_weights(
     plan: EnginePlan, kernels: Kernels, on_news: Callable[[Loading], object] = lambda _: None, share: Share = WHOLE
 ) -> Decoder:
-    """The decoder, or this rank's share of it, read from disk; `on_news` hears how far that is."""
+    """Load the decoder, or this rank's share of it, from disk; `on_news` gets the progress."""
     told = 0
 
     def tell(done: int, total: int) -> None:
@@ -75,7 +75,7 @@ def load_weights(
 def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize:
     """How many blocks of KV there are: as asked for, or what the weights and the widest step leave.
 
-    With several ranks, as far as this one can see; each has every block, and in it the heads that it computes.
+    With several ranks, by the memory of this one; each has every block, and in it the heads that it computes.
     """
     ranks = plan.options.tensor_parallel_size
     asked = plan.options.kv_cache_bytes // ranks
@@ -102,19 +102,19 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         check_remainder(asked, activations, free_bytes(plan.device))
     left = default_budget_bytes(plan.device, plan.options.gpu_memory_utilization, activations)
     if plan.device.type == "cpu":
-        left //= ranks  # who have one memory; the last that has loaded sees what all the others hold
+        left //= ranks  # which share one memory; the last rank to load sees what all the others hold
     return size_cache(
         plan.own,
         dtype=plan.kv_dtype,
         block_size=plan.options.block_size,
         budget_bytes=asked or left,
-        # Memory nobody asked for is taken only as far as all rows at full length could use it.
+        # Without kv_cache_bytes, memory is taken only as far as all rows at full length could use it.
         useful_tokens=None if asked or plan.device.type != "cpu" else plan.max_num_seqs * plan.max_model_len,
     )
 
 
 def make_tier(plan: EnginePlan, size: CacheSize) -> tuple[HostTier, HostArena] | None:
-    """Host memory for cold blocks, who decides and who copies; None: it is off. Raises DoesNotFitError."""
+    """The host tier, which decides, and the arena, which copies; None: offloading is off. Raises DoesNotFitError."""
     asked = plan.options.kv_cache_host_bytes // plan.options.tensor_parallel_size
     block_bytes = size.bytes_per_token * size.block_size
     if not asked:

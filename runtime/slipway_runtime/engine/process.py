@@ -1,4 +1,4 @@
-"""The engine process: builds an engine, tells how that goes, and steps until its parent is gone.
+"""The engine process: builds an engine, reports its loading, and steps until its parent ends.
 
     python -m slipway_runtime.engine.process < EngineStart
 
@@ -27,8 +27,8 @@ from slipway_runtime.messages import EngineFailed, Loaded, Message, News
 
 
 def main() -> int:
-    """Be an engine; the exit code."""
-    # Signals are for the parent: it drains, and its end is ours.
+    """Run the engine process; the exit code."""
+    # Signals are handled by the parent: it drains, and this process ends with it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if BOOT_FLAG in sys.argv:
@@ -49,9 +49,9 @@ def main() -> int:
             writer.join()
 
         def die(last_word: EngineFailed) -> None:
-            # On another thread: this one may wait in a sum for a rank that is gone.
+            # Called on another thread: the main thread may wait in a sum for a rank that has ended.
             say(last_word)
-            context.term()  # returns when it has left
+            context.term()  # returns when the message has been sent
             os._exit(1)
 
         say(_serve(start, context, news.put, die))
@@ -65,7 +65,7 @@ def _serve(
     die: Callable[[EngineFailed], None],
 ) -> EngineFailed:
     """Build an engine and step it until it fails; the failure."""
-    # Only here: torch costs seconds, and the parent should hear at once that there is somebody.
+    # Imported only here: torch costs seconds, and the parent should notice at once that the process runs.
     from slipway_runtime.engine.build import build_engine
     from slipway_runtime.engine.ranks import RankDiedError
     from slipway_runtime.models.config import ModelRefusedError
@@ -76,7 +76,7 @@ def _serve(
         )
     except (ModelRefusedError, FileNotFoundError, ValueError, RankDiedError) as refused:
         return EngineFailed(str(refused))
-    except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does: it is told
+    except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does is reported
         return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
     tell(Loaded(engine.facts, engine.stats(time.monotonic())))
     loop = StepLoop(engine, time.monotonic)
@@ -85,7 +85,7 @@ def _serve(
         loop.run(tell)
     except RankDiedError as died:
         return EngineFailed(str(died))
-    except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must hear of it
+    except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must get the error
         return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
     return EngineFailed("the step loop ended without a reason")
 
@@ -100,15 +100,15 @@ def _read(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, loop: StepL
             while True:
                 loop.send(decoder.decode(requests.recv()))
     except zmq.ContextTerminated:
-        pass  # the loop has failed, and we leave
-    except Exception as error:  # noqa: BLE001  an engine that hears nothing is worse than one that ends
+        pass  # the loop has failed, and the process ends
+    except Exception as error:  # noqa: BLE001  an engine that gets no messages is worse than one that ends
         loop.stop(error)
 
 
 def _write(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, news: "queue.SimpleQueue[News | None]") -> None:
     with context.socket(zmq.PUSH) as socket:
         socket.set_hwm(0)
-        socket.linger = 2000  # milliseconds for the last word to leave
+        socket.linger = 2000  # milliseconds to send the last message
         socket.connect(f"ipc://{directory}/news")
         encoder = msgspec.msgpack.Encoder()
         while (message := news.get()) is not None:
@@ -130,7 +130,7 @@ def _boot(done: int) -> None:
 
 
 def _read_start(stream: BinaryIO) -> EngineStart | None:
-    """What to build; None where the parent ended before it had a model."""
+    """Read what to build; None where the parent ended before it had a model."""
     head = stream.read(4)
     if not head:
         return None

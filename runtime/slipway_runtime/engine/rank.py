@@ -37,7 +37,7 @@ _O = TypeVar("_O", RankPool, RankStep)
 
 
 class Leader:
-    """Rank 0, as the others see it. Its end is theirs, whatever they are at."""
+    """The connection to rank 0. When rank 0 ends, so does this process, whatever it is doing."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
         self._connection = connection
@@ -46,7 +46,7 @@ class Leader:
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
 
     def tell(self, news: RankLoaded | RankSized | EngineFailed) -> None:
-        """Send news."""
+        """Send a message to rank 0."""
         self._connection.send_bytes(msgspec.msgpack.encode(news))
 
     def expect(self, kind: type[_O]) -> _O:
@@ -66,27 +66,27 @@ class Leader:
                 self._orders.put(decoder.decode(self._connection.recv_bytes()))
         except (EOFError, ConnectionError):
             os._exit(0)
-        except Exception as error:  # noqa: BLE001  whatever the main thread waits for, nobody will bring it
+        except Exception as error:  # noqa: BLE001  the main thread would wait for orders that never come
             self.tell(EngineFailed(f"a rank cannot read its orders: {error}", traceback.format_exc()))
             os._exit(1)
 
 
 def main() -> int:
-    """Be a rank; the exit code."""
+    """Run the process of a rank; the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # signals are for the server: it drains, and its end is ours
+        signal.signal(number, signal.SIG_IGN)  # the server handles signals: it drains, and this process ends with it
     try:
         leader = Leader(Connection(0))
     except EOFError:
         return 0
-    logs.configure("runtime", "WARNING")  # only what libraries complain of: rank 0 tells the rest
+    logs.configure("runtime", "WARNING")  # only warnings of libraries: rank 0 logs the rest
     try:
         follow(leader)
     except PeerLostError:
         leader.wait_for_the_end()
     except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
         leader.tell(EngineFailed(str(refused)))
-    except Exception as error:  # noqa: BLE001  whatever it was, rank 0 must hear of it
+    except Exception as error:  # noqa: BLE001  whatever it was, rank 0 must get the error
         leader.tell(
             EngineFailed(f"rank {leader.start.rank} failed: {type(error).__name__}: {error}", traceback.format_exc())
         )
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def follow(leader: Leader) -> None:
-    """Load, then compute plans for as long as there are any."""
+    """Load the weights, then compute the plans of rank 0 until this process ends."""
     rank, options = leader.start.rank, leader.start.options
     if options.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(rank)

@@ -1,10 +1,10 @@
-"""The other ranks of an engine whose model is too large for one device: started, told every plan, and seen to die.
+"""Tensor parallel ranks beside rank 0: starts their processes, sends them every plan, notices their end.
 
     rank 0   this engine: schedules, computes its share, samples
-    rank n   a process (rank.py) that computes its share of the same plans, and hears with each the tokens sampled last
+    rank n   a process (rank.py) that computes its share of the same plans, and gets with each the tokens sampled last
 
 A socket pair to each carries msgpack in both directions. The kernel closes it, whatever ended one of them: rank n ends
-when rank 0 does, and rank 0 hears of rank n's end at once. Numbers travel another way: worker/collective.py.
+when rank 0 does, and rank 0 notices rank n's end at once. Tensors travel another way: worker/collective.py.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from slipway_runtime.worker.kv_cache import CacheSize
 from slipway_runtime.worker.runner import Runner
 from slipway_runtime.worker.sampler import Masks
 
-OBITUARY_SECONDS: Final = 5.0  # between a sum that fails and the end of the process that it failed for
+OBITUARY_SECONDS: Final = 5.0  # to wait, after a failed sum, for the end of the rank that caused it
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a new rank reads first."""
+    """The first message to a new rank."""
 
     rank: int
     model_path: str
@@ -47,7 +47,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The weights are there."""
+    """A rank has loaded its weights."""
 
     weight_bytes: int
 
@@ -59,13 +59,13 @@ class RankSized(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankPool(msgspec.Struct, frozen=True, tag=True):
-    """How many blocks all have."""
+    """How many blocks of KV every rank allocates."""
 
     num_blocks: int
 
 
 class RankStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The next plan, and what the one before sampled."""
+    """The next plan, and the tokens that the one before sampled."""
 
     plan: SchedulerOutput
     sampled: tuple[tuple[int, ...], ...]  # parallel to the rows of the plan before
@@ -77,16 +77,16 @@ _N = TypeVar("_N", RankLoaded, RankSized)
 
 
 class RankDiedError(Exception):
-    """The engine cannot go on; the message is a sentence."""
+    """An engine of several ranks cannot go on; the message is a sentence."""
 
 
 class Ranks:
-    """Ranks 1 … N - 1 of an engine. They end with this process, or when nobody holds this any more."""
+    """Ranks 1 … N - 1 of an engine. They end with this process, or when this object is garbage-collected."""
 
     def __init__(
         self, plan: EnginePlan, *, directory: Path | None = None, on_death: Callable[[EngineFailed], object]
     ) -> None:
-        """directory: for the file where they meet. on_death: called on another thread, once for each that ends."""
+        """directory: for the file where they meet. on_death: called on another thread, once for each rank that ends."""
         size = plan.options.tensor_parallel_size
         self._collective = Collective(0, size, plan.device)
         self.share = Share(0, size, self._collective.sum)
@@ -109,20 +109,20 @@ class Ranks:
         weakref.finalize(self, _end, [other.process for other in self._others], self._store.parent)
 
     def loaded(self) -> int:
-        """Wait until all have their weights and can compute together; the bytes of those weights."""
+        """Wait until all ranks have their weights and can compute together; the bytes of the other ranks' weights."""
         news = [other.expect(RankLoaded) for other in self._others]
         with self._or_why_not():
             self._collective.join(self._store)
         return sum(one.weight_bytes for one in news)
 
     def agree(self, size: CacheSize) -> CacheSize:
-        """The pool that all have room for."""
+        """The size of the KV pool that all ranks have room for."""
         agreed = min(size.num_blocks, *(other.expect(RankSized).num_blocks for other in self._others))
         self._tell(RankPool(agreed))
         return replace(size, num_blocks=agreed)
 
     def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
-        """As `runner.execute` does, with everybody at it. Raises RankDiedError."""
+        """Execute a plan on all ranks, as `runner.execute` does on one. Raises RankDiedError."""
         if self._within:
             raise RankDiedError("a step has failed on rank 0, and the other ranks cannot come out of it")
         self._tell(RankStep(plan=plan, sampled=self._sampled))
@@ -140,7 +140,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _or_why_not(self) -> Iterator[None]:
-        """A sum or a message that fails because a rank has ended: say how that one did."""
+        """Where a sum or a message fails because a rank has ended, raise RankDiedError, which says how it ended."""
         try:
             yield
         except (PeerLostError, ConnectionError) as lost:
@@ -152,7 +152,7 @@ class Ranks:
 
 
 class _Other:
-    """One rank, as rank 0 sees it."""
+    """The process of one other rank, and rank 0's connection to it."""
 
     def __init__(self, start: RankStart, on_death: Callable[[EngineFailed], object]) -> None:
         self.connection, theirs = Pipe()
@@ -189,7 +189,7 @@ class _Other:
 
 
 def _end(processes: list["subprocess.Popen[bytes]"], directory: Path) -> None:
-    """They hold nothing that anybody would miss."""
+    """Kill the processes, which hold no state that must be saved, and remove the directory."""
     for process in processes:
         process.kill()
         process.wait()

@@ -1,11 +1,11 @@
-"""Sleep: an engine that nobody asks gives its memory back, and takes it again when it is woken.
+"""Sleep mode: an idle engine frees the memory of its weights and KV cache, and restores it when it is woken.
 
 | level | KV cache | weights                                                     |
 |-------|----------|-------------------------------------------------------------|
 | 1     | freed    | moved to host memory; on a CPU that is where they are       |
 | 2     | freed    | dropped, and read from disk again; adapters as at level 1   |
 
-Cold KV blocks in host memory go with the others.
+KV blocks in host memory are freed with the others.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from slipway_runtime.worker.runner import Runner
 
 
 class Sleeper:
-    """Empties a runner and fills it again; in between it must compute nothing."""
+    """Frees the weights and KV cache of a runner and restores them; in between the runner must compute nothing."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Sleeper:
         self._recorded = False
 
     def sleep(self, level: int) -> None:
-        """Give the memory back. Nothing that was computed is there afterwards."""
+        """Free the memory. All KV is lost."""
         assert not self.level
-        self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # they hold what is given back
+        self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
         self._runner.caches = []
         if self._runner.host is not None:
             self._runner.host.give_back()
@@ -58,7 +58,7 @@ class Sleeper:
         self.level = level
 
     def wake(self) -> None:
-        """Take it again. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
+        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
         runner = self._runner
         if self._host is not None:
             with oom_refused("the weights", self._device):

@@ -1,4 +1,4 @@
-"""How long the steps of an engine take, as its client sees it: from when work was there until the report arrives.
+"""Step times of an engine, as its client measures them: from when the engine has work until the report arrives.
 
 A step that takes longer than any other so far may be a long prompt on a slow machine, or an engine that hangs. So what
 counts as too long follows the longest step of the last minutes, beginning with the widest one of the warm-up.
@@ -30,15 +30,15 @@ class StepTimes:
 
     @property
     def waiting_since(self) -> float:
-        """Since when the present step is waited for, where there is work."""
+        """When the wait for the present step began, where there is work."""
         return max(self.reported_at, self._work_since)
 
     def work_came(self) -> None:
-        """There is work for the engine, and there was none."""
+        """Note that the engine has work, after it had none."""
         self._work_since = self._clock()
 
     def reported(self) -> None:
-        """A step was reported."""
+        """Note that the engine reported a step."""
         now = self._clock()
         if now >= self._window_ends:
             self._earlier, self._recent = self._recent, 0.0

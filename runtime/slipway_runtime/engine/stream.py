@@ -1,6 +1,6 @@
-"""The outputs of one request, for its caller: ends by itself, and aborts the request when it is closed early.
+"""Output stream of one request: it ends after the final outputs, and aborts the request when it is closed early.
 
-Where they are not read, the request is paused; the few outputs that were on their way then still come in.
+While its outputs are not read, the request is paused; the few outputs that were on their way then still come in.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ TOO_SLOW: Final = "the reader of this stream is too slow"
 
 
 class OutputStream(AsyncIterator[Output]):
-    """Yields what each step brought for one request.
+    """Yields the outputs of one request.
 
     Each of the request's `n` answers ends with one Output that has a finish reason; after the last of these the
-    stream ends. Closing it early aborts what still runs.
+    stream ends. Closing it early aborts the answers that still run.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OutputStream(AsyncIterator[Output]):
         return len(self._outputs)
 
     def put(self, output: Output) -> None:
-        """Hand in the next output; called by the client. What comes for an answer that has ended is dropped."""
+        """Queue the next output; called by the client. Outputs of an answer that has ended are dropped."""
         if output.index not in self.open:
             return
         if output.finish_reason is not None:
@@ -58,7 +58,7 @@ class OutputStream(AsyncIterator[Output]):
             self._pause(True)
 
     def give_up(self, reason: FinishReason) -> None:
-        """Nobody has read for too long: drop what waits. Who comes back late hears why."""
+        """End a request that was not read for too long: its outputs are dropped, and a late reader gets an error."""
         if not self.open:
             return
         index = min(self.open)
@@ -76,7 +76,7 @@ class OutputStream(AsyncIterator[Output]):
                 self._pause(False)
 
     def put_end(self, reason: FinishReason, error: str, now: float, index: int | None = None) -> None:
-        """End one answer, or all that are open, from this side."""
+        """End one answer, or all that are open, with a final output made here."""
         for each in sorted(self.open) if index is None else [index]:
             self.put(Output(request_id=self.request_id, index=each, finish_reason=reason, error=error, finished_at=now))
 

@@ -29,7 +29,7 @@ class EngineThread:
         def run() -> None:
             try:
                 self._loop.run(lambda report: _call(loop, on_report, report))
-            except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must hear of it
+            except Exception as error:  # noqa: BLE001  whatever ended the loop, the streams must get the error
                 _call(loop, on_death, f"{type(error).__name__}: {error}")
 
         self._thread = threading.Thread(target=run, name="engine", daemon=True)
@@ -47,5 +47,5 @@ class EngineThread:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[_T], None], value: _T) -> None:
-    with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: no stream is read any more
         loop.call_soon_threadsafe(function, value)

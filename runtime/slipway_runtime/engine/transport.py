@@ -1,4 +1,4 @@
-"""The seam between the API side and the step loop: a thread beside the event loop, or a process of its own."""
+"""Transport protocol between the API side and the step loop, which runs in a thread or in a process of its own."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,7 +15,7 @@ class Transport(Protocol):
 
     @property
     def first_stats(self) -> EngineStats:
-        """The numbers before the first step."""
+        """The statistics before the first step."""
 
     def start(self, on_report: Callable[[StepReport], None], on_death: Callable[[str], None]) -> None:
         """Begin to step. `on_death` is called once, with a sentence, when the loop ends without being asked to."""

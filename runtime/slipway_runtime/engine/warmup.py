@@ -1,9 +1,9 @@
-"""The warm-up: real requests through a scheduler of their own, so that the first user pays for nothing that is new.
+"""Warm-up: runs real requests through a scheduler of their own, so that the first user waits for no first call.
 
 What a first call allocates, compiles or pages in happens here, for every path that a request can reach: the widest
 prefill, a context beyond one attention tile and one chunk, few tokens on such a context, full batches and single rows,
 greedy and every kind of sampled sample, scores for logprobs, masks, drafts that are verified, and no, one and all
-adapter slots. Nothing of it stays but the warmth.
+adapter slots. The scheduler and its requests are dropped afterwards.
 """
 
 import time
@@ -45,7 +45,7 @@ def warm_up(
 ) -> float:
     """Compute one batch after the other until every path was taken. adapters: digests that the scheduler may load.
 
-    Returns the seconds of the widest step. It is taken twice, and the first time pays for what is new.
+    Returns the seconds of the widest step. It runs twice, as the first time includes what a first call costs.
     """
     widest = []
     for number, batch in enumerate(_batches(scheduler, adapters)):
@@ -87,7 +87,7 @@ def _batches(scheduler: Scheduler, adapters: tuple[str, ...]) -> Iterator[list[R
     scored = request("scored", min(8, most), SamplingParams(max_tokens=2, prompt_logprobs=1, logprobs=0))
     bound = request("bound", min(8, most), _SAMPLING[1])
     yield [scored, msgspec.structs.replace(bound, grammar=Grammar(kind="regex", text=".*"))]
-    # A text that repeats itself has something to draft; the bias makes the draft tokens come true.
+    # A prompt that repeats itself gives draft tokens; the bias makes the model accept them.
     repeats = SamplingParams(max_tokens=min(16, most), temperature=0.0, logit_bias=((1, 100.0),), ignore_eos=True)
     if scheduler.speculation is not None:
         yield [request(f"drafted-{index}", min(16, most), repeats) for index in range(min(2, scheduler.max_num_seqs))]

@@ -1,4 +1,4 @@
-"""One adapter inside the scheduler: where it is, who needs it, what it pays."""
+"""State of one adapter in the scheduler: its place, the requests and rows that use it, the memory that it takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ class Adapter:
     draining: bool = False
     slot: int = BASE_SLOT
     paid_blocks: int = 0
-    requests: int = 0  # not ended
-    rows: int = 0  # computing with it
+    requests: int = 0  # for it, that have not ended
+    rows: int = 0  # that compute with it
     last_used: float = 0.0
     popularity: float = 0.0  # at `last_used`
-    tries: int = 0  # since it asked for a place and got none
-    closed_for: int | None = None  # requests younger than this one take no row
+    tries: int = 0  # failed attempts to get a slot or memory
+    closed_for: int | None = None  # serial of a request: younger requests for this adapter are not started
     error: str = ""
 
     def status(self) -> AdapterStatus:
-        """What is told of it."""
+        """Build the status of this adapter."""
         return AdapterStatus(
             digest=self.digest,
             state=AdapterState.DRAINING if self.draining else self.state,
@@ -44,40 +44,40 @@ class Adapter:
 
     @property
     def failure(self) -> str:
-        """Why nobody can use it any more; empty: there is hope."""
+        """Why no request can use this adapter any more; empty: requests may wait for it."""
         return f"the adapter could not be loaded: {self.error}" if self.state is AdapterState.FAILED else ""
 
     @property
     def refusal(self) -> str:
-        """Why a new request cannot use it; empty: it can."""
+        """Why a new request for this adapter is refused; empty: it is accepted."""
         return "the adapter is being unloaded" if self.draining else self.failure
 
     def cost(self, block_bytes: int) -> int:
-        """The blocks that it pays for its memory; 0: it pays in another way."""
+        """The number of KV blocks whose memory it occupies; 0: its memory is not taken from the KV pool."""
         return -(-self.num_bytes // block_bytes) if block_bytes else 0
 
     def popularity_at(self, now: float, half_life_seconds: float) -> float:
-        """Its uses, each fading with the half-life."""
+        """The uses of this adapter up to `now`, each halved per half-life since then."""
         return self.popularity * decay(now - self.last_used, half_life_seconds)
 
 
 def is_in(adapter: Adapter) -> bool:
-    """In memory."""
+    """Whether the adapter is in host memory or in a slot."""
     return adapter.state in (AdapterState.HOST, AdapterState.SLOT)
 
 
 def holds_memory(adapter: Adapter) -> bool:
-    """In memory, or on its way with its place paid."""
+    """Whether the adapter is in memory, or loading into memory that is reserved for it."""
     return is_in(adapter) or (adapter.state is AdapterState.LOADING and adapter.num_bytes > 0)
 
 
 def is_idle(adapter: Adapter) -> bool:
-    """In memory, and nobody needs it there."""
+    """Whether the adapter is in memory, not pinned, and no request needs it."""
     return adapter.requests == 0 and not adapter.pinned and is_in(adapter)
 
 
 def may_go(adapter: Adapter) -> bool:
-    """Nobody needs it, or it was told to let somebody else in."""
+    """Whether the adapter may be evicted: it is idle, or closed for a claimant and no row computes with it."""
     return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in(adapter))
 
 
@@ -89,5 +89,5 @@ def least_in_the_way(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | N
 
 
 def payers(adapters: Iterable[Adapter], besides: Adapter | None = None) -> Iterable[Adapter]:
-    """Idle ones whose memory could hold KV."""
+    """The idle adapters whose memory could hold KV blocks."""
     return (a for a in adapters if a is not besides and a.paid_blocks and is_idle(a))

@@ -1,11 +1,11 @@
-"""Whether one more request may wait: a bounded queue, and when to come back. Pure: the caller brings the time.
+"""Admission control: limits of the waiting queue, and the retry time of a refused request. Pure: time is an argument.
 
 Refusals, as a tree:
 
     EngineError
     ├── Refused          this request can never run here (400)
-    ├── Overloaded       come back later (429)
-    │   └── Draining     this replica takes no more work; another one will (503)
+    ├── Overloaded       retry later (429)
+    │   └── Draining     this replica accepts no more requests; another one will (503)
     └── EngineDead       the step loop has ended; nothing will run here again (500)
 """
 
@@ -37,7 +37,7 @@ class Overloaded(EngineError):  # noqa: N818  the word of the domain, read in `e
 
 
 class Draining(Overloaded):
-    """The engine finishes what it has and takes nothing new."""
+    """The engine finishes its requests and refuses new ones."""
 
 
 class EngineDead(EngineError):  # noqa: N818  the word of the domain, read in `except` lines
@@ -45,7 +45,7 @@ class EngineDead(EngineError):  # noqa: N818  the word of the domain, read in `e
 
 
 def refuse_impossible(request: Request, facts: EngineFacts) -> None:
-    """Raise Refused for what no amount of waiting would make possible."""
+    """Raise Refused for a request that this engine can never run."""
     length = len(request.prompt_token_ids)
     if length == 0:
         raise Refused("the prompt is empty: at least one token is needed")
@@ -76,11 +76,11 @@ class QueueLimits:
 
 
 class Admission:
-    """Measures how fast the queue moves, and turns away what would wait too long.
+    """Predicts how long a new request would wait, and refuses one that would exceed the limits of the queue.
 
-    The pace is requests started per second since the queue was last empty, at most WINDOW_SECONDS back. While none
-    has started, all that is known is how long the queue stands still: each batch ahead is taken to need as long.
-    Prompts differ in length, so the tokens that were computed tell another time; the longer one counts. Worked: 3
+    The pace is requests started per second since the queue was last empty, at most WINDOW_SECONDS back. While no
+    request has started, each batch of requests ahead is assumed to take as long as the queue has stood still so far.
+    Prompts differ in length, so a second prediction uses computed tokens per second; the longer one counts. Worked: 3
     requests with 9,000 tokens wait, 2 started and 1,000 tokens were computed in each of the last seconds: 9 s, not 1.5.
     """
 
@@ -93,7 +93,7 @@ class Admission:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def observe(self, stats: EngineStats, now: float) -> None:
-        """Learn the pace from the numbers of one step."""
+        """Record the requests started and the tokens computed after one step."""
         self._started, self._computed = stats.started, stats.computed_tokens
         if stats.waiting == 0:
             self._seen.clear()
@@ -112,7 +112,7 @@ class Admission:
         return max(by_requests, seconds * waiting_tokens / tokens if tokens else 0.0)
 
     def admit(self, *, waiting: int, waiting_tokens: int, prompt_tokens: int, now: float) -> None:
-        """Let a request of `prompt_tokens` join the queue, or raise Overloaded with the time to come back."""
+        """Check that a request of `prompt_tokens` may join the queue; raises Overloaded with the time to retry."""
         limits = self.limits
         wait = self.predicted_wait_seconds(waiting, now, waiting_tokens)
         if waiting >= limits.max_requests:
@@ -125,5 +125,5 @@ class Admission:
             if not self._seen:
                 self._seen.append((now, self._started, self._computed))  # the queue begins here
             return
-        # Half of the queue gone is soon enough to be let in, and late enough not to meet everybody at the door.
+        # Retry when half of the queue is gone: early enough to find room, late enough not to compete with all clients.
         raise Overloaded(reason, min(max(wait / 2, 1.0), LONGEST_RETRY_SECONDS))

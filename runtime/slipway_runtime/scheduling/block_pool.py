@@ -1,24 +1,24 @@
-"""Block pool of the KV cache: which sequence holds which block, and which blocks can be shared.
+"""Block pool of the KV cache: reference counts, prefix cache index and eviction of blocks.
 
 A block holds the keys and values of `block_size` consecutive tokens, and is in exactly one state:
 
     live     referenced by at least one sequence; never reused
-    cached   referenced by nobody, holds a published prefix that is evicted when a block is needed
-    free     referenced by nobody, holds nothing
-    lent     its memory belongs to an adapter for a while: adapters and KV share one budget
+    cached   referenced by no sequence, holds a published prefix that is evicted when a block is needed
+    free     referenced by no sequence, holds nothing
+    lent     its memory is reserved by an adapter: adapters and KV share one budget
 
     free + cached + live + lent = total
 
-With a tier below, what is evicted from here can still be found there (host_tier.py).
+With a host tier below, evicted blocks can still be found in host memory (host_tier.py).
 
-Which cached block is evicted first is the business of an order (eviction.py). In both of them a prompt of any length
-that is seen once does not push out a prefix that is used again and again.
+An eviction order (eviction.py) chooses which cached block is evicted first. With both orders, a prompt of any length
+that is seen once does not evict a prefix that is used repeatedly.
 
-Blocks are indexed by group, the adapter they were computed with: when it goes, they go.
+Published blocks are indexed by group, the adapter that they were computed with, and are evicted with that adapter.
 
-A full block is published under a key that chains over everything before it, so that equal keys mean equal tokens
+A full block is published under a chained hash of all tokens up to its end, so that equal keys mean equal tokens
 from the first one on, computed with the same model, adapter and salt. Published blocks are never written again.
-Block 0 belongs to nobody: padding points there.
+Block 0 belongs to no sequence: padding points there.
 """
 
 from array import array
@@ -32,9 +32,9 @@ NULL_BLOCK = 0
 
 
 def root_key(*, model: str = "", adapter: str = "", salt: str | None = "") -> bytes:
-    """The parent of a first block. Whatever changes the KV of equal tokens, or who may share it, goes in here.
+    """The parent key of a sequence's first block: it separates equal tokens whose KV differs or must not be shared.
 
-    salt: None is the public root, which no salt can name: prompts of the service itself, that all may share.
+    salt: None is the public root, which no salt can name: for prompts of the service, shared by all requests.
     """
     parts = (part.encode() for part in ((model, adapter) if salt is None else (model, adapter, salt)))
     return blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts), digest_size=16).digest()
@@ -48,7 +48,7 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockPool:
     """Blocks 1 … `num_blocks`, reference-counted, with the published prefixes that they hold.
 
-    `now` is for whoever weighs one victim against another, and is set by the owner before each step.
+    `now`: the time at which eviction candidates are compared, set by the scheduler before each step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BlockPool:
         num_blocks: int,
         block_size: int = 16,
         *,
-        shares_prefixes: bool = True,  # False: nothing is ever published or found, the baseline of the prefix cache
+        shares_prefixes: bool = True,  # False: no block is ever published or found: prefix caching is off
         events: KvEventLog | None = None,
     ) -> None:
         assert num_blocks >= 1
@@ -84,17 +84,17 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks that hold a reusable prefix and nobody uses."""
+        """Blocks that hold a published prefix and that no sequence uses."""
         return len(self.order)
 
     @property
     def reserved(self) -> int:
-        """Blocks whose memory an adapter has."""
+        """Blocks whose memory is reserved by adapters."""
         return len(self._lent)
 
     @property
     def live(self) -> int:
-        """Blocks that sequences use: the real pressure."""
+        """Blocks that sequences use."""
         return self.total - len(self._free) - self.cached - len(self._lent)
 
     @property
@@ -107,9 +107,9 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest published prefix of this chain, NULL_BLOCK for those in the tier below.
+        """The blocks of the longest published prefix of this chain of keys, NULL_BLOCK for those in the tier below.
 
-        They are not held yet: see `hold`.
+        The blocks are not referenced yet: see `hold`.
         """
         blocks = []
         for key in keys:
@@ -122,11 +122,11 @@ class BlockPool:
         return blocks
 
     def key_of(self, block: int) -> bytes | None:
-        """Under which key this block can be found, if it can."""
+        """The key under which this block is published; None: it is not."""
         return self._key_of[block]
 
     def reusable(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody uses: holding them takes so many from the available ones."""
+        """How many of these blocks no sequence uses: holding them lowers `available` by that number."""
         return sum(self._ref_count[block] == 0 for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -138,12 +138,12 @@ class BlockPool:
             self._ref_count[block] += 1
 
     def count_use(self, blocks: Iterable[int]) -> None:
-        """These are used by somebody else than who computed them: they are worth keeping."""
+        """Report to the eviction order that a sequence reuses these blocks."""
         for block in blocks:
             self.order.used(block, self.now)
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks to be written, evicting prefixes when nothing is free."""
+        """Allocate blocks to be written, evicting cached prefixes when none is free."""
         assert count <= self.available, "the caller asks only for what is available"
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
@@ -151,7 +151,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference of each block of a chain; the ends of chains will be evicted before their roots."""
+        """Drop one reference to each block of a chain; the last blocks of a chain are evicted before its first."""
         for block in reversed(blocks):
             assert self._ref_count[block] > 0, "a block is given back once per reference"
             self._ref_count[block] -= 1
@@ -163,7 +163,7 @@ class BlockPool:
                 self.order.add(block)
 
     def publish(self, block: int, key: bytes, group: str = "") -> bool:
-        """Let others find this full, computed block; False if an equal one is published: this one stays private."""
+        """Publish this full, computed block; False if an equal one is published: this one stays private."""
         assert self._ref_count[block] > 0, "only who computed a block can publish it"
         if self._key_of[block] is not None or key in self._block_of:
             return False
@@ -175,9 +175,9 @@ class BlockPool:
         return True
 
     def fork(self, blocks: Sequence[int], num_tokens: int) -> tuple[list[int], tuple[int, int] | None]:
-        """A second table over the same tokens: full blocks are shared, the one still being written is copied.
+        """Make a second block table over the same tokens: full blocks are shared, the partial one is copied.
 
-        Returns the new table and the copy (from, to) to make before anybody writes, if one is needed.
+        Returns the new table and the copy (from, to) to make before the next write, if one is needed.
         """
         full = num_tokens // self.block_size
         shared = list(blocks[:full])
@@ -200,7 +200,7 @@ class BlockPool:
         return self._members
 
     def evict_group(self, group: str) -> None:
-        """Nobody finds the blocks of this group any more, in no tier; those that nobody uses are free."""
+        """Unpublish the blocks of this group in all tiers; those that no sequence uses become free."""
         if self.below is not None:
             self.below.evict_group(group)
         for block in list(self._members.get(group, ())):
@@ -209,27 +209,27 @@ class BlockPool:
                 self._free.append(block)
 
     def evict_by(self, order: EvictionOrder) -> None:
-        """Use another order, before anything is published."""
+        """Set the eviction order, before any block is published."""
         assert not self._block_of
         self.order = order
 
     def evict_next(self) -> None:
-        """Make a cached block free."""
+        """Evict the next cached block: it becomes free."""
         self._free.append(self._next_cached())
 
     def reserve(self, count: int) -> None:
-        """Give the memory of so many available blocks away."""
+        """Reserve the memory of so many available blocks for an adapter."""
         assert count <= self.available
         self._lent += [self._take() for _ in range(count)]
 
     def unreserve(self, count: int) -> None:
-        """The memory of so many lent blocks can hold KV again."""
+        """Return so many reserved blocks to the pool: they can hold KV again."""
         assert count <= len(self._lent)
         for _ in range(count):
             self._free.append(self._lent.pop())
 
     def forget_all(self) -> None:
-        """Drop every prefix that nobody uses, and let nobody find those in use: what they hold is no longer valid."""
+        """Unpublish all blocks in all tiers: their KV is no longer valid. Those that no sequence uses become free."""
         events, self.events = self.events, None  # one event for all of them
         for group in list(self._members):
             self.evict_group(group)
@@ -240,9 +240,9 @@ class BlockPool:
             events.cleared()
 
     def check_next(self, count: int) -> None:
-        """Raise AssertionError when the counts do not add up, or one of the next `count` blocks is not as it should be.
+        """Raise AssertionError when the counts do not add up, or one of the next `count` blocks is inconsistent.
 
-        A call costs `count`, whatever the size of the pool; calls go around all of it.
+        A call looks at `count` blocks, whatever the size of the pool; successive calls go round the whole pool.
         """
         assert self.live >= 0, "free + cached + live + lent = total"
         for block in range(self._next_to_check, min(self._next_to_check + count, self.total + 1)):
@@ -256,7 +256,7 @@ class BlockPool:
             self._next_to_check = 1
 
     def check(self) -> None:
-        """Raise AssertionError when the table do not balance."""
+        """Raise AssertionError when the states, references or indexes of the blocks are inconsistent."""
         states = (self._free, self.order.blocks(), self._lent)
         idle = [block for state in states for block in state]
         assert len(set(idle)) == len(idle), "a block is in two states"
@@ -289,7 +289,7 @@ class BlockPool:
         return block
 
     def _forget(self, block: int) -> None:
-        """Take a published block out of every index."""
+        """Remove a published block from every index."""
         key = self._key_of[block]
         assert key is not None
         del self._block_of[key]

@@ -1,12 +1,13 @@
-"""Which cached block is evicted next, and what a tier below hears of it. Two orders with one interface; the pool tells
-them what happens to its blocks.
+"""Eviction orders of cached blocks, segmented LRU and LRFU, and the pool's interface to a host tier.
 
-`SegmentedLru` needs no numbers: blocks that nobody came back for go first, each queue the least recently used first.
+The pool reports to its order what happens to its blocks, and asks it for the block to evict.
 
-`LowestCost` is LRFU (Lee et al. 2001): each use counts one and fades with a half-life, and the least popular goes
-first. All popularities fade at the same rate, so their order changes only with a use: log2(popularity) + time of use /
-half-life is a key for a heap that never has to be touched again. What was evicted is remembered for a while (ghosts,
-as in ARC): a prefix that is computed again is known to be one that comes back, unlike the words of a single request.
+`SegmentedLru` needs no numbers: blocks used once are evicted before blocks used again, both least recently used first.
+
+`LowestCost` is LRFU (Lee et al. 2001): each use counts one and decays with a half-life, and the least popular block is
+evicted first. All popularities decay at the same rate, so their order changes only with a use: log2(popularity) + time
+of use / half-life is a heap key that stays valid until then. Evicted keys are remembered for a while (ghosts, as in
+ARC): a prefix that is computed again is known to be reused, unlike the tokens of a single request.
 """
 
 import heapq
@@ -15,70 +16,70 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-HOT_SHARE = 0.8  # of the pool, that prefixes in repeated use may keep from those used once
-ONCE = 0.5  # a use, until a second one shows that the prefix comes again
+HOT_SHARE = 0.8  # of the pool, that prefixes used repeatedly may hold against those used once
+ONCE = 0.5  # popularity of the first use, until a second one shows that the prefix is reused
 GHOSTS = 4  # evicted prefixes remembered, for each block of the pool
 
 
 def decay(seconds: float, half_life_seconds: float) -> float:
-    """How much of a popularity is left after so long."""
+    """The factor by which a popularity has decayed after so many seconds."""
     return float(0.5 ** (max(seconds, 0.0) / half_life_seconds))
 
 
 class EvictionOrder(Protocol):
-    """What the pool tells, in its own words; `now` in seconds."""
+    """Chooses the block to evict, from the pool's reports on its blocks; `now` in seconds."""
 
     def published(self, block: int, key: bytes, group: str, now: float) -> None:
-        """It can be found from now on."""
+        """Note that a block was published."""
 
     def used(self, block: int, now: float) -> None:
-        """A second sequence uses it."""
+        """Note that another sequence uses a published block."""
 
     def add(self, block: int) -> None:
-        """Nobody holds it any more: it may be evicted."""
+        """Note that no sequence references the block any more: it may be evicted."""
 
     def remove(self, block: int) -> None:
-        """Somebody holds it again, or it is gone."""
+        """Note that a sequence references the block again, or that it is no longer published: it may not be evicted."""
 
     def forgotten(self, block: int, key: bytes, now: float) -> None:
-        """It cannot be found any more."""
+        """Note that the block is no longer published."""
 
     def next(self) -> int | None:
         """The block to evict; None: there is none."""
 
     def blocks(self) -> list[int]:
-        """All that may be evicted."""
+        """All blocks that may be evicted."""
 
     def __len__(self) -> int: ...
 
 
 class ColdBlocks(Protocol):
-    """The tier below, which may keep what is evicted: what the pool asks and tells of it. host_tier.py is one."""
+    """The pool's interface to a tier that may keep evicted blocks; host_tier.py implements it."""
 
     def __contains__(self, key: object) -> bool:
-        """Whether a block with this key is there."""
+        """Whether the tier holds a block with this key."""
 
     def demote(self, block: int, key: bytes, group: str) -> None:
-        """A cached block is evicted; what it holds stays until the next plan is executed."""
+        """Offload an evicted block; its content stays valid until the next plan is executed."""
 
     def evict_group(self, group: str) -> None:
-        """Nobody finds the blocks of this group any more."""
+        """Drop the blocks of this group."""
 
     def forget_all(self) -> None:
-        """Nobody finds anything any more."""
+        """Drop all blocks."""
 
     def groups(self) -> Iterable[str]:
-        """The groups that have blocks there."""
+        """The groups that have blocks in the tier."""
 
     def members(self, group: str) -> int:
-        """How many."""
+        """How many blocks of this group the tier holds."""
 
     def check(self) -> None:
-        """Raise AssertionError when the table do not balance."""
+        """Raise AssertionError when the tier is inconsistent."""
 
 
 class SegmentedLru:
-    """Blocks used once, then blocks used again; those may hold `HOT_SHARE` of the pool, the rest of them goes back."""
+    """Evicts blocks used once before blocks used again; of these, the oldest beyond `HOT_SHARE` count as used once."""
 
     def __init__(self, num_blocks: int) -> None:
         self.used_again = bytearray(num_blocks + 1)
@@ -116,14 +117,14 @@ class SegmentedLru:
 
 
 class LowestCost:
-    """Blocks by their fading popularity. It also knows what the prefixes of an adapter are worth together."""
+    """Evicts the block with the lowest decayed popularity; also sums the popularity of each adapter's prefixes."""
 
     def __init__(self, num_blocks: int, half_life_seconds: float) -> None:
         self._half_life = half_life_seconds
         self._popularity = [0.0] * (num_blocks + 1)  # at the last use
         self._used_at = [0.0] * (num_blocks + 1)
         self._group_of = [""] * (num_blocks + 1)
-        self._groups: dict[str, tuple[int, float, float]] = {}  # blocks, their popularity together, as of when
+        self._groups: dict[str, tuple[int, float, float]] = {}  # blocks, sum of their popularities, time of the sum
         self._ghosts: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         self._most_ghosts = num_blocks * GHOSTS
         self._heap: list[tuple[float, int, int]] = []  # (key, serial, block); stale when the serial is another now
@@ -173,11 +174,11 @@ class LowestCost:
         return len(self._serial_of)
 
     def popularity_of(self, block: int, now: float) -> float:
-        """Its uses, each fading with the half-life."""
+        """The uses of a block up to `now`, each halved per half-life since then."""
         return self._faded(self._popularity[block], self._used_at[block], now)
 
     def popularity_of_group(self, group: str, now: float) -> float:
-        """The same for all published blocks of a group together."""
+        """The sum of the popularities of all published blocks of a group."""
         _blocks, popularity, at = self._groups.get(group, (0, 0.0, now))
         return self._faded(popularity, at, now)
 
@@ -185,7 +186,7 @@ class LowestCost:
         return popularity * decay(now - at, self._half_life)
 
     def _entry(self, block: int) -> tuple[float, int, int]:
-        # Among equals the oldest goes first; an end of a chain is added before its root, and goes before it.
+        # Of equal keys, the block added first is evicted first: the end of a chain is added before its root.
         key = math.log2(self._popularity[block]) + self._used_at[block] / self._half_life
         return key, self._serial_of[block], block
 

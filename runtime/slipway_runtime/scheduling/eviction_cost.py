@@ -4,12 +4,12 @@
 
 Adapters and prefixes share one memory budget, so both are measured in this unit, and the lowest cost is evicted first.
 Worked numbers, with the default costs, no request waiting, and blocks of 16 tokens and 64 KiB: a prefix block used a
-second time a moment ago costs 1.0 x 16 ms / 64 KiB = 0.25 ms per KiB; after a half-life without a use 0.125; computed
+moment ago, and before only long ago, costs 1.0 x 16 ms / 64 KiB = 0.25 ms per KiB; after a half-life 0.125; computed
 for the first time 0.125. An adapter of 4 MiB that loads in 60 ms and is as popular costs 0.015 ms per KiB: it is
 evicted first, together with the prefixes computed with it.
 
 A millisecond of prefill delays every request behind it, a millisecond of loading only the requests for that adapter:
-steps go on beside it. With three requests waiting on average, prefill counts 1 + 3 = 4 times.
+steps go on meanwhile. With three requests waiting on average, prefill counts 1 + 3 = 4 times.
 
 With `apart`, adapters are a plain LRU and prefixes are not compared with them: the baseline of the benchmark.
 """
@@ -21,12 +21,12 @@ from slipway_runtime.scheduling.adapter import Adapter
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction import LowestCost, decay
 
-CROWD_SHARE = 0.1  # of the half-life: the number of waiting requests is averaged over so long
+CROWD_SHARE = 0.1  # of the half-life, over which the number of waiting requests is averaged
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What it costs to bring something back, as measured at start or drafted."""
+    """Costs of computing a prefix again and of loading an adapter again; the defaults are estimates."""
 
     prefill_ms_per_token: float = 1.0
     load_ms: float = 20.0  # of any adapter: opening, checking
@@ -35,7 +35,7 @@ class Costs:
 
 
 class EvictionCost:
-    """Compares adapters with each other and, if they pay with blocks (`block_bytes` > 0), with prefixes."""
+    """Compares adapters with each other and, if they occupy KV blocks (`block_bytes` > 0), with prefixes."""
 
     def __init__(self, pool: BlockPool, costs: Costs, *, block_bytes: int, apart: bool) -> None:
         self.costs = costs
@@ -61,7 +61,7 @@ class EvictionCost:
         return min(adapters, key=lambda a: (a.requests > 0, self.of(a), a.digest), default=None)
 
     def of(self, adapter: Adapter) -> float:
-        """Milliseconds per byte, with the prefixes that depend on it."""
+        """The eviction cost of an adapter and its prefixes, in milliseconds per byte."""
         now, prefixes = self._pool.now, self._prefixes
         return cost_of_adapter(
             adapter.popularity_at(now, self.costs.half_life_seconds),
@@ -75,7 +75,7 @@ class EvictionCost:
         )
 
     def is_below_next_prefix(self, adapter: Adapter) -> bool:
-        """Whether an adapter costs less than the prefix block that is evicted next."""
+        """Whether evicting an adapter costs less than evicting the next prefix block."""
         assert self._prefixes is not None, "only adapters that pay with blocks compete with prefixes"
         block = self._prefixes.next()
         if block is None:
@@ -91,7 +91,7 @@ class EvictionCost:
 
 
 def cost_of_block(popularity: float, waiting: float, *, block_size: int, block_bytes: int, costs: Costs) -> float:
-    """Milliseconds per byte of a cached prefix block with so many uses, while so many requests wait."""
+    """The eviction cost of a cached prefix block, in milliseconds per byte, while so many requests wait."""
     return popularity * _prefill_ms(waiting, block_size, costs) / block_bytes
 
 
@@ -106,10 +106,10 @@ def cost_of_adapter(
     block_bytes: int,
     costs: Costs,
 ) -> float:
-    """Milliseconds per byte of an adapter and of the prefixes that cannot be used without it.
+    """The eviction cost of an adapter and of the prefixes that cannot be used without it, in milliseconds per byte.
 
-    `popularity` counts its uses, each fading with the half-life: in proportion to how soon it is needed again.
-    `prefix_popularity`: the same of all of those blocks together.
+    `popularity`: its uses, each halved per half-life since then, in proportion to how soon it is needed again.
+    `prefix_popularity`: the sum of the popularities of its prefix blocks.
     """
     load = popularity * (costs.load_ms + costs.load_ms_per_mib * num_bytes / 2**20)
     prefill = prefix_popularity * _prefill_ms(waiting, block_size, costs)

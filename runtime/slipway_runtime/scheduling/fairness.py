@@ -1,15 +1,16 @@
 """Order of waiting requests: fair shares of tenants and adapters, and priorities that age. Pure.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024): each tenant has a counter of
-the work done for it, divided by its weight, and the one with the smallest counter goes first. So two tenants that both
+the work done for it, divided by its weight, and the smallest counter is served first. So two tenants that both
 have work waiting get tokens in the ratio of their weights, however many requests each of them sends. Work is what
 was computed: prompt tokens that were not in the cache, and twice each token of output. Inside a tenant the same holds
 between its adapters, with equal weights.
 
-Who comes back from silence starts at the smallest counter of those present: it owes nothing, and has saved up nothing.
+A tenant that returns after a time without requests starts at least at the smallest counter of the tenants that have
+requests: idle time earns no credit.
 
-Priority classes go before one another, but a class that has waited `aging_seconds` since it was served last counts as
-one class higher: at 30 s a request of priority 0 waits for a flood of priority 2 for 60 s, then one of its class goes.
+Higher priority classes are served first, but a class counts as one class higher for each `aging_seconds` since it was
+last served: with 30 s, a request of priority 0 waits behind a stream of priority 2 for 60 s, then is served.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 PREFILL_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-MOST_SILENT_TENANTS = 4096  # whose counters are remembered
+MOST_SILENT_TENANTS = 4096  # with more tenants, the counters of those without requests are dropped
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Share:
     parts: "dict[str, Share]" = field(default_factory=dict)
 
     def charge(self, prefill: int = 0, output: int = 0) -> None:
-        """Count work done, here and for the owner."""
+        """Add computed tokens to this counter and to that of its tenant."""
         tokens = PREFILL_WEIGHT * prefill + OUTPUT_WEIGHT * output
         self.served += tokens / self.weight
         if self.owner is not None:
@@ -49,7 +50,7 @@ class Shares:
         self._tenants: dict[str, Share] = {}
 
     def join(self, tenant: str, adapter: str) -> Share:
-        """A request of a tenant for an adapter is here."""
+        """Count a new request of a tenant for an adapter; the counter that it is charged to."""
         share = self._tenants.get(tenant)
         if share is None:
             self._tenants[tenant] = share = Share(tenant, weight=self._weights.get(tenant, 1.0))
@@ -61,7 +62,7 @@ class Shares:
         return part
 
     def leave(self, part: Share) -> None:
-        """The request has ended."""
+        """Uncount a request that has ended."""
         tenant = part.owner
         assert tenant is not None
         part.present -= 1
@@ -79,5 +80,5 @@ def _enter(share: Share, among: Mapping[str, Share]) -> None:
 
 
 def class_rank(priority: int, seconds_unserved: float, aging_seconds: float) -> float:
-    """The higher goes first."""
+    """The rank of a priority class: the highest is served first."""
     return priority + seconds_unserved / aging_seconds

@@ -1,18 +1,18 @@
-"""Which cold prefixes host memory keeps, and whether that pays.
+"""Host memory tier of the KV cache: offloads evicted prefixes, promotes them on a hit, stops while hits are rare.
 
     device, cached ──(its block is needed)──> demoted: in host memory, under the same key
     host ──(a prompt begins with it)──> promoted: in a block of the device again, before the step computes
     host ──(its slot is needed, its adapter leaves memory, the cache is flushed)──> gone
 
-- The slots are a pool like that of the device, in which everything is cached: the same keys, groups and order of
-  eviction. So a prefix lives and dies with its adapter here too, and a prompt seen once does not push out the others.
-- A promoted block keeps its slot: evicted again, it costs no copy.
-- Moves are decided one after the other and made in that order, before anything else of their plan. Plans are executed
-  in order, so what a move reads is what was there when it was decided, whoever gets the block or the slot next.
+- The slots are a BlockPool whose blocks are all cached or free, with the keys and groups of the device, in segmented
+  LRU order. So prefixes are evicted with their adapter here too, and a prompt seen once does not evict reused ones.
+- A promoted block keeps its slot, so that evicting it from the device again costs no copy.
+- Moves are executed in the order of their decision, before the rest of their plan, and plans in order. So a move reads
+  what its source held when it was decided, even if the block or the slot is reused next.
 
-Copies cost time whether anybody comes back or not. Each time the content of the slots has changed once, it is asked how
-many of the blocks that prompts missed on the device were here. Fewer than `WORTH_KEEPING`: nothing is demoted any more
-and the memory is given back. After a rest it is tried again; each failure in a row doubles the rest.
+Copies cost time, even if no prompt uses them. Each time as many blocks were copied and asked for as there are slots,
+the hit rate is checked: the share of blocks missed on the device that host memory held. Below `WORTH_KEEPING`,
+offloading stops and the memory is given back. It starts again after a rest, which doubles with each failure in a row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from slipway_runtime.messages import Demote, GiveBack, HostMove, Medium, Promote
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
 
-WORTH_KEEPING = 0.2  # share of the blocks asked for
+WORTH_KEEPING = 0.2  # least share of hits among the blocks asked for
 ENOUGH = 256  # blocks demoted and asked for, before judging
 REST = 4  # times as many blocks asked for as are judged by, before the next try
 LONGEST_REST = 64
@@ -38,7 +38,7 @@ class HostTier:
         self._slots = BlockPool(num_blocks, block_size)
         self._moves: list[HostMove] = []
         self._window = max(num_blocks, enough)
-        self._filling = True  # few hits mean nothing yet
+        self._filling = True  # while the slots fill, few hits are no failure
         self._copied = self._asked = self._found = 0  # blocks, since it was judged last
         self._rest = REST
 
@@ -50,17 +50,17 @@ class HostTier:
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and bool(self._slots.match((key,)))
 
-    # --- what the pool of the device tells
+    # --- called by the pool of the device
 
     def demote(self, block: int, key: bytes, group: str) -> None:
-        """A cached block of the device is about to be given to somebody else."""
+        """Offload a cached block of the device that is evicted, unless host memory holds it already."""
         slots = self._slots
         if not self.active:
             return
         if known := slots.match((key,)):
-            slots.hold(known)  # and let go again: it is the most recent one now
+            slots.hold(known)  # hold and release: the slot is the most recently used now
             slots.release(known)
-        elif slots.available:  # else all of them are about to be read
+        elif slots.available:  # else all slots are held for promotion
             (slot,) = slots.allocate(1)
             slots.publish(slot, key, group)
             slots.release((slot,))
@@ -71,11 +71,11 @@ class HostTier:
             self._copied += 1
 
     def evict_group(self, group: str) -> None:
-        """Nobody can use what was computed with this adapter any more."""
+        """Drop the prefixes computed with this adapter."""
         self._slots.evict_group(group)
 
     def forget_all(self) -> None:
-        """Drop everything, and the moves that are not in a plan yet. Whoever asks tells that all is gone."""
+        """Drop all prefixes, and the moves that are not in a plan yet. The caller records the KV event."""
         slots, told = self._slots, self._slots.events is not None
         slots.events = None
         slots.forget_all()
@@ -86,12 +86,12 @@ class HostTier:
     # --- prompts
 
     def count(self, asked: int, found: int) -> None:
-        """A prompt missed so many blocks on the device; so many of them were here."""
+        """Count the blocks that a prompt missed on the device, and how many of them host memory held."""
         self._asked += asked
         self._found += found
 
     def hold(self, keys: Sequence[bytes]) -> None:
-        """Keep these, which are here, while room is made for them on the device."""
+        """Hold the slots of these keys, so that they are not evicted before they are promoted."""
         self._slots.hold(self._slots.match(keys))
 
     def release(self, keys: Sequence[bytes]) -> None:
@@ -99,7 +99,7 @@ class HostTier:
         self._slots.release(self._slots.match(keys))
 
     def promote(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy what is held into these blocks of the device, and end its hold."""
+        """Copy the held slots of these keys into these blocks of the device, and release the slots."""
         slots = self._slots.match(keys)
         self._moves += [Promote(slot, block) for slot, block in zip(slots, blocks, strict=True)]
         self.promotions += len(slots)
@@ -109,7 +109,7 @@ class HostTier:
     # --- plans
 
     def judge(self) -> None:
-        """Before a plan is made: go on, stop, or try again."""
+        """Decide before each plan whether offloading goes on, stops or starts again."""
         if not self.active:
             if self._asked >= self._rest * self._window:
                 self._rest = min(2 * self._rest, LONGEST_REST)
@@ -127,7 +127,7 @@ class HostTier:
             self._start_over()
 
     def take_moves(self) -> tuple[HostMove, ...]:
-        """What was decided since this was last asked, for the plan being made."""
+        """The moves decided since the last call, for the plan being made."""
         moves, self._moves = self._moves, []
         return tuple(moves)
 
@@ -140,26 +140,26 @@ class HostTier:
     def _start_over(self) -> None:
         self._copied = self._asked = self._found = 0
 
-    # --- what it tells
+    # --- KV events, groups and checks
 
     def tell_events(self) -> None:
-        """Note from now on which blocks come and go."""
+        """Record KV events from now on."""
         self._slots.events = KvEventLog(self._slots.block_size, Medium.HOST)
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """What came and went since the last call."""
+        """The KV events since the last call."""
         return self._slots.events.take() if self._slots.events is not None else ()
 
     def groups(self) -> Iterable[str]:
-        """The adapters whose prefixes are here."""
+        """The adapters whose prefixes are in host memory."""
         return self._slots.groups()
 
     def members(self, group: str) -> int:
-        """How many blocks an adapter has here."""
+        """How many blocks of an adapter are in host memory."""
         return self._slots.members(group)
 
     def check(self) -> None:
-        """Raise AssertionError when the table do not balance; between plans nothing is held."""
+        """Raise AssertionError when the slots are inconsistent; between plans no slot is held."""
         self._slots.check()
         assert self._slots.live == 0, "a slot is kept for nobody"
         assert self.active or not self.held

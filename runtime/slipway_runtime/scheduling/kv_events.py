@@ -1,4 +1,4 @@
-"""What happened to the prefixes, in vLLM's words, for routers that want to know where a prefix is. Pure."""
+"""Log of KV events: blocks stored and removed, in vLLM's terms, for routers that look for a prefix. Pure."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KvEventLog:
-    """Collects events until somebody takes them. What follows one another of the same kind becomes one event."""
+    """Collects events until `take`; successive events of the same kind become one."""
 
     def __init__(self, block_size: int, medium: Medium = Medium.DEVICE) -> None:
         self._block_size = block_size
@@ -20,9 +20,9 @@ class KvEventLog:
         self._adapter = ""
 
     def stored(self, parent: bytes | None, key: bytes, token_ids: Sequence[int], adapter: str) -> None:
-        """A block can be found from now on; `parent` is None for the first one of a chain.
+        """Record that a block was published; `parent` is None for the first one of a chain.
 
-        As vLLM tells of host memory, a block without tokens is told by its key alone, and needs no chain.
+        As in vLLM's events of host memory, a block without tokens is recorded by its key alone, and needs no chain.
         """
         if not self._stored or (token_ids and self._stored[-1][0] != parent):
             self._close()
@@ -30,13 +30,13 @@ class KvEventLog:
         self._stored.append((key, token_ids))
 
     def removed(self, key: bytes) -> None:
-        """A block cannot be found any more."""
+        """Record that a block is no longer published."""
         if self._stored:
             self._close()
         self._removed.append(key)
 
     def cleared(self) -> None:
-        """Nothing can be found any more."""
+        """Record that no block is published any more."""
         self._close()
         self._events.append(AllBlocksCleared())
 

@@ -1,4 +1,4 @@
-"""Where every answer and token went: counters that only grow."""
+"""Counters of answers and tokens, which only grow: admitted, finished, aborted, preempted, computed, prefix hits."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Ledger:
     host_hits: int = 0  # of those, in host memory
 
     def count_end(self, reason: FinishReason) -> None:
-        """An answer ended."""
+        """Count an ended answer by its finish reason."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.finished += 1
         elif reason is FinishReason.HANDED_OVER:

@@ -8,7 +8,7 @@ from slipway_runtime.scheduling.sequence import Sequence, State
 
 
 class Prefix(NamedTuple):
-    """The first blocks of a sequence, computed before by somebody."""
+    """The first blocks of a sequence that are in the prefix cache."""
 
     keys: list[bytes]
     blocks: list[int]  # parallel to the keys; NULL_BLOCK: in host memory
@@ -20,13 +20,13 @@ class Prefix(NamedTuple):
 
     @property
     def host_keys(self) -> list[bytes]:
-        """The keys of those in host memory."""
+        """The keys of the blocks that are in host memory."""
         return [key for key, block in zip(self.keys, self.blocks, strict=True) if block == NULL_BLOCK]
 
 
 def find_prefix(sequence: Sequence, most: int, pool: BlockPool) -> Prefix:
-    """The longest run of its first blocks, at most so many, that it may use: found under its own salt or, where that
-    ends early, among the service's own prompts. Those are only read: what follows them goes under the own salt again.
+    """The longest cached prefix of a sequence, at most so many blocks: under its own salt or, where that is shorter,
+    among the public prompts of the service. Blocks after a public prefix are under the sequence's own salt again.
     """
     keys = sequence.block_keys(most, pool.block_size)
     blocks = pool.match(keys)
@@ -38,9 +38,9 @@ def find_prefix(sequence: Sequence, most: int, pool: BlockPool) -> Prefix:
 
 
 def bring_back(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: BlockPool, tier: HostTier) -> list[int]:
-    """The blocks of a prefix that is held, in order; what is in host memory comes into the first of the fresh ones.
+    """The blocks of a held prefix, in order; those in host memory are promoted into the first of the fresh ones.
 
-    Others find it at once: whoever does computes in the same plan or later, after the copies.
+    These are published at once: a sequence that finds them computes in the same plan or later, after the copies.
     """
     taken, blocks = iter(fresh), []
     for index, (key, block) in enumerate(zip(prefix.keys, prefix.blocks, strict=True)):
@@ -53,30 +53,30 @@ def bring_back(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: Block
 
 
 def publish_computed(sequence: Sequence, pool: BlockPool) -> None:
-    """Let others find the blocks that are full and computed. Sampled tokens count once they are accepted."""
+    """Publish the full, computed blocks of a sequence. Sampled tokens count once they are accepted."""
     size = pool.block_size
-    # After a draft token that ended it, more was computed than was kept.
+    # Where a draft token ended the sequence, more tokens were computed than kept.
     full = min(sequence.num_computed, sequence.num_tokens) // size
     if full <= sequence.num_published or not pool.shares_prefixes:
         return
     sequence.block_keys(full, size)
     keys = sequence.keys
     for index in range(sequence.num_published, full):
-        # The parent as others can find it: the block before may be one of the public ones.
+        # The key under which the block before is published, which may be that of a public prompt.
         parent = pool.key_of(sequence.blocks[index - 1]) or keys[index] if index else None
         _publish(sequence, index, sequence.blocks[index], keys[index + 1], parent, pool)
     sequence.num_published = full
 
 
 def _publish(sequence: Sequence, index: int, block: int, key: bytes, parent: bytes | None, pool: BlockPool) -> None:
-    """Let others find a block that holds the `index`th full block of a sequence."""
+    """Publish a block as the `index`th full block of a sequence, and record the event."""
     if pool.publish(block, key, sequence.adapter) and pool.events is not None:
         tokens = sequence.token_ids[index * pool.block_size : (index + 1) * pool.block_size]
         pool.events.stored(parent, key, tokens, sequence.adapter)
 
 
 def fork_source(sequence: Sequence) -> Sequence | None:
-    """The sequence whose blocks hold all but the last token, the partial block included; None: compute the prompt."""
+    """The leader, if its blocks hold all but the last token of this sequence; None: compute the prompt."""
     leader = sequence.leader
     if leader is None or leader.state is not State.RUNNING or sequence.num_output_tokens:
         return None

@@ -7,7 +7,7 @@
 The other answers of a request with `n` > 1 wait for the first one, their leader, to compute the prompt. If it ends
 before, the next one leads. An ended sequence keeps its row and its blocks while a plan in flight still writes them.
 
-Who is paused keeps its row until others need it or its blocks; without a row it is parked, in nobody's way.
+A paused sequence keeps its row until other sequences need the row or its blocks; then it is parked, outside the queue.
 """
 
 import heapq
@@ -29,7 +29,7 @@ from slipway_runtime.scheduling.waiting import WaitingQueue
 
 
 class RequestTable:
-    """All sequences and their belongings."""
+    """All sequences, with their rows, blocks, shares and adapters."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class RequestTable:
         self.tier = tier
         self.ledger = Ledger()
         self.waiting = WaitingQueue(aging_seconds)
-        self.running: list[Sequence] = []  # by rank; the first victim is last
+        self.running: list[Sequence] = []  # by rank; the last one is preempted first
         self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
-        self.final_outputs: list[Output] = []  # of who ended outside of a step, to be told with the next update
+        self.final_outputs: list[Output] = []  # of sequences that ended outside of a step, for the next update
         self.parked: set[Sequence] = set()  # paused, without a row
-        self.num_bound = 0  # rows whose samples wait for a grammar
+        self.num_bound = 0  # rows whose samples need the mask of a grammar
         self.ending: set[Sequence] = set()  # ended, and in a plan in flight
         self._eos = eos_token_ids
         self._max_num_seqs = max_num_seqs
@@ -67,13 +67,13 @@ class RequestTable:
         self._serial = 0
 
     def __bool__(self) -> bool:
-        """Whether there is somebody to plan for, or something to tell. Who is paused, or follows one, is nobody."""
+        """Whether a sequence can be planned or a final output waits. Paused sequences and followers do not count."""
         return bool(self.final_outputs or len(self.waiting) or not all(s.paused for s in self.running))
 
-    # --- in
+    # --- adding requests
 
     def add(self, request: Request, now: float) -> None:
-        """Enter all answers of a request."""
+        """Add all answers of a request."""
         assert request.id not in self._requests, "an id runs once"
         assert 0 < len(request.prompt_token_ids) < self._max_model_len, "refused at the door"
         refusal = self._refusal(request.adapter)
@@ -94,7 +94,7 @@ class RequestTable:
                 self.end(answer, FinishReason.ERROR, now, refusal)
             elif request.output_token_ids:
                 reason = reason_to_stop(answer, self._eos)
-                if reason is not None:  # where it was before, the last word was lost
+                if reason is not None:  # the replica before ended without sending the final output
                     self.end(answer, reason, now)
 
     def _refusal(self, adapter: str) -> str:
@@ -121,7 +121,7 @@ class RequestTable:
             share=self._shares.join(request.tenant, request.adapter),
         )
 
-    # --- to a row and back
+    # --- start, preempt, pause
 
     def start(
         self,
@@ -133,7 +133,7 @@ class RequestTable:
         num_published: int,
         now: float,
     ) -> None:
-        """From the queue to a row, with blocks of which so many tokens are computed already, a part in host memory."""
+        """Move a sequence from the queue to a row. `num_computed` of its tokens are in the blocks already."""
         sequence.blocks = blocks
         sequence.num_computed = sequence.num_planned = num_computed
         sequence.num_published = num_published
@@ -148,14 +148,14 @@ class RequestTable:
             sequence.scheduled_at = now
             self.ledger.started += 1
             sequence.share.charge(prefill=sequence.num_tokens - num_computed)
-            if sequence.index == 0:  # the others found the prompt that the first one computed: no merit of the cache
+            if sequence.index == 0:  # the other answers reuse the prompt of the first one: that is no cache hit
                 sequence.cached_tokens = min(num_computed, sequence.num_prompt_tokens)
                 self.ledger.prefix_queries += sequence.num_prompt_tokens
                 self.ledger.prefix_hits += sequence.cached_tokens
                 self.ledger.host_hits += min(num_from_host, sequence.cached_tokens)
 
     def put_back(self, sequence: Sequence, now: float) -> None:
-        """From a row to the queue; what it computed is lost, but for the prefixes that others can find."""
+        """Preempt a sequence: move it from its row to the queue. Its KV is lost, except for published blocks."""
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.forget_computed()
@@ -165,14 +165,14 @@ class RequestTable:
         self._line_up(sequence, now)
 
     def release_followers(self, leader: Sequence, now: float) -> None:
-        """The prompt is computed: the other answers line up."""
+        """Queue the other answers of a request, whose prompt their leader has computed."""
         followers, leader.siblings = leader.siblings, []
         self._num_following -= len(followers)
         for follower in followers:
             self._line_up(follower, now)
 
     def pause(self, request_id: str, on: bool, now: float) -> None:
-        """Plan nothing for a request, or go on; unknown ids are ignored."""
+        """Pause a request, so that it is not planned, or resume it; unknown ids are ignored."""
         for sequence in self._requests.get(request_id, []):
             sequence.paused = on
             if on and sequence in self.waiting:
@@ -183,7 +183,7 @@ class RequestTable:
                 self.waiting.push(sequence, now)
 
     def park_one(self, now: float) -> None:
-        """Somebody cannot start: the last of those who are paused gives up its row, its blocks and its slot."""
+        """Preempt the last paused sequence, so that a waiting one can get its row, its blocks and its slot."""
         idle = next((s for s in reversed(self.running) if s.paused and not s.in_flight), None)
         if idle is not None:
             self.put_back(idle, now)
@@ -200,18 +200,18 @@ class RequestTable:
         for follower in followers:
             follower.leader = leader
 
-    # --- out
+    # --- ending sequences
 
     def abort(
         self, request_id: str, reason: FinishReason, now: float, index: int | None, *, told: bool = False
     ) -> None:
-        """End a request, or one of its answers, wherever it is. `told`: its final output is sent elsewhere."""
+        """End a request, or one of its answers, wherever it is. `told`: the caller sends the final output."""
         for sequence in self._requests.get(request_id, []).copy():
             if index is None or index == sequence.index:
                 (self.close if told else self.end)(sequence, reason, now)
 
     def expire(self, now: float) -> None:
-        """End whose deadline has passed."""
+        """End the sequences whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
             self._num_overtaken -= 1  # it had ended, or is counted when it ends now
@@ -226,12 +226,12 @@ class RequestTable:
                     self.end(sequence, FinishReason.ERROR, now, error)
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
-        """End a sequence outside of a step; it is told with the next update."""
+        """End a sequence outside of a step; the next update returns its final output."""
         self.close(sequence, reason, now)
         self.final_outputs.append(ended(sequence, reason, error, now))
 
     def close(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Take an ended sequence out of its list; its belongings are free when no plan in flight writes them."""
+        """Remove an ended sequence from its list; its row and blocks are freed when no plan in flight writes them."""
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         elif sequence.leader is not None and sequence in sequence.leader.siblings:
@@ -250,7 +250,7 @@ class RequestTable:
             del self._requests[sequence.request.id]
         if sequence.request.deadline is not None:
             self._forget_overtaken_deadlines()
-        if sequence.siblings:  # it never computed the prompt: the next one does
+        if sequence.siblings:  # it has not computed the prompt: the next answer does
             leader, *followers = sequence.siblings
             self._num_following -= len(sequence.siblings)
             sequence.siblings, leader.leader = [], None
@@ -262,7 +262,7 @@ class RequestTable:
             self.retire(sequence)
 
     def _forget_overtaken_deadlines(self) -> None:
-        """One more sequence ended before its deadline. Its tokens must not stay until then: clients choose it."""
+        """Count a sequence that ended before its deadline, and free such entries: clients may choose late deadlines."""
         self._num_overtaken += 1
         if self._num_overtaken > 8 and 2 * self._num_overtaken > len(self._deadlines):
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.ENDED]
@@ -270,7 +270,7 @@ class RequestTable:
             self._num_overtaken = 0
 
     def retire(self, sequence: Sequence) -> None:
-        """Nothing will write for this ended sequence any more."""
+        """Free the row, blocks and adapter of an ended sequence, which is in no plan in flight any more."""
         self.ending.discard(sequence)
         self._give_back(sequence)
         self._shares.leave(sequence.share)
@@ -287,15 +287,15 @@ class RequestTable:
             if self.residency is not None and sequence.adapter:
                 self.residency.end_row(sequence.adapter)
 
-    # --- what is told
+    # --- statistics and checks
 
     @property
     def num_waiting(self) -> int:
-        """Answers without a row."""
+        """Sequences without a row: queued, parked, or following a leader."""
         return len(self.waiting) + len(self.parked) + self._num_following
 
     def stats(self, speculation: Speculation | None, steps: int, now: float) -> EngineStats:
-        """The snapshot."""
+        """Build the statistics of the scheduler."""
         pool, ledger, waiting, residency, tier = self.pool, self.ledger, self.waiting, self.residency, self.tier
         adapters = {sequence.adapter for sequence in self.running} if residency is not None else set()
         return EngineStats(
@@ -338,7 +338,7 @@ class RequestTable:
     def check(self, *, most_blocks: int | None = None) -> None:
         """Raise AssertionError when blocks, rows, adapters or requests are unaccounted for.
 
-        most_blocks: look at so many blocks of the pool, those after the last ones; None: at all of it.
+        most_blocks: check so many blocks of the pool, those after the blocks of the last call; None: all.
         """
         if most_blocks is None:
             self.pool.check()

@@ -1,20 +1,20 @@
-"""Which adapter is where: on disk, in host memory, in a slot of the device. Decides who comes in, and who goes.
+"""Residency of adapters: on disk, in host memory or in a device slot. Decides which to load and which to evict.
 
     disk ──(a request wants it, and there is room)──> loading ──> host ──(a slot is idle)──> slot
     slot ──(another adapter needs the slot)──> host ──(another needs the memory)──> disk
     any  ──(unload)──> draining: no new requests; gone when the last one has ended
 
-- A slot is idle when no row computes with it. Its adapter stays in host memory, so what was computed with it stays
-  usable: getting back costs one copy.
-- Memory is bounded by `max_cpu_adapters`, and with `block_bytes` also by bytes: an adapter then pays with blocks of the
-  KV pool, at most `most_blocks` of them. The lowest eviction cost goes first, adapter or prefix (eviction_cost.py).
-- KV depends on its adapter. When an adapter leaves memory, the prefixes computed with it leave before: KV that nobody
-  can use never takes room. With `dependency_aware=False` both are plain LRUs that know nothing of one another, and
-  `most_blocks` of the pool belong to adapters from the start: the baseline that this is measured against.
-- A request that can get no slot is skipped, and others go on. After `CLAIM_AFTER` tries its adapter claims a place: the
-  one in the way with the fewest requests takes no more rows for requests younger than the claimant. So nobody starves.
+- A slot is idle when no row computes with it. An adapter that loses its slot stays in host memory, so its prefixes stay
+  usable, and returning to a slot costs one copy.
+- Memory is bounded by `max_cpu_adapters`, and with `block_bytes` also by bytes: adapters then occupy blocks of the KV
+  pool, at most `most_blocks`. The adapter or prefix with the lowest eviction cost is evicted first (eviction_cost.py).
+- KV depends on its adapter. Before an adapter is evicted from memory, the prefixes computed with it are: KV that no
+  request can use never takes memory. With `dependency_aware=False` adapters and prefixes are two independent LRUs, and
+  `most_blocks` of the pool are reserved for adapters from the start: the baseline of the benchmark.
+- A request that gets no slot is skipped. After `CLAIM_AFTER` attempts its adapter claims a place: of the adapters in
+  the way, the one with the fewest requests starts no request younger than the claimant. So no adapter starves.
 
-The shell reads files and holds the host copies; this says which (`take_wanted`, `take_dropped`). Pure.
+engine/adapters.py reads the files and holds the host copies; this says which (`take_wanted`, `take_dropped`). Pure.
 """
 
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
@@ -23,11 +23,11 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction_cost import Costs, EvictionCost
 
 CLAIM_AFTER = 16
-STAGED = 2  # adapters in memory that wait for their turn: one to be next, one on its way behind it
+STAGED = 2  # adapters in memory that wait for a slot: the next one, and one that loads meanwhile
 
 
 class Residency:
-    """Slots, host memory and the requests that hold on to them."""
+    """Slots, host memory and the requests that use them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Residency:
         self.most_in_memory = max(max_cpu_adapters, max_adapters)
         self.most_blocks = 0 if block_bytes == 0 else pool.total // 2 if most_blocks is None else most_blocks
         self.dependency_aware = dependency_aware
-        self.version = 0  # grows whenever there is something new to tell of an adapter
+        self.version = 0  # grows with each change of an adapter's status
         self._pool = pool
         self._block_bytes = block_bytes
         self._eviction_cost = EvictionCost(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
@@ -55,14 +55,14 @@ class Residency:
         self._loads: list[AdapterLoad] = []
         self._wanted: list[str] = []
         self._dropped: list[str] = []
-        self._claimant: str | None = None  # for whom others are closed: one at a time
+        self._claimant: str | None = None  # the adapter for which another one is closed; one at a time
         if not dependency_aware:
             pool.reserve(self.most_blocks)
 
-    # --- what the shell tells
+    # --- called by the loader of adapters
 
     def loading(self, digest: str, *, pinned: bool = False) -> bool:
-        """Somebody wants it here. True: read it from storage; False: it is there, or on its way."""
+        """Register an adapter. True: the caller must read it from storage; False: it is known already."""
         adapter = self._adapters.get(digest)
         self.version += 1
         if adapter is not None and adapter.state is not AdapterState.FAILED:
@@ -73,14 +73,14 @@ class Residency:
         return True
 
     def loaded(self, digest: str, *, num_bytes: int, rank: int) -> None:
-        """It has been read. Without room for it now it is only known: its copy is dropped again."""
+        """Note that an adapter was read. Without memory for it now, it is known as on disk and its copy is dropped."""
         adapter = self._adapters.get(digest)
         if adapter is None:  # unloaded while it was read
             self._dropped.append(digest)
             return
         if adapter.state is not AdapterState.LOADING:
             return
-        reserved = adapter.num_bytes > 0  # a request wanted it: room was made before it was read again
+        reserved = adapter.num_bytes > 0  # a request wanted it: memory was reserved before it was read again
         adapter.num_bytes, adapter.rank = num_bytes, rank
         if adapter.cost(self._block_bytes) > self.most_blocks:
             most = self.most_blocks * self._block_bytes
@@ -93,7 +93,7 @@ class Residency:
             self._dropped.append(digest)
 
     def failed(self, digest: str, error: str) -> None:
-        """It could not be read."""
+        """Note that an adapter could not be read."""
         adapter = self._adapters.get(digest)
         if adapter is not None and adapter.state is AdapterState.LOADING:
             self._give_back_memory(adapter)
@@ -102,7 +102,7 @@ class Residency:
             self._forget_if_drained(adapter)
 
     def unload(self, digest: str) -> bool:
-        """Let it go when its last request has ended; False if it is not known."""
+        """Drop an adapter when its last request has ended; False if it is not known."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             return False
@@ -111,20 +111,20 @@ class Residency:
         self._forget_if_drained(adapter)
         return True
 
-    # --- what the scheduler asks
+    # --- called by the scheduler
 
     def refusal(self, digest: str) -> str:
-        """Why a new request cannot use it; empty: it can."""
+        """Why a new request for an adapter is refused; empty: it is accepted."""
         adapter = self._adapters.get(digest)
         return "the adapter is not loaded" if adapter is None else adapter.refusal
 
     def failure(self, digest: str) -> str:
-        """Why nobody can use it any more; empty: there is hope."""
+        """Why no request can use an adapter any more; empty: requests may wait for it."""
         adapter = self._adapters.get(digest)
         return "" if adapter is None else adapter.failure
 
     def join(self, digest: str, now: float) -> None:
-        """A request for it is here."""
+        """Count a new request for an adapter."""
         adapter = self._adapters[digest]
         self._eviction_cost.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
@@ -133,7 +133,7 @@ class Residency:
         adapter.last_used = now
 
     def leave(self, digest: str) -> None:
-        """A request for it is gone, from every step in flight too."""
+        """Uncount a request that has ended and is in no plan in flight."""
         adapter = self._adapters[digest]
         adapter.requests -= 1
         self.version += 1
@@ -142,7 +142,7 @@ class Residency:
         self._forget_if_drained(adapter)
 
     def slot_for(self, digest: str, serial: int) -> int | None:
-        """The slot to compute with, or None: not now. Asked once a step at most, for the oldest request of each."""
+        """The slot of an adapter; None: not now, asked again in the next step. Starts its load where there is room."""
         adapter = self._adapters[digest]
         if adapter.closed_for is not None and serial > adapter.closed_for:
             return None
@@ -163,17 +163,17 @@ class Residency:
         return None
 
     def start_row(self, digest: str) -> None:
-        """A row computes with it from now on."""
+        """Count a row that computes with an adapter from now on."""
         self._adapters[digest].rows += 1
 
     def end_row(self, digest: str) -> None:
-        """A row, and every step in flight with it, is done."""
+        """Uncount a row whose sequence has ended or was preempted."""
         self._adapters[digest].rows -= 1
 
     def make_room(self, count: int, reserve: int = 0) -> None:
-        """See that so many blocks are free, of whatever is worth least: idle adapters or prefixes.
+        """Free so many blocks by evicting idle adapters or prefixes, the lowest eviction cost first.
 
-        With the reserve they must be available at least: somebody waits for them now, for an idle adapter nobody does.
+        While fewer than count + reserve are available, idle adapters are evicted at any cost: no request needs them.
         """
         pool = self._pool
         while self.dependency_aware and self._paid_blocks:
@@ -188,20 +188,20 @@ class Residency:
             else:
                 return
 
-    # --- what it tells
+    # --- loads, statuses and checks
 
     @property
     def is_reading(self) -> bool:
-        """Whether an adapter is on its way from storage."""
+        """Whether an adapter is being read from storage."""
         return any(adapter.state is AdapterState.LOADING for adapter in self._adapters.values())
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Copies into slots, for the plan being made."""
+        """The copies of adapters into slots, for the plan being made."""
         loads, self._loads = self._loads, []
         return tuple(loads)
 
     def take_wanted(self) -> tuple[str, ...]:
-        """What to read from storage again; room is kept for it."""
+        """The adapters to read from storage again; memory is reserved for them."""
         wanted, self._wanted = self._wanted, []
         return tuple(wanted)
 
@@ -211,16 +211,16 @@ class Residency:
         return tuple(digest for digest in dict.fromkeys(dropped) if not self._is_in_memory(digest))
 
     def statuses(self) -> tuple[AdapterStatus, ...]:
-        """All that are known."""
+        """The statuses of all known adapters."""
         return tuple(adapter.status() for _, adapter in sorted(self._adapters.items()))
 
     def invalid_blocks(self) -> int:
-        """Published KV, of the device and of host memory, whose adapter is not in memory: nobody can use it."""
+        """Published blocks, on device and host, whose adapter is not in memory: no request can use them."""
         tiers = (self._pool,) if self._pool.below is None else (self._pool, self._pool.below)
         return sum(t.members(group) for t in tiers for group in t.groups() if group and not self._is_in_memory(group))
 
     def check(self) -> None:
-        """Raise AssertionError when the table do not balance."""
+        """Raise AssertionError when slots, memory or counts of adapters are inconsistent."""
         adapters = self._adapters.values()
         assert {digest for digest in self._slots if digest} == {a.digest for a in adapters if a.slot != BASE_SLOT}
         assert all((a.state is AdapterState.SLOT) == (a.slot != BASE_SLOT) for a in adapters)
@@ -233,7 +233,7 @@ class Residency:
         if self.dependency_aware:
             assert self.invalid_blocks() == 0, "KV outlived its adapter"
 
-    # --- coming and going
+    # --- loading and eviction
 
     def _enter_slot(self, adapter: Adapter, slot: int) -> None:
         before = self._slots[slot]
@@ -252,7 +252,7 @@ class Residency:
         self._move(adapter, AdapterState.HOST)
 
     def _make_room_for(self, adapter: Adapter) -> bool:
-        """Pay for an adapter's memory, evicting what is worth less; False: what is there is in use."""
+        """Reserve memory for an adapter, evicting others and prefixes; False: all of it is in use."""
         cost = adapter.cost(self._block_bytes)
         in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
         while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
@@ -276,7 +276,7 @@ class Residency:
         return True
 
     def _evict(self, adapter: Adapter) -> None:
-        """From memory to disk; what was computed with it goes first."""
+        """Evict an adapter from memory, after the prefixes that were computed with it."""
         if self.dependency_aware:
             self._pool.evict_group(adapter.digest)
         if adapter.slot != BASE_SLOT:
@@ -303,7 +303,7 @@ class Residency:
             self.version += 1
 
     def _is_soon(self, adapter: Adapter) -> bool:
-        """Whether it would run soon: an adapter that waits in memory takes KV from running requests."""
+        """Whether an adapter would run soon: while it waits in memory, it takes KV blocks from running requests."""
         others = self._adapters.values()
         staged = sum(a.requests > 0 and a.rows == 0 and holds_memory(a) for a in others)
         most = min(STAGED, self.max_adapters) if self.dependency_aware else self.max_adapters
@@ -314,7 +314,7 @@ class Residency:
         self.version += 1
         if state is not AdapterState.DISK:
             adapter.tries = 0
-            if self._claimant == adapter.digest:  # one place further: who made room goes on
+            if self._claimant == adapter.digest:  # the claim is met: the closed adapter is open again
                 self._open_again()
 
     def _claim(self, adapter: Adapter, serial: int) -> None:

@@ -1,29 +1,29 @@
-"""Which tokens are computed next. Deterministic: the same calls give the same plans.
+"""Scheduler: which tokens each step computes, under a token budget. Deterministic: the same calls give the same plans.
 
-    plan = scheduler.schedule(now)          # who computes how much, within the budget
+    plan = scheduler.schedule(now)          # how many tokens of each sequence, within the budget
     result = worker.execute(plan)
-    outputs = scheduler.update(result, now)  # what that brought, and who is done
+    outputs = scheduler.update(result, now)  # the sampled tokens, and which answers ended
 
-One rule: `num_computed` chases `num_tokens`. Prefill in chunks, prefix hits, preemption and resuming all follow.
+One rule: `num_computed` catches up with `num_tokens`. Chunked prefill, prefix hits, preemption and resuming all follow.
 
-- Running sequences go first. Those one token behind (they decode) come before those with a prompt to finish, so that
-  a long prompt costs the others at most one step of `max_num_batched_tokens`.
-- A waiting sequence is admitted in its turn (waiting.py), when the blocks for all of its tokens are there and a reserve
-  stays: a watermark, and one more block for each sequence that runs. Its blocks are taken at once. Who has to wait for
-  a slot for its adapter is skipped; who has to wait for blocks is not overtaken.
-- When a running sequence needs a block and none is left, the newest of the lowest priority gives up its blocks and
-  waits again, before newer ones. After `MAX_PREEMPTIONS` times it comes back only with room for its full length, and
-  then cannot be a victim: nobody is preempted without end.
-- What is left of the budget verifies draft tokens (speculation.py); nobody loses a block for a draft token.
-- Nothing is planned for who is paused. It keeps its row and its blocks until somebody else needs them.
+- Running sequences are planned first: decodes (one token behind) before sequences with a prompt to finish, so that a
+  long prompt costs the others at most one step of `max_num_batched_tokens`.
+- A waiting sequence is admitted in the order of waiting.py, when the blocks for all of its tokens are available beside
+  a reserve: a watermark, and one block for each running sequence. Its blocks are allocated at once. A sequence that
+  waits for a slot for its adapter is skipped; one that waits for blocks is not overtaken.
+- When a running sequence needs a block and none is left, the newest of the lowest priority is preempted: it gives up
+  its blocks and waits again, before newer ones. After `MAX_PREEMPTIONS` times it is admitted only with blocks for its
+  full length, and then is not chosen for preemption: no sequence is preempted without end.
+- The rest of the budget verifies draft tokens (speculation.py); no sequence is preempted for a draft token.
+- A paused sequence is not planned. It keeps its row and its blocks until another sequence needs them.
 
 Overlap: while one plan is executed, the next may be made (`can_overlap`). The worker executes plans in their order and
-knows a token as soon as it is sampled, so a row can be planned before its last token is known here. Whatever is
-decided from results (ends, prefixes, charges) is decided in `update`; a token sampled after the end is dropped there.
-Blocks of who ended are given back after the last plan that holds them. A victim gives its blocks back at once: who gets
-them writes later, in order. Used plainly, schedule and update by turns, it gives the same outputs.
+knows a token as soon as it is sampled, so a row can be planned before its last token is known here. Decisions that
+need results (stops, prefixes, charges) are made in `update`, which drops tokens sampled after a stop. The blocks of an
+ended sequence are released after the last plan that holds them, those of a preempted one at once: the sequence that
+gets them writes in a later plan. Without overlap, schedule and update by turns, the outputs are the same.
 
-What it costs: per row and step one small tuple, and nothing per token but the append to its sequence.
+Cost: one small tuple per row and step, and one append per token.
 """
 
 from collections import deque
@@ -58,9 +58,9 @@ MAX_IN_FLIGHT = 2
 class Scheduler:
     """Owns the waiting and the running sequences and, through the pool, every block.
 
-    `model`: whatever else changes the KV of equal tokens: name, quantization, number format. `speculation_max_tokens`:
+    `model`: all else that changes the KV of equal tokens: name, quantization, number format. `speculation_max_tokens`:
     how many draft tokens a row may verify in a step; 0: none. `residency`: the adapters; None: the base model alone.
-    `tier`: host memory for what the pool evicts; None: it is dropped.
+    `tier`: host memory for evicted blocks; None: they are dropped.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Scheduler:
     # --- requests
 
     def add(self, request: Request, now: float) -> None:
-        """Put a request into the queue. One for an adapter that is not here ends with an error."""
+        """Put a request into the queue. One for an adapter that is not loaded ends with an error."""
         self._table.add(request, now)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
@@ -129,21 +129,21 @@ class Scheduler:
         self._table.abort(request_id, reason, now, index)
 
     def close(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
-        """End an answer without a word: its caller tells its last one."""
+        """End an answer without a final output: the caller sends that."""
         self._table.abort(request_id, reason, now, index, told=True)
 
     def pause(self, request_id: str, on: bool, now: float) -> None:
-        """Plan nothing for a request, or go on with it; unknown ids are ignored."""
+        """Pause a request, so that it is not planned, or resume it; unknown ids are ignored."""
         self._table.pause(request_id, on, now)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute or tell anything. Where all are paused, none would."""
+        """Whether a step would compute tokens or return outputs; False where all sequences are paused."""
         return bool(self._table or self._in_flight)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether all there is waits for adapters that are being read: a step would do nothing."""
+        """Whether all sequences wait for adapters that are being read, or are paused: a step would do nothing."""
         table = self._table
         if self._in_flight or table.final_outputs or self.residency is None:
             return False
@@ -167,7 +167,7 @@ class Scheduler:
         return len(table.waiting) > 0 or any(sequence.num_ahead for sequence in table.running)
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Decide what the next step computes; see `can_overlap`. Each plan wants its `update`, an empty one too."""
+        """Decide what the next step computes; see `can_overlap`. Each plan needs its `update`, an empty one too."""
         assert self.can_overlap, "the results of the last plan are needed first"
         self.pool.now = now
         self._table.expire(now)
@@ -183,7 +183,7 @@ class Scheduler:
         for sequence in self._table.running:
             if sequence.num_ahead > 1 and budget > 0:
                 budget -= _schedule_chunk(sequence, budget, plan)
-        if self._table.ledger.preemptions == preemptions:  # room that was just made is for those who run
+        if self._table.ledger.preemptions == preemptions:  # blocks freed by preemption are for running sequences
             left = self._admit_waiting(budget, plan, now)
             if left == budget > 0 and len(self._table.waiting):
                 self._table.park_one(now)
@@ -197,7 +197,7 @@ class Scheduler:
         return step
 
     def update(self, result: StepResult, now: float) -> list[Output]:
-        """Take in what the oldest plan in flight computed and sampled; tell what it brought for whom."""
+        """Apply the result of the oldest plan in flight; the outputs of its sequences, and waiting final outputs."""
         flight = self._in_flight.popleft()
         assert result.step == flight.step, "results come back in order"
         self.pool.now = now
@@ -208,7 +208,7 @@ class Scheduler:
             sequence = row.sequence
             sequence.in_flight -= 1
             sequence.num_pending -= row.samples
-            if sequence.state is State.ENDED:  # ended meanwhile: what was sampled never happened
+            if sequence.state is State.ENDED:  # ended meanwhile: its sampled tokens are dropped
                 if not sequence.in_flight:
                     table.retire(sequence)
                 continue
@@ -233,7 +233,7 @@ class Scheduler:
         return outputs + final_outputs
 
     def give_up(self, reason: FinishReason, error: str, now: float) -> list[Output]:
-        """The steps in flight were not computed: their requests end, and the others go on."""
+        """End the sequences of the plans in flight, which could not be computed; the others go on."""
         self.pool.now = now
         table = self._table
         lost, self._in_flight = [row for flight in self._in_flight for row in flight.rows], deque()
@@ -249,11 +249,11 @@ class Scheduler:
         return final_outputs
 
     def stats(self, now: float) -> EngineStats:
-        """The numbers as they are."""
+        """The current statistics."""
         return self._table.stats(self.speculation, self._steps, now)
 
     def check(self, *, most_blocks: int | None = None) -> None:
-        """Raise AssertionError when blocks, rows or requests are unaccounted for; `most_blocks` of the pool."""
+        """Raise AssertionError when blocks, rows or requests are unaccounted for; `most_blocks`: see RequestTable."""
         if not self._in_flight:
             assert not self._table.ending, "nothing is in flight, and somebody still ends"
         self._table.check(most_blocks=most_blocks)
@@ -269,14 +269,14 @@ class Scheduler:
         return 1
 
     def _make_room(self, sequence: Sequence, plan: SchedulerOutputBuilder, now: float) -> bool:
-        """See that a block is available, preempting; False when the sequence itself had to go."""
+        """Make a block available, by preemption if needed; False when the sequence itself was preempted."""
         if self.residency is not None:
             self.residency.make_room(1)
         running = self._table.running
         while self.pool.available == 0:
             victim = next((s for s in reversed(running) if s.paused), None)
             victim = victim or next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
-            # Victims are taken from the end of the order in which rows are planned, so this plan has none of them yet.
+            # Preemption begins at the end of the order in which rows are planned: the victim is not in this plan yet.
             assert all(victim is not row.sequence for row in plan.rows)
             self._table.put_back(victim, now)
             if victim is sequence:
@@ -286,7 +286,7 @@ class Scheduler:
     # --- waiting sequences
 
     def _admit_waiting(self, budget: int, plan: SchedulerOutputBuilder, now: float) -> int:
-        """Admit who is next while there is something to give; the budget that is left."""
+        """Admit waiting sequences while budget, rows and blocks last; the budget that is left."""
         table = self._table
         without_slot: set[str] = set()
         result = AdmissionResult.ADMITTED
@@ -309,7 +309,7 @@ class Scheduler:
     def _count_computed(
         self, row: Scheduled, token_ids: tuple[int, ...], prompt_logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
-        """Move the mark over what was computed and kept: draft tokens that were wrong are computed again."""
+        """Advance `num_computed` by the tokens kept: the positions of rejected draft tokens are computed again."""
         sequence = row.sequence
         self._table.ledger.computed_tokens += row.num_new
         right = max(len(token_ids) - 1, 0)
@@ -325,43 +325,43 @@ class Scheduler:
     # --- prefixes and adapters
 
     def forget_prefixes(self) -> None:
-        """Nothing that was computed can be found any more: it was asked for, or the memory was given away."""
+        """Clear the prefix cache: a client asked for it, or the KV memory was given back."""
         self.pool.forget_all()
 
     def take_kv_events(self) -> tuple[KvEvent, ...]:
-        """What happened to the prefixes since the last call; nothing unless `kv_events` is on."""
+        """The KV events since the last call; none unless `kv_events` is on."""
         events = self.pool.events.take() if self.pool.events is not None else ()
         return events + self.tier.take_events() if self.tier is not None else events
 
     def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool:
-        """Somebody wants an adapter here. True: read it, then say `adapter_loaded` or `adapter_failed`."""
+        """Register an adapter. True: read it, then call `adapter_loaded` or `adapter_failed`."""
         return self._adapters.loading(digest, pinned=pinned)
 
     def adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None:
-        """It was read. If there is no room for it now, `take_dropped_adapters` names it at once."""
+        """Note that an adapter was read. Without memory for it now, `take_dropped_adapters` names it at once."""
         self._adapters.loaded(digest, num_bytes=num_bytes, rank=rank)
         self._end_hopeless(digest, now)
 
     def adapter_failed(self, digest: str, error: str, now: float) -> None:
-        """The adapter could not be read: requests that wait for it end with that error."""
+        """Note that an adapter could not be read: requests that wait for it end with that error."""
         self._adapters.failed(digest, error)
         self._end_hopeless(digest, now)
 
     def unload_adapter(self, digest: str, now: float) -> bool:
-        """Refuse new requests for it, and forget it when the last one has ended; False: not known."""
+        """Refuse new requests for an adapter, and drop it when its last one has ended; False: not known."""
         return self._adapters.unload(digest)
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
-        """All that are known."""
+        """The statuses of all known adapters."""
         return self.residency.statuses() if self.residency is not None else ()
 
     @property
     def adapters_version(self) -> int:
-        """Grows whenever `adapters` has a new state to tell."""
+        """A number that grows with each change of `adapters`."""
         return self.residency.version if self.residency is not None else 0
 
     def take_wanted_adapters(self) -> tuple[str, ...]:
-        """What requests wait for and memory has room for: read it, then say `adapter_loaded` or `adapter_failed`."""
+        """The adapters to read now, whose memory is reserved: call `adapter_loaded` or `adapter_failed` for each."""
         return self.residency.take_wanted() if self.residency is not None else ()
 
     def take_dropped_adapters(self) -> tuple[str, ...]:

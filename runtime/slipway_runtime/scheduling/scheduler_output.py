@@ -1,4 +1,4 @@
-"""A plan while it is being made, and what must be remembered of it until its results are in."""
+"""Builder of a scheduler output (a plan), and the record of a plan in flight until its results arrive."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Scheduled(NamedTuple):
     num_new: int  # drafts included
     samples: bool
     drafts: tuple[int, ...]
-    preemptions: int  # of the sequence when this was planned: after another one its blocks are not those written here
+    preemptions: int  # of the sequence when planned: after another one it no longer has the blocks written here
 
 
 class InFlightBatch(NamedTuple):
@@ -26,7 +26,7 @@ class InFlightBatch(NamedTuple):
 
 
 class SchedulerOutputBuilder:
-    """Collects who computes what."""
+    """Collects the rows, blocks and copies of a plan."""
 
     def __init__(self) -> None:
         self.rows: list[Scheduled] = []
@@ -40,7 +40,7 @@ class SchedulerOutputBuilder:
         self.new_blocks.setdefault(sequence, []).extend(blocks)
 
     def start_row(self, sequence: Sequence, slot: int) -> None:
-        """Tell the worker all about a sequence."""
+        """Add a started sequence to the plan: tokens, sampling parameters and adapter slot for the worker's row."""
         self.new_rows.append(
             NewRow(
                 row=sequence.row,
@@ -55,7 +55,7 @@ class SchedulerOutputBuilder:
         )
 
     def compute(self, sequence: Sequence, count: int, *, ahead: int) -> None:
-        """Compute the next `count` of the `ahead` tokens that are there."""
+        """Plan the next `count` of a sequence's `ahead` tokens; with all of them, the row samples."""
         samples = count == ahead
         planned = sequence.num_planned
         self.rows.append(Scheduled(sequence, sequence.row, planned, count, samples, (), sequence.preemptions))
@@ -63,7 +63,7 @@ class SchedulerOutputBuilder:
         sequence.num_pending += samples
 
     def add_drafts(self, index: int, drafts: tuple[int, ...]) -> None:
-        """Let a row of the plan verify draft tokens too."""
+        """Add draft tokens to a row of the plan, which verifies them."""
         row = self.rows[index]
         row.sequence.num_planned += len(drafts)
         self.rows[index] = row._replace(num_new=row.num_new + len(drafts), drafts=drafts)
@@ -71,7 +71,7 @@ class SchedulerOutputBuilder:
     def build(
         self, step: int, loads: tuple[AdapterLoad, ...], moves: tuple[HostMove, ...]
     ) -> tuple[SchedulerOutput, InFlightBatch]:
-        """The plan for the worker, and what to keep of it."""
+        """The plan for the worker, and its record until the results arrive."""
         rows = self.rows
         rows.sort(key=_not_one)  # rows of one token first
         for row in rows:

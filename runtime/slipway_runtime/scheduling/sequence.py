@@ -1,4 +1,4 @@
-"""One answer inside the scheduler: its tokens, how far they are computed, the blocks it holds."""
+"""Sequence: one answer of a request in the scheduler, with its tokens, computed counts and blocks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ NO_ROW = -1
 
 
 class State(Enum):
-    """Where a sequence is; preempted ones wait again."""
+    """State of a sequence; a preempted one is waiting again."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -21,25 +21,25 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """There is no prefill and no decode: `num_planned` chases the tokens, and the last known token samples the next.
+    """One answer. Prefill and decode are one: `num_planned` catches up with the tokens; the last one samples the next.
 
-    Plans are made before the results of earlier ones are known, so there are two marks. Up to `num_computed` the
-    results are in. Up to `num_planned` the KV will be there when the plans in flight are executed. Draws in flight are
-    tokens too (`num_pending`): the worker knows them first, and can compute them before they are known here.
+    Plans are made before the results of earlier ones are known, so there are two counts. The results of the first
+    `num_computed` tokens are known. The KV of the first `num_planned` exists once the plans in flight are executed.
+    Samples in flight are tokens too (`num_pending`): the worker can compute them before they are known here.
 
-    A preemption sets both marks to zero and keeps the tokens, so resuming is the same as starting.
+    A preemption sets both counts to zero and keeps the tokens, so resuming is the same as starting.
     """
 
     request: Request
     index: int  # which of the request's answers
     params: SamplingParams  # the request's, with a seed of its own
-    adapter: str  # the digest that it holds on to; empty: the base model, or one that was refused
+    adapter: str  # digest of its adapter; empty: the base model, or an adapter that was refused
     serial: int  # order of arrival
     max_tokens: int  # length at which it must end, prompt included
-    keys: list[bytes]  # of the parent, then of each full block
+    keys: list[bytes]  # the root key, then that of each full block
     queued_at: float
-    share: Share  # who is charged
-    public_keys: list[bytes] = field(default_factory=list)  # as `keys`, of the service's own prompts: if asked for
+    share: Share  # the counter that its tokens are charged to
+    public_keys: list[bytes] = field(default_factory=list)  # as `keys`, under the public root; made on demand
     token_ids: list[int] = field(default_factory=list)
     state: State = State.WAITING
     row: int = NO_ROW
@@ -50,16 +50,16 @@ class Sequence:
     in_flight: int = 0  # plans in flight that it is in
     num_published: int = 0  # full blocks that others can find
     preemptions: int = 0
-    paused: bool = False  # nobody reads what it says: nothing is planned for it
+    paused: bool = False  # not planned: its client does not read, or its grammar is not compiled yet
     cached_tokens: int = 0
     scheduled_at: float | None = None
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
     leader: "Sequence | None" = None  # computes the prompt for it
     siblings: "list[Sequence]" = field(default_factory=list)  # that wait for this one to compute the prompt
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until they are told
-    history: bytearray = field(default_factory=bytearray)  # the drafter's: its tokens, four bytes each
-    draft_length: int = 0  # the drafter's: how many draft tokens are worth making; 0: not asked yet
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until they are sent
+    history: bytearray = field(default_factory=bytearray)  # of the drafter: its tokens, four bytes each
+    draft_length: int = 0  # draft tokens to make next, set by Speculation; 0: none made yet
 
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prompt_token_ids)
@@ -67,7 +67,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Lower goes first: by priority, then by arrival."""
+        """Sort key of running sequences, the lowest first: by priority, then by arrival."""
         return (-self.request.priority, self.serial)
 
     @property
@@ -77,7 +77,7 @@ class Sequence:
 
     @property
     def num_ahead(self) -> int:
-        """Tokens to plan: there, known or sampled in flight, and not planned yet. The last sample is never computed."""
+        """Tokens, known or sampled in flight, that are not planned yet. The last possible token is never computed."""
         if self.paused:
             return 0
         length = len(self.token_ids) + self.num_pending
@@ -90,12 +90,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, those sampled elsewhere before included."""
+        """Tokens sampled so far, including those that came with the request."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may use prefixes of others: a prompt that is scored, or averaged, must be computed whole."""
+        """Whether it may use cached prefixes: for prompt logprobs or mean pooling, the prompt is computed whole."""
         if self.params.pools_all:
             return False
         return self.params.prompt_logprobs is None or self.first_token_at is not None
@@ -108,7 +108,7 @@ class Sequence:
         return self.keys[1 : count + 1]
 
     def public_block_keys(self, count: int, block_size: int) -> Iterator[bytes]:
-        """The same under the public root, each made when it is asked for: most prompts begin like none of them."""
+        """The same under the public root, each made on demand: most prompts begin like no public prompt."""
         for index in range(count):
             if len(self.public_keys) == index + 1:
                 start = index * block_size
@@ -117,7 +117,7 @@ class Sequence:
             yield self.public_keys[index + 1]
 
     def forget_computed(self) -> None:
-        """Nothing of it is in the cache any more."""
+        """Reset the counts: its KV is no longer in its blocks."""
         self.num_computed = self.num_planned = self.num_published = 0
-        if not self.num_pending:  # else the sample in flight is the first token, and tells them
+        if not self.num_pending:  # else the sample in flight is the first token, whose output has them
             self.prompt_logprobs.clear()

@@ -1,7 +1,7 @@
 """Draft tokens: what a row would sample next, so that one step can confirm several tokens. Pure.
 
-A draft token costs a position of the next step and is accepted or wasted; the output is the same either way. So this
-decides how many are worth making, and spends on them what a step has left:
+A draft token costs a position of the next step and is accepted or rejected; the output is the same either way. So this
+decides how many draft tokens to make, within the token budget that a step has left:
 
 - A row starts with `START` draft tokens. After a step that accepted all of them it may make twice as many, up to the
   limit; else one more than were accepted.
@@ -21,24 +21,24 @@ from slipway_runtime.scheduling.sequence import Sequence
 START = 3
 MIN_ACCEPTED_SHARE = 0.4  # share of accepted draft tokens
 ENOUGH_DRAFT_TOKENS = 100  # before judging
-ENOUGH_STEPS = 256  # of rows, before judging that there is nothing to draft from
+ENOUGH_STEPS = 256  # of rows, before judging that there is too little to draft from
 MIN_ACCEPTED_PER_ROW = 0.05  # accepted draft tokens a row and step
 REST_TOKENS = 2_000
 LONGEST_REST_TOKENS = 64_000
 
 
 class Drafter(Protocol):
-    """Makes draft tokens from what the scheduler knows. A draft model would run in the worker, asked the same way."""
+    """Makes draft tokens from the tokens of a sequence. A draft model would run in the worker, behind this protocol."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """At most so many tokens that may follow; empty: no idea."""
+        """At most so many tokens that may follow the sequence; empty: no draft."""
 
 
 class PromptLookup:
-    """Continues as the same words went on before: the longest of `longest` … `shortest` last tokens that occurs again.
+    """Prompt lookup: drafts the tokens that followed an earlier occurrence of the last `longest` … `shortest` tokens.
 
-    The search is bounded: the last `window` tokens, byte by byte in C. The most recent place counts. A repetition that
-    reaches the end goes on repeating: after "a b a b" come "a b a b".
+    The longest match counts, at its most recent place. The search is bounded: the last `window` tokens, byte by byte in
+    C. A repetition that reaches the end is continued: after "a b a b" come "a b a b".
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2, window: int = 8192) -> None:
@@ -47,7 +47,7 @@ class PromptLookup:
         self._window = window
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Guesses for a sequence all of whose tokens are known."""
+        """Draft tokens for a sequence all of whose tokens are known."""
         tokens, history = sequence.token_ids, sequence.history
         known = len(history) // 4
         if known < len(tokens):
@@ -62,7 +62,7 @@ class PromptLookup:
 
 
 def _last_place(history: bytearray, pattern: bytearray, start: int, end: int) -> int | None:
-    """The last token of history[start:end] where the pattern begins. Bytes may match between tokens: look on then."""
+    """The last token of history[start:end] where the pattern begins; matches that begin inside a token are skipped."""
     while (at := history.rfind(pattern, start, end)) >= 0:
         if at % 4 == 0:
             return at // 4
@@ -71,13 +71,13 @@ def _last_place(history: bytearray, pattern: bytearray, start: int, end: int) ->
 
 
 def _continue(tokens: SequenceOf[int], at: int, count: int) -> tuple[int, ...]:
-    """`count` tokens from a place on, going round from the end to that place again."""
+    """`count` tokens from index `at` on; after the last token, from `at` again."""
     period = len(tokens) - at
     return tuple([tokens[at + offset % period] for offset in range(count)])
 
 
 class Speculation:
-    """How many draft tokens are worth making, and what came of them."""
+    """Decides how many draft tokens to make, and counts those accepted."""
 
     def __init__(self, most: int, drafter: Drafter | None = None) -> None:
         assert most >= 1
@@ -116,7 +116,7 @@ class Speculation:
         return self._drafter.propose(sequence, wanted) if wanted > 0 else ()
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """What came of a row that was asked for draft tokens."""
+        """Record how many draft tokens of a row were accepted."""
         self._recent_rows += 1
         if drafted == 0:
             return
@@ -130,7 +130,7 @@ class Speculation:
         self._recent_accepted += accepted
 
     def judge(self, tokens: int) -> None:
-        """After each step that gave so many tokens: go on, stop, or try again."""
+        """Decide, after a step that generated so many tokens, whether drafting goes on, stops or starts again."""
         if not self.active:
             self._rested += tokens
             if self._rested >= self._rest:
@@ -146,7 +146,7 @@ class Speculation:
         if wrong or idle:
             self.active = False
             self._start_over()
-        elif self._recent_rows >= 2 * ENOUGH_STEPS:  # it pays: forget half, and the failures before
+        elif self._recent_rows >= 2 * ENOUGH_STEPS:  # drafting pays: halve the counts, and reset the rest
             self._recent_rows //= 2
             self._recent_draft_tokens //= 2
             self._recent_accepted //= 2

@@ -1,4 +1,4 @@
-"""Whether a waiting sequence can start now, and with what: a slot for its adapter, a row, blocks for all its tokens."""
+"""Admission of a waiting sequence to a row: a slot for its adapter, prefix hits, blocks for all of its tokens."""
 
 from enum import Enum, auto
 
@@ -15,14 +15,14 @@ class AdmissionResult(Enum):
     """Whether a waiting sequence was admitted, and if not, what it lacks."""
 
     ADMITTED = auto()
-    NO_BLOCKS = auto()  # no other overtakes it: a smaller one would always take what the first one waits for
-    NO_SLOT = auto()  # others need not wait for an adapter
+    NO_BLOCKS = auto()  # no sequence overtakes it: smaller ones would always take the blocks that it waits for
+    NO_SLOT = auto()  # sequences with other adapters overtake it
 
 
 def admit(
     sequence: Sequence, table: RequestTable, plan: SchedulerOutputBuilder, watermark_blocks: int, now: float
 ) -> AdmissionResult:
-    """Give a waiting sequence a row and its blocks, if they are there."""
+    """Give a waiting sequence a row and its blocks, if a slot and the blocks are available."""
     pool, residency, tier, adapter = table.pool, table.residency, table.tier, sequence.adapter
     slot = residency.slot_for(adapter, sequence.serial) if residency is not None and adapter else BASE_SLOT
     if slot is None:
@@ -37,7 +37,7 @@ def admit(
     length = sequence.max_tokens if sequence.preemptions >= MAX_PREEMPTIONS else sequence.num_tokens
     need = pool.blocks_for(length) - shared
     reserve = watermark_blocks + len(table.running) if table.running else 0
-    pool.hold(device_blocks)  # before room is made: it must not be made of them
+    pool.hold(device_blocks)  # before blocks are evicted: these must not be
     if tier is not None:
         tier.hold(host_keys)
     if residency is not None:

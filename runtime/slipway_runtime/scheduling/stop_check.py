@@ -1,4 +1,4 @@
-"""When an answer is done, and what is told of it. Pure."""
+"""Stop check of an answer (end of sequence, stop tokens, length), and its outputs. Pure."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from slipway_runtime.scheduling.sequence import Sequence
 
 
 def reason_to_stop(sequence: Sequence, eos: frozenset[int]) -> FinishReason | None:
-    """Whether its last known token is its last one."""
+    """Why a sequence ends with its last known token; None: it goes on."""
     params, last = sequence.params, sequence.token_ids[-1]
     if sequence.num_output_tokens >= max(params.min_tokens, 1) and (
         (last in eos and not params.ignore_eos) or last in params.stop_token_ids
@@ -23,7 +23,7 @@ def accept(
     eos: frozenset[int],
     now: float,
 ) -> Output:
-    """Append sampled tokens up to the one that ends it, and tell them. What was sampled after it is dropped."""
+    """Append sampled tokens up to the one that ends the sequence; the output with them. Later tokens are dropped."""
     count = 0
     for token_id in token_ids:
         sequence.token_ids.append(token_id)
@@ -67,7 +67,7 @@ def with_embedding(output: Output, embedding: bytes) -> Output:
 
 
 def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> Output:
-    """The final output of an answer that is not finished by a token."""
+    """The final output of an answer that ended without a sampled token, as by an abort."""
     told = sequence.first_token_at is not None
     return Output(
         request_id=sequence.request.id,

@@ -1,8 +1,8 @@
-"""What a trace of requests for many adapters costs under a policy of memory, step by step and without a model. Pure.
+"""Simulation of a trace of requests for many adapters under a memory policy, without a model. Pure.
 
 A step takes the milliseconds of its tokens; an adapter that is not in memory takes its load time, beside the steps. So
-the mean time to the first token and the share of KV that nobody can use compare two policies on equal terms: the same
-requests, the same pool, the same bytes.
+two policies can be compared by the mean time to the first token and the share of KV that no request can use, with the
+same requests, the same pool and the same bytes.
 """
 
 import math
@@ -20,7 +20,7 @@ from slipway_runtime.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One turn of a session with an adapter."""
+    """One request of a trace, with its adapter."""
 
     at_ms: float
     adapter: str
@@ -30,7 +30,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TraceResult:
-    """What a policy made of a trace."""
+    """Latency, cache hits and invalid KV of a trace under one policy."""
 
     mean_ttft_ms: float
     p95_ttft_ms: float
@@ -45,7 +45,7 @@ SMALL_COSTS = Costs(prefill_ms_per_token=0.5, load_ms=20.0, load_ms_per_mib=40.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a trace is played. The defaults are a small one: adapters and KV fight for 6 MiB."""
+    """The simulated machine. The defaults are a small one: adapters and KV compete for 6 MiB."""
 
     blocks: int = 96
     block_size: int = 16
@@ -68,7 +68,7 @@ def skewed_trace(
     prefix_tokens: int = 128,
     gap_ms: float = 60.0,
 ) -> list[TraceRequest]:
-    """Adapters by Zipf's law, each with a prefix that all of its requests share, and a few words of their own.
+    """Requests for adapters chosen by Zipf's law, each with the prefix of its adapter and 16 tokens of its own.
 
     `uniform` draws from [0, 1): `random.Random(0).random` gives the same trace each time.
     """
@@ -114,7 +114,7 @@ def play(trace: Sequence[TraceRequest], machine: Machine | None = None, *, depen
 
 
 class _Run:
-    """A scheduler, a clock in milliseconds, and a reader of adapters that takes its time."""
+    """A scheduler, a clock in milliseconds, and simulated loads of adapters."""
 
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
         self._scheduler = scheduler

@@ -1,6 +1,6 @@
-"""The order of the queue: class of priority, then the tenant served least, then its adapter served least, then arrival.
+"""Waiting queue, ordered by priority class, then least served tenant, then its least served adapter, then arrival.
 
-Among those of one tenant and adapter nobody overtakes: who was preempted came first, and goes first again.
+Sequences of one tenant and adapter do not overtake each other: a preempted one returns to its place by arrival.
 """
 
 from bisect import insort
@@ -23,12 +23,12 @@ class _Class:
 
 
 class WaitingQueue:
-    """Sequences without a row."""
+    """Sequences that wait for a row."""
 
     def __init__(self, aging_seconds: float) -> None:
         self._aging_seconds = aging_seconds
         self._classes: dict[int, _Class] = {}
-        self._tokens: dict[Sequence, int] = {}  # as many as were known when it came
+        self._tokens: dict[Sequence, int] = {}  # its number of tokens when it was queued
         self.num_tokens = 0
         self.by_tenant: Counter[str] = Counter()
         self.by_adapter: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class WaitingQueue:
         return iter(self._tokens)
 
     def push(self, sequence: Sequence, now: float) -> None:
-        """Line up."""
+        """Add a sequence to the queue."""
         self._tokens[sequence] = sequence.num_tokens
         self.num_tokens += sequence.num_tokens
         priority, tenant = sequence.request.priority, sequence.share.owner
@@ -56,7 +56,7 @@ class WaitingQueue:
         insort(line, sequence, key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
-        """Leave the queue without being served."""
+        """Remove a sequence that was not served."""
         self.num_tokens -= self._tokens.pop(sequence)
         priority, share, tenant = sequence.request.priority, sequence.share, sequence.share.owner
         assert tenant is not None
@@ -72,12 +72,12 @@ class WaitingQueue:
             del self._classes[priority]
 
     def serve(self, sequence: Sequence, now: float) -> None:
-        """Leave the queue with a row: its class has had its turn."""
+        """Remove a sequence that gets a row, and note when its class was served."""
         self._classes[sequence.request.priority].served_at = now
         self.remove(sequence)
 
     def in_turn(self, now: float) -> Iterator[Sequence]:
-        """The first of each line, the next to be served first. Valid until the queue changes."""
+        """The first sequence of each tenant and adapter, in the order of service. Valid until the queue changes."""
         for kind in self._in_order(list(self._classes.values()), now):
             for tenant in _least_served(list(kind.tenants)):
                 for share in _least_served(list(kind.tenants[tenant])):
