@@ -1,4 +1,4 @@
-"""Matrix product y = x Wᵀ: the `Matmul` protocol, and `Dense`. Each class stores weights in the form it computes with."""
+"""Matrix product y = x Wᵀ: the `Matmul` protocol, and `Dense`. A class stores weights in the form it computes with."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PATIENCE: Final = timedelta(minutes=5)  # for a rank that compiles its first kernels; a rank that exited is seen at once
+_PATIENCE: Final = timedelta(minutes=5)  # for a rank that compiles its first kernels; a lost rank is noticed at once
 
 
 class PeerLostError(Exception):

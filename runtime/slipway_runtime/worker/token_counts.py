@@ -43,7 +43,7 @@ class TokenCounts:
         return counts
 
     def up_to(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
-        """Count `row_ids` up to their positions; return the table of all rows, (…, V) int32. like: (…, V) on the device."""
+        """Count `row_ids` up to their positions; the table of all rows, (…, V) int32. like: (…, V) on the device."""
         self._make_room(int(row_ids.max()) + 1, like)
         self._count(row_ids, positions, like.shape[1])
         return self._counts
