@@ -9,11 +9,11 @@ A quantized checkpoint keeps its codes where the machine multiplies them; else t
 quantization is requested, they are dequantized and quantized again.
 
     codes                      on a CPU                                      on a GPU
-    int8, a scale for a row    bytes × bytes, if its inputs were rounded     codes back to numbers, then a product
-    float8, a scale for a row  numbers                                       float8 × float8, or back to numbers
-    float8, blocks of 128      numbers                                       numbers
+    int8, a scale for a row    bytes × bytes, if its inputs were rounded     as int8 above
+    float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized in each step
+    float8, blocks of 128      dequantized at load                           dequantized at load
     4 bits, groups             4 bits × bfloat16 (`matmul_int4`)             4 bits × bfloat16, for a bfloat16 model
-    4 bits, one group a row    numbers                                       numbers
+    4 bits, one group a row    dequantized at load                           dequantized at load
 
 The embedding is not quantized. lm_head is quantized to int8 with the layers, a scale for each token; with fp8, whose
 error is 3.5 times larger, it keeps the model's dtype. An lm_head that is tied to the embedding shares its matrix if
@@ -41,9 +41,9 @@ _SMALL_MODEL = 100_000_000  # parameters; below, float32 costs little memory on 
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The model's dtype. auto: on a GPU the checkpoint's, bfloat16 for a checkpoint of four bits.
+    """The model's dtype. auto, on a GPU: the checkpoint's if it has 16 bits, else bfloat16, also for int4 weights.
 
-    On a CPU: float32, or bfloat16 if the model is large and the CPU computes bfloat16.
+    auto, on a CPU: float32, or bfloat16 if the model is large and the CPU computes bfloat16.
     """
     if asked != "auto":
         if asked not in _DTYPES:

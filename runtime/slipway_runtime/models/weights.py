@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class Checkpoint:
-    """Reads tensors, checked and converted. On exit, raises ModelRefusedError for tensors that were never read.
+    """Reads tensors, checked and converted. On exit, raises ModelRefusedError for tensors neither read nor ignored.
 
     `take` may be called from several threads. `on_progress` gets the bytes read and the bytes of all tensors.
     """
