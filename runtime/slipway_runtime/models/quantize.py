@@ -10,7 +10,7 @@ quantization is requested, they are dequantized and quantized again.
 
     codes                      on a CPU                                      on a GPU
     int8, a scale for a row    bytes × bytes, if its inputs were rounded     as int8 above
-    float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized in each step
+    float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized each step
     float8, blocks of 128      dequantized at load                           dequantized at load
     4 bits, groups             4 bits × bfloat16 (`matmul_int4`)             4 bits × bfloat16, for a bfloat16 model
     4 bits, one group a row    dequantized at load                           dequantized at load
