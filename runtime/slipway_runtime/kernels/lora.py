@@ -72,7 +72,7 @@ def _sort_and_cut(token_slots: Ints) -> tuple[int, npt.NDArray[np.int32], npt.ND
 
 
 def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
-    """LoRA plan for CUDA graphs: any adapters of `num_tokens` tokens, in buffers that `update_static_…` fills."""
+    """LoRA plan for CUDA graphs, for any adapters, in static buffers that `update_static_lora_inputs` fills."""
     most_chunks = num_tokens // CHUNK + min(num_slots, num_tokens)  # each slot may end in a chunk that is not full
     return Plan(
         slots=(1 << num_slots) - 1,

@@ -110,7 +110,7 @@ def _keep(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores of the top tokens (-inf: not kept), their ids, and whether they include all kept tokens.
 
-    In order: min-p relative to the likeliest; top-k of the rest; of these, renormalized, the fewest that reach top-p.
+    In order: min-p relative to the likeliest; top-k of those; of these, renormalized, the fewest that reach top-p.
     """
     vocabulary = scaled.shape[1]
     count = min(candidates, vocabulary)
