@@ -1,1 +1,1 @@
-"""Arithmetic on tensors. `reference` defines it; other implementations are claims about the reference."""
+"""Compute kernels: attention, norms, sampling, LoRA, experts. `reference` defines the results of all others."""

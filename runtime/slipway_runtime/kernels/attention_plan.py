@@ -1,9 +1,9 @@
-"""What the attention of one step computes, and how its work is divided among the programs of a GPU.
+"""Attention plan of one step on a GPU: rows, block tables, and how the work is divided among programs (split-KV).
 
 Rows of one new token (decode) come first; the rest are chunks of several new tokens. A decode row is cut into splits by
-its own length alone. A chunk of few new tokens on a long context (drafts, the last words of a cached prompt) is cut
-into splits too, by its own numbers alone; other chunks are computed in whole tiles, the longest first. So a token's
-arithmetic depends on its own sequence only, never on what a step computes beside it.
+its own length alone. A chunk of few new tokens on a long context (drafts, the end of a cached prompt) is cut into
+splits too, by its own numbers alone; other chunks are computed in whole tiles, the longest first. So a token's
+arithmetic depends on its own sequence only, never on the rest of the batch.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,18 +19,18 @@ Ints = npt.NDArray[np.int64]
 
 SPLIT = 256  # tokens of a sequence that one decode split reads at least
 MAX_SPLITS = 32  # of a decode row: longer ones have longer splits
-# A chunk of up to so many tokens is cut into splits of at least so many tokens of context.
+# A chunk of up to CHUNK_TOKENS new tokens is cut into splits of at least CHUNK_SPLIT tokens of context.
 CHUNK_TOKENS, CHUNK_SPLIT, MAX_CHUNK_SPLITS = 16, 1024, 8
-# Programs of a decode launch. More than a GPU runs at once, so that short rows make room for long ones; few enough that
-# a recorded launch, which has to provide for the longest context, is not mostly programs that find nothing to do.
+# Programs of a decode launch. More than a GPU runs at once, so that programs of long rows start as short rows end; few
+# enough that a captured launch, which must cover the longest context, is not mostly programs without work.
 DECODE_PROGRAMS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkWork:
-    """The programs of the chunks, for tiles of a number of queries. All int32."""
+    """Programs of the chunks, for tiles of a number of queries. All int32."""
 
-    whole: Tensor  # (P, 2): chunk, its first token of the tile; those with the most keys first
+    whole: Tensor  # (P, 2): chunk, first token of the tile; tiles with the most keys first
     split: Tensor  # (S, 4): chunk, first token, split, the chunk's first slot in the buffer of partial results
     merges: Tensor  # (M, 3): token, its first slot, how many splits it has
     num_slots: int  # of the buffer of partial results: one for each token and split
@@ -38,15 +38,15 @@ class ChunkWork:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The attention of one step. R rows: `num_decodes` of one new token, then C chunks."""
+    """Attention plan of one step. R rows: `num_decodes` of one new token, then C chunks."""
 
     lengths: Tensor  # (R,) past and new tokens
     tables: Tensor  # (R, blocks of the longest)
     num_decodes: int
-    most_splits: int  # of any row that decodes
-    split: int  # tokens that a split of a decode row has at least
-    max_splits: int  # that any row may have
-    chunk_starts: Tensor  # (C + 1,) where a chunk's tokens begin, counted from the first chunk's first
+    most_splits: int  # most splits of any decode row
+    split: int  # fewest tokens of a split of a decode row
+    max_splits: int  # limit of `most_splits`
+    chunk_starts: Tensor  # (C + 1,) first token of each chunk, counted from the first chunk's first token
     chunk_new: Ints  # (C,) on the host
     chunk_lengths: Ints  # (C,) on the host
     chunk_split: int  # as `split`, for chunks of few tokens
@@ -60,7 +60,7 @@ class Plan:
         return int(self.chunk_new.sum())
 
     def chunk_work(self, queries: int, split_queries: int) -> ChunkWork:
-        """The programs for tiles of so many queries, made once a step. split_queries: in the tiles of split chunks."""
+        """Programs for tiles of `queries` queries, made once a step. split_queries: for the tiles of split chunks."""
         key = queries, split_queries
         if key not in self._work:
             self._work[key] = self._divide(queries, split_queries)
@@ -98,22 +98,22 @@ class Plan:
 
 
 def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
-    """Prepare once what the attention of every layer needs. Rows of one new token come first. `like`: device."""
+    """Make the attention plan of a step, shared by all layers. Rows of one new token come first. `like`: device."""
     return _plan(
         num_computed, num_new, block_tables, block_size, like, int(np.count_nonzero(num_new == 1)), MAX_CHUNK_SPLITS
     )
 
 
 def plan_in_one_order(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
-    """The same, every row a chunk: keys from the first to the last in whole tiles, whatever a step computes beside.
+    """Plan every row as a chunk, without splits: keys from first to last in whole tiles, for any batch.
 
-    A token is then attended bit for bit the same in a prompt, in a chunk of it, as a draft and alone.
+    A token's attention is then the same bits in prefill, in a chunk of a prompt, as a draft and in decode.
     """
     return _plan(num_computed, num_new, block_tables, block_size, like, 0, max_chunk_splits=1)
 
 
 def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
-    """For rows of one new token each, in buffers that `update_static_inputs` writes over; launches never change."""
+    """Plan for CUDA graphs: one new token a row, static buffers that `update_static_inputs` fills, fixed launches."""
     return Plan(
         lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
         tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
@@ -131,12 +131,12 @@ def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: T
 
 
 def first_rows(plan: Plan, num_rows: int) -> Plan:
-    """A plan of `plan_for_capture` for fewer rows, in the same buffers: of such plans one is in use at a time."""
+    """A captured plan for fewer rows, in the same buffers: only one of the plans may be in use at a time."""
     return replace(plan, lengths=plan.lengths[:num_rows], tables=plan.tables[:num_rows], num_decodes=num_rows)
 
 
 def update_static_inputs(plan: Plan, num_computed: Ints, block_tables: Ints) -> None:
-    """Put the rows of a step into a plan to repeat. The rows behind them are padding: length 0, the null block."""
+    """Copy a step's rows into a captured plan. Rows beyond them become padding: length 0, the null block."""
     rows, width = block_tables.shape
     lengths = np.zeros(plan.num_decodes, dtype=np.int32)
     lengths[:rows] = num_computed + 1
@@ -148,7 +148,7 @@ def update_static_inputs(plan: Plan, num_computed: Ints, block_tables: Ints) -> 
 
 
 def num_splits(lengths: Ints, tokens: int, most: int) -> Ints:
-    """How many splits sequences of these lengths have: as many as `paged_attention._splits_of` computes."""
+    """Number of splits of sequences of these lengths; must equal `paged_attention._splits_of`."""
     each = np.maximum(_ceil_div(_ceil_div(lengths, most), tokens), 1) * tokens
     return np.maximum(_ceil_div(lengths, each), 1)
 
@@ -186,7 +186,7 @@ def _plan(
 
 
 def _tiles(tokens: Ints, queries: int) -> tuple[Ints, Ints]:
-    """Chunk and first token of every tile of so many queries, for chunks of so many tokens; of 0 there are none."""
+    """Chunk and first token of every tile of `queries` tokens. tokens: of each chunk; a chunk of 0 has no tiles."""
     counts = -(-tokens // queries)
     chunk = np.repeat(np.arange(len(tokens)), counts)
     return chunk, (np.arange(len(chunk)) - np.repeat(counts.cumsum() - counts, counts)) * queries

@@ -1,11 +1,12 @@
-"""Products with weights of one byte on a GPU, in Triton. Tested against `layers.matmul_quantized`.
+"""int8 weight-only matmul (W8A16) and float8 quantization of rows on a GPU, in Triton.
 
+Tested against `layers.matmul_quantized`.
 - times_int8: x times int8 codes, read once as bytes and converted in registers; the sums are float32, multiplied by a
   scale per output and rounded once, so float16 does not overflow. A decode step reads half the bytes of a product in 16
   bits; converting the codes beforehand reads and writes five bytes a weight, 2.5 times as many.
-- rows_as_float8: rows of x rounded to float8 with a scale each, in one launch; operator by operator it took six.
+- rows_as_float8: quantizes rows of x to float8 with a scale each, in one launch; with torch operators it took six.
 
-What they compile to is in docs/gpu-ledger.md; nothing was timed on a GPU yet.
+The compiled kernels are described in docs/gpu-ledger.md; nothing was timed on a GPU yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -20,10 +21,10 @@ from torch import Tensor
 
 __all__ = ["MOST_ROWS", "compile_times_int8", "rows_as_float8", "times_int8"]
 
-# Rows from which a product is bound by its operations: then codes are converted once, and the library multiplies.
+# With more rows, a product is compute-bound: then codes are converted once, and the library multiplies.
 MOST_ROWS = 256
-# For so many rows: rows, outputs and inputs of a tile, warps, stages. Narrow tiles of outputs, so that a decode step of
-# few rows is read by as many programs as there are multiprocessors.
+# By the number of rows: rows, outputs and inputs of a tile, warps, stages. Tiles have few outputs, so that a decode
+# step of few rows has as many programs as there are multiprocessors.
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 4, 4)))
 _LARGEST = 448.0  # code of float8_e4m3fn
 _SMALLEST_SCALE = 1e-12  # of a row of zeros
@@ -45,7 +46,7 @@ def times_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def compile_times_int8(codes: Tensor, scales: Tensor) -> None:
-    """Have every tile of these weights compiled, whichever numbers of rows the warm-up meets."""
+    """Compile the kernel for every tile shape of these weights, whichever batch sizes the warm-up runs."""
     for most, (block_m, *_) in _TILES:
         times_int8(
             torch.zeros(min(most, block_m), codes.shape[1], dtype=scales.dtype, device=codes.device), codes, scales

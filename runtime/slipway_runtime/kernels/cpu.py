@@ -1,7 +1,7 @@
-"""What serves a CPU whose numbers are float32: the compiled kernels where there is one, the reference for the rest.
+"""Kernels of a CPU for float32: the compiled kernels (`native`), and the reference for the rest.
 
-Claims about the reference, and one more: a row's result depends on the row's own sequence alone, bit for bit. So this
-is what `deterministic` computes with too, at no cost.
+They compute what the reference computes. Also, a row's result depends on its own sequence alone, bit for bit, so
+`deterministic` uses them too, at no cost.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
-QUERIES = 8  # tokens of a sequence that read a key together; as in attention.cpp
-TOKENS = 4  # of an adapter that read its matrices together; as in lora.cpp
+QUERIES = 8  # tokens of a sequence per tile, which share each read of a key; as in attention.cpp
+TOKENS = 4  # tokens of an adapter per tile, which share each read of its matrices; as in lora.cpp
 _KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of a cache; as in attention.cpp
 
 _found = native.library()
@@ -109,9 +109,9 @@ def rope_and_store(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The attention of one step, the same for every layer."""
+    """Attention plan of one step, shared by all layers."""
 
-    tiles: Tensor  # (N, 3) first token, tokens (at most QUERIES, neighbours), row
+    tiles: Tensor  # (N, 3) first token, number of tokens (at most QUERIES, adjacent), row
     tables: Tensor  # (R, blocks) block tables
     positions: Tensor  # (T,) of the tokens in their sequences
     num_scores: int  # of one head: the work
@@ -119,7 +119,7 @@ class Plan:
 
 
 def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
-    """Prepare once what the attention of every layer needs."""
+    """Make the attention plan of a step, shared by all layers."""
     starts = np.cumsum(num_new) - num_new
     rows = np.arange(len(num_new))
     if int(num_new.max()) == 1:
@@ -181,10 +181,10 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """Which tokens of a step have which adapter, the same for every layer."""
+    """LoRA plan of one step, shared by all layers: the tokens of each adapter slot."""
 
     slots: int  # bit s: any token has slot s
-    tiles: Tensor  # (N, 2 + TOKENS) slot, tokens, which ones
+    tiles: Tensor  # (N, 2 + TOKENS) slot, number of tokens, their indices
 
 
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
@@ -202,9 +202,9 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
 
 
 def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
-    """y += what the adapters of these tokens add, in place. x: (T, in)  y: (T, out), contiguous."""
+    """y += the LoRA output of each token's adapter, in place. x: (T, in)  y: (T, out), contiguous."""
     if not weights.slots & plan.slots:
-        return  # none of them changes this layer
+        return  # none of the step's adapters changes this layer
     num_parts, max_rank, num_slots, in_size = weights.a.shape
     _native.add_lora(
         x.contiguous().data_ptr(),

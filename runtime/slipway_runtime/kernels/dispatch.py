@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves a device.
+"""Kernel dispatch: the `Kernels` protocol, and the implementation for a device and dtype.
 
 Shapes: T tokens of the step, Hq query heads on Hkv key-value heads of size D, V vocabulary entries, R rows that sample.
 """
@@ -17,19 +17,19 @@ from slipway_runtime.kernels.reference_lora import LoraWeights
 
 Ints = npt.NDArray[np.int64]
 OLDEST, OLDEST_WITH_FLOAT8 = (8, 0), (8, 9)  # compute capabilities
-LARGEST_HEAD = 256  # that a GPU's kernels have room for
-AttentionPlan = Any  # made by `plan_attention`, understood by `paged_attention` of the same implementation
-LoraPlan = Any  # made by `plan_lora`, understood by `add_lora` of the same implementation
+LARGEST_HEAD = 256  # largest head_dim of the GPU kernels
+AttentionPlan = Any  # made by `plan_attention`, used by `paged_attention` of the same implementation
+LoraPlan = Any  # made by `plan_lora`, used by `add_lora` of the same implementation
 
 
 class Kernels(Protocol):
-    """What an implementation offers; `reference` says what each of these means."""
+    """The functions of a kernel implementation; `reference` defines their results."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x: (…, H)  weight: (H,)."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x, residual: (T, H)  weight: (H,) -> (T, H). The residual is added to in place, then normed."""
+        """x, residual: (T, H)  weight: (H,) -> (T, H). Adds x to the residual in place, returns the sum's norm."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """gate_up: (T, 2I) -> (T, I)."""
@@ -55,7 +55,7 @@ class Kernels(Protocol):
     def plan_attention(
         self, num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor
     ) -> AttentionPlan:
-        """Prepare once what the attention of every layer of a step needs."""
+        """Make the attention plan of a step, shared by all layers."""
 
     def paged_attention(
         self,
@@ -67,13 +67,13 @@ class Kernels(Protocol):
         window: int | None = None,
         scoring: Scoring | None = None,
     ) -> Tensor:
-        """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: as `kv_pages` says -> (T, Hq * D)."""
+        """q: (T, Hq, D)  kv: (T, 2, Hkv, D), this step's  cache: see `kv_pages` -> (T, Hq * D)."""
 
     def plan_lora(self, token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> LoraPlan:
-        """token_slots: (T,) -1 without an adapter. Prepare once what the adapters of every layer of a step need."""
+        """Make the LoRA plan of a step, shared by all layers. token_slots: (T,), -1 without an adapter."""
 
     def add_lora(self, x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None:
-        """x: (T, in)  y: (T, out), to which each token's adapter adds in place."""
+        """Add the LoRA output of each token's adapter to y in place. x: (T, in)  y: (T, out)."""
 
     def apply_bitmask(self, logits: Tensor, places: Tensor, words: Tensor) -> None:
         """logits: (D, V), changed in place  places: (M,) rows  words: (M, W) int32, a bit for each token."""
@@ -104,36 +104,36 @@ class Kernels(Protocol):
 
 
 class CapturableKernels(Kernels, Protocol):
-    """Kernels whose launches of a decode step depend on nothing but its number of rows, so they can be recorded."""
+    """Kernels for CUDA graphs: the launches of a decode step depend on its number of rows only."""
 
     def plan_for_capture(self, num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
-        """For rows of one new token each, in buffers that stay."""
+        """Attention plan of rows of one new token each, in static buffers."""
 
     def first_rows(self, plan: AttentionPlan, num_rows: int) -> AttentionPlan:
-        """The same for fewer rows, in the same buffers."""
+        """The captured plan for fewer rows, in the same buffers."""
 
     def update_static_inputs(self, plan: AttentionPlan, num_computed: Ints, block_tables: Ints) -> None:
-        """Put the rows of a step into such a plan; the rows behind them are padding."""
+        """Copy a step's rows into a captured plan; the rows beyond them become padding."""
 
     def plan_lora_for_capture(self, num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
-        """The same for adapters, whichever of them a step uses."""
+        """LoRA plan in static buffers, for any adapters that a step uses."""
 
     def update_static_lora_inputs(self, plan: LoraPlan, token_slots: Ints) -> None:
-        """Put the slots of a step's tokens into such a plan. token_slots: (num_tokens,), -1 without an adapter."""
+        """Copy the slots of a step's tokens into a captured plan. token_slots: (num_tokens,), -1: no adapter."""
 
 
 def capturable(kernels: Kernels) -> CapturableKernels | None:
-    """These kernels, if their decode steps can be recorded."""
+    """These kernels, if CUDA graphs can capture their decode steps; else None."""
     return cast(CapturableKernels, kernels) if hasattr(kernels, "plan_for_capture") else None
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> Kernels:
-    """The implementation for numbers of this type on this device; `deterministic`: one whose sums have one order.
+    """The kernel implementation for a device and dtype; `deterministic`: one with a fixed order of sums.
 
-    Triton on CUDA; on a CPU the compiled kernels for float32, where they are built, whose sums have one order anyway;
+    Triton on CUDA; on a CPU for float32 the compiled kernels, if they are built, whose order of sums is always fixed;
     the reference everywhere else.
     """
-    if device.type == "cuda":  # imported here, so that a CPU never pays for importing Triton
+    if device.type == "cuda":  # imported here, so that Triton is not imported on a CPU
         if deterministic:
             from slipway_runtime.kernels import gpu_fixed_order
 
@@ -151,7 +151,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool
 def refusal(
     device: torch.device, capability: tuple[int, int], *, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> str:
-    """Why the kernels of this device cannot compute a model in these types, in a sentence; empty: they can."""
+    """Why the kernels of this device do not support a model in these dtypes, as a sentence; "": they do."""
     if device.type != "cuda":
         return ""
     name = f"a GPU of compute capability {capability[0]}.{capability[1]}"

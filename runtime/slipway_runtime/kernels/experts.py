@@ -1,11 +1,11 @@
-"""A mixture of experts on a GPU, in Triton. Tested against `reference.mix_experts`.
+"""Fused mixture of experts (MoE) on a GPU, in Triton. Tested against `reference.mix_experts`.
 
-Rows are the choices of the tokens, T × K of them. They are sorted by expert, and cut into blocks of BLOCK_M rows of one
-expert; a program computes BLOCK_N outputs of a block. How many blocks an expert has is known on the device alone: the
-launch has programs for the most there can be, and those without a block end at once. So nothing is read by the host,
-and a step can be recorded.
+There are T × K rows, one per token and chosen expert. They are sorted by expert, and cut into blocks of BLOCK_M rows of
+one expert; a program computes BLOCK_N outputs of a block. The number of blocks of an expert is known on the device
+alone: the launch has programs for the most blocks possible, and programs without a block exit at once. So the host
+reads nothing back, and CUDA graphs can capture the step.
 
-The floor of decode is the bytes of the experts that any token chose; of a prompt, the products. Nothing was timed yet.
+The lower bound of decode is reading the chosen experts; of prefill, the products. Nothing was timed yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -34,15 +34,15 @@ PRECISION = tl.constexpr("tf32x3")  # of products of float32; 16-bit types ignor
 class Blocks:
     """The rows of a step, sorted by expert. All on the device."""
 
-    order: Tensor  # (N,) rows of an expert side by side
-    experts: Tensor  # (B,) of each block; E: there is no such block
-    firsts: Tensor  # (B,) where in `order` its rows begin
-    ends: Tensor  # (E,) where those of an expert end
+    order: Tensor  # (N,) rows sorted by expert
+    experts: Tensor  # (B,) expert of each block; E: unused block
+    firsts: Tensor  # (B,) index in `order` of each block's first row
+    ends: Tensor  # (E,) end in `order` of each expert's rows
     size: int  # rows of a block
 
 
 def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
-    """x: (T, H)  weights, experts: (T, K) -> (T, H): the weighted sum of what a token's experts compute."""
+    """x: (T, H)  weights, experts: (T, K) -> (T, H): the weighted sum of the outputs of each token's experts."""
     num_tokens, per_token = experts.shape
     blocks = sort_by_expert(experts, of.gate_up.shape[0])
     gate_up = _multiply(x, of.gate_up, of.gate_up_bias, blocks, experts.numel(), per_token)
@@ -52,7 +52,7 @@ def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) 
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> Blocks:
-    """experts: (T, K) of the choices. Every shape depends on T, K and E alone."""
+    """Sort rows by expert. experts: (T, K) chosen experts. All shapes depend on T, K and E alone."""
     flat = experts.flatten()
     num_rows = len(flat)
     size = FEW_ROWS if num_rows < MANY_ROWS * num_experts else MANY_ROWS

@@ -1,9 +1,9 @@
-"""Kernels whose result for a token depends on nothing but its own sequence: what `deterministic` computes with.
+"""Batch-invariant kernels for `deterministic`: a token's result depends on its own sequence only. In plain torch.
 
 A sum of floats depends on its order, and libraries choose the order by the shape of a call. So every shape here is
-fixed: attention takes QUERIES positions (those of an aligned tile, whichever of them a step computes) times KEYS
-positions at a time, from the first tile to the last, with a running maximum. A decode step, a chunk of a prompt and
-the check of a draft then do the same for a token, bit for bit, and what a tile holds beside it adds exact zeros.
+fixed: attention takes QUERIES positions (an aligned tile, even if a step computes only some of them) times KEYS
+positions at a time, from the first tile to the last, with a running maximum. Decode, chunked prefill and verification
+of drafts then compute the same bits for a token, and the other positions of a tile add exact zeros.
 
 The rest of the reference works row by row and is the same here. Sums are float32, whatever the model's type.
 """
@@ -52,24 +52,24 @@ Ints = npt.NDArray[np.int64]
 
 QUERIES = 8  # positions of a tile of queries
 KEYS = 64  # positions of a tile of keys, rounded up to whole blocks
-_LANES = 64  # an elementwise call computes its last, odd elements in another way: no call here has any
+_LANES = 64  # elementwise calls compute a last, partial vector in another way: sizes are padded to whole vectors
 _LOWEST = -1e30  # below any score, and finite
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """N tiles of queries, those that see the most tiles of keys first."""
+    """Attention plan: N tiles of queries; tiles that attend to the most tiles of keys come first."""
 
-    places: Tensor  # (T,) where a token stands among the N * QUERIES places
-    limits: Tensor  # (N, QUERIES) position of the query of each place; -1: there is none
-    tables: Tensor  # (N, blocks) of its sequence, padded with the null block
-    active: tuple[int, ...]  # for each tile of keys: how many of the N see any of it
+    places: Tensor  # (T,) index of each token among the N * QUERIES places
+    limits: Tensor  # (N, QUERIES) position of the query at each place; -1: no query
+    tables: Tensor  # (N, blocks) block table of the tile's sequence, padded with the null block
+    active: tuple[int, ...]  # for each tile of keys: how many of the N tiles attend to it
     blocks_per_tile: int
     keys: int  # positions of a tile of keys
 
 
 def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
-    """Prepare once what the attention of every layer needs."""
+    """Make the attention plan of a step, shared by all layers."""
     blocks_per_tile = -(-KEYS // block_size)
     keys = blocks_per_tile * block_size
     rows = np.repeat(np.arange(len(num_new)), num_new)
@@ -127,7 +127,7 @@ def paged_attention(
     limits = plan.limits[:, None, :, None].expand(-1, num_kv_heads, -1, groups).reshape(-1, rows, 1)
     maximum = queries.new_full((num_tiles * num_kv_heads, rows, 1), _LOWEST)
     total = queries.new_zeros(num_tiles * num_kv_heads, rows, head_dim + 8)  # the last columns: the sum of weights
-    if scoring is not None and scoring.sinks is not None:  # a score that was seen already, with a value of zero
+    if scoring is not None and scoring.sinks is not None:  # the softmax starts with the sink's score, of value zero
         sinks = scoring.sinks.view(1, num_kv_heads, 1, groups).expand(num_tiles, -1, QUERIES, -1)
         maximum = sinks.reshape(num_tiles * num_kv_heads, rows, 1).clone()
         total[..., head_dim:] = 1.0
@@ -168,13 +168,13 @@ def _read(cache: Tensor, plan: Plan, tile: int, active: int, head_dim: int) -> t
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent, every element computed in the same way wherever it stands."""
-    squared = _exp(x.clamp(-15.0, 15.0).mul_(2.0))  # 1 in float32 beyond
+    """The hyperbolic tangent, computed in the same way for every element at any index."""
+    squared = _exp(x.clamp(-15.0, 15.0).mul_(2.0))  # beyond ± 15 the result is ± 1 in float32
     return 1.0 - 2.0 / (squared + 1.0)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """e to the power of x, every element computed in the same way wherever it stands."""
+    """e to the power of x, computed in the same way for every element at any index."""
     count = x.numel()
     if count % _LANES == 0:
         return x.exp()

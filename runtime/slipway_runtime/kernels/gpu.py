@@ -1,6 +1,6 @@
-"""What serves a CUDA device: Triton where a kernel is written, the reference for the rest.
+"""Kernels of a CUDA device: Triton kernels, and the reference for the rest.
 
-Importing this imports Triton; `dispatch` does it only when a CUDA device asks.
+Importing this imports Triton; `dispatch` imports it for CUDA devices only.
 """
 
 from slipway_runtime.kernels.attention_plan import first_rows, plan_attention, plan_for_capture, update_static_inputs

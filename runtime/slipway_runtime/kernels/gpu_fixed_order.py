@@ -1,7 +1,7 @@
-"""What serves a CUDA device where a token's result may depend on nothing but its own sequence.
+"""Batch-invariant kernels of a CUDA device for `deterministic`: a token's result depends on its own sequence only.
 
 The kernels are those of `gpu`: they compute row by row, in tiles whose shape the model fixes. Only decode, which sums
-the splits of a sequence, has another order than a prompt; so here every row is attended as a chunk.
+the splits of a sequence, has another order of sums than prefill; so here every row is attended as a chunk.
 """
 
 from slipway_runtime.kernels.attention_plan import plan_in_one_order as plan_attention

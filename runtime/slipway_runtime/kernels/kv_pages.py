@@ -1,14 +1,14 @@
-"""Where the keys and values of a layer lie, and how they are rounded. The one place that knows.
+"""Memory layout and quantization of the paged KV cache of one layer.
 
-Head-major pages: a block holds, for keys and then for values, one page per KV head, so that what a query head reads of
-a block is one run of memory.
+Head-major pages: a block holds, for keys and then for values, one page per KV head, so that the part of a block that a
+query head reads is contiguous.
 
-    in the model's type   (blocks, 2, Hkv, page, D)
+    in the model's dtype  (blocks, 2, Hkv, page, D)
     quantized             (blocks, 2, Hkv, page · (D + 4)) one-byte codes: page · D codes of the tokens, then page
-                          float32 scales, one per token and head. A block's bytes are all that it takes to move it.
+                          float32 scales, one per token and head, so copying a block's bytes copies its scales too.
 
 code = round(x / scale), scale = max |x| of the head / largest code, so x ≈ code · scale. The dtype of the tensor says
-which: float8_e4m3fn (largest 448) or int8 (127).
+is the format: float8_e4m3fn (largest code 448) or int8 (127).
 """
 
 import torch
@@ -36,7 +36,7 @@ def page_shape(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[int,
 
 
 def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """What a key or a value of one token and head takes."""
+    """Bytes of the key or the value of one token and head."""
     return head_dim * dtype.itemsize + (SCALE_BYTES if is_quantized(dtype) else 0)
 
 
@@ -76,7 +76,7 @@ def store(kv: Tensor, cache: Tensor, slots: Tensor) -> None:
         cache[block, :, :, place] = kv
         return
     code, scale = quantize(kv, cache.dtype)
-    # As plain bytes: an assignment by index knows no float8.
+    # As plain bytes: torch's assignment by index does not support float8.
     codes(cache.view(torch.int8), head_dim)[block, :, :, place] = code.view(torch.int8)
     scales(cache, head_dim)[block, :, :, place] = scale
 

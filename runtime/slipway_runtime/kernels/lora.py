@@ -1,16 +1,16 @@
-"""What adapters add to a linear layer on a GPU, in Triton. Tested against `reference_lora`.
+"""Multi-LoRA kernels (shrink, expand) on a GPU, in Triton. Tested against `reference_lora`.
 
-Tokens are sorted by slot once per step and cut into chunks of CHUNK of the same adapter. Two kernels follow each
-linear layer that any of them changes, whatever the number of adapters:
-- shrink: x Aᵀ for a chunk, one part of the layer and one split of the inputs. Splits have a fixed length and leave
-  their sums apart, in float32;
+Tokens are sorted by slot once per step and cut into chunks of CHUNK tokens of one adapter. Two kernels follow each
+linear layer that any of the step's adapters changes, whatever the number of adapters:
+- shrink: x Aᵀ for a chunk, one part of the layer and one split of the inputs. Splits have a fixed length, and their
+  sums are stored separately, in float32;
 - expand: the sums of the splits in their order, times B, added to the outputs and rounded once.
 
-The rank of each part and slot is read on the device: what an adapter does not fill is not loaded. A token's
-arithmetic does not depend on its neighbours. Tokens without an adapter are in no chunk.
+The rank of each part and slot is read on the device: unused ranks of a slot are not loaded. A token's arithmetic does
+not depend on the rest of the batch. Tokens without an adapter are in no chunk.
 
-The floor is the bytes of the matrices: r · (in + out) elements per part and adapter. What the kernels compile to is in
-docs/gpu-ledger.md; nothing was timed on a GPU yet.
+The lower bound is reading the matrices: r · (in + out) elements per part and adapter. The compiled kernels are
+described in docs/gpu-ledger.md; nothing was timed on a GPU yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -43,16 +43,16 @@ BLOCK_RANK = 64  # rows of B that one step of expand multiplies
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The tokens of one step that have adapters, sorted by slot."""
+    """LoRA plan of one step: the tokens that have adapters, sorted by slot."""
 
-    slots: int  # bit s: any token has slot s, or may have when the plan is repeated
-    order: Tensor  # (N,) places among the step's tokens
-    work: Tensor  # (chunks, 3): slot, first of its tokens in `order`, how many
-    repeats: bool = False  # launch everything: what is written into the plan and the slots later may need it
+    slots: int  # bit s: any token has slot s, or may have it in a replay
+    order: Tensor  # (N,) indices of the step's tokens, sorted by slot
+    work: Tensor  # (chunks, 3): slot, index of its first token in `order`, number of tokens
+    repeats: bool = False  # for CUDA graphs: launch all programs, which later contents of plan and slots may need
 
 
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
-    """Sort and cut. `like`: device; `tile` is for a CPU, where rows are not computed alone by themselves."""
+    """Make the LoRA plan of a step. `like`: device; `tile` is only used on a CPU: here rows are independent."""
     used, order, work = _sort_and_cut(token_slots)
     order_on_device, work_on_device = upload((order, work), like.device)
     return Plan(slots=used, order=order_on_device, work=work_on_device)
@@ -72,7 +72,7 @@ def _sort_and_cut(token_slots: Ints) -> tuple[int, npt.NDArray[np.int32], npt.ND
 
 
 def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan:
-    """For any adapters of so many tokens, in buffers that `update_static_lora_inputs` fills."""
+    """LoRA plan for CUDA graphs, for any adapters, in static buffers that `update_static_lora_inputs` fills."""
     most_chunks = num_tokens // CHUNK + min(num_slots, num_tokens)  # each slot may end in a chunk that is not full
     return Plan(
         slots=(1 << num_slots) - 1,
@@ -83,7 +83,7 @@ def plan_lora_for_capture(num_tokens: int, num_slots: int, like: Tensor) -> Plan
 
 
 def update_static_lora_inputs(plan: Plan, token_slots: Ints) -> None:
-    """Put the slots of a step's tokens into a plan to repeat."""
+    """Copy the slots of a step's tokens into a captured plan."""
     _, step_order, step_work = _sort_and_cut(token_slots)
     order, work = np.zeros(plan.order.shape, dtype=np.int32), np.zeros(plan.work.shape, dtype=np.int32)
     order[: len(step_order)] = step_order
@@ -94,9 +94,9 @@ def update_static_lora_inputs(plan: Plan, token_slots: Ints) -> None:
 
 
 def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
-    """y += what the adapters of these tokens add, in place. x: (T, in)  y: (T, out)."""
+    """y += the LoRA output of each token's adapter, in place. x: (T, in)  y: (T, out)."""
     if not plan.repeats and not weights.slots & plan.slots:
-        return  # none of them changes this layer
+        return  # none of the step's adapters changes this layer
     assert x.stride(1) == y.stride(1) == 1, "the elements of a row lie side by side"
     num_parts, max_rank, num_slots, in_size = weights.a.shape
     num_chunks, num_tokens = plan.work.shape[0], plan.order.shape[0]
@@ -174,7 +174,7 @@ def _expand(
     m = tl.arange(0, BLOCK_M)
     n = start + tl.arange(0, BLOCK_N)
     added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for begin in range(0, rank, BLOCK_R):  # a wide matrix in parts: all of it at once spills
+    for begin in range(0, rank, BLOCK_R):  # a large rank in parts: the whole matrix at once would spill registers
         r = begin + tl.arange(0, BLOCK_R)
         ours = (m < count)[:, None] & (r < rank)[None, :]
         sums = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
@@ -196,8 +196,8 @@ def _expand(
 def _multiply(sums, matrix):
     """float32 times the matrix's type, on tensor cores. (M, R) · (R, N) -> (M, N), float32.
 
-    With bfloat16 both halves of a float32 are multiplied: what is lost is below 2^-16 of a sum. float16 has not the
-    range for that, so it goes through three products of tf32, as float32 does.
+    With bfloat16 a float32 is split into two halves, and both are multiplied: the error is below 2^-16 of a sum.
+    float16 lacks the range for that, so it uses three products of tf32, as float32 does.
     """
     if matrix.dtype == tl.bfloat16:
         high = sums.to(tl.bfloat16)

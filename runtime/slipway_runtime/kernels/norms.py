@@ -1,8 +1,8 @@
-"""RMSNorm, alone or after adding to the residual stream, SwiGLU and its kin, in Triton. Tested against `reference`.
+"""RMSNorm, RMSNorm with residual add, SwiGLU and GeGLU on a GPU, in Triton. Tested against `reference`.
 
 Sums are float32; values are rounded where the reference rounds them, so that half precision agrees too.
 
-The floor is bytes over bandwidth: two elements moved per element of a norm, four where the residual is added, three
+The lower bound is bytes over bandwidth: two elements moved per element of a norm, four with the residual add, three
 per output of SwiGLU. Nothing was timed on a GPU yet.
 """
 

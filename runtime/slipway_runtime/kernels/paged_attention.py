@@ -1,18 +1,19 @@
-"""Attention over the paged cache on a GPU, in Triton. Tested against `reference.paged_attention`.
+"""Paged attention on a GPU (split-KV decode, chunked prefill), in Triton. Tested against `reference.paged_attention`.
 
-Two kernels share one inner loop over tiles of keys, which it finds through the block table:
-- decode: one new token a row. A sequence is cut into splits, which programs of a KV head share; a merge weighs them
-  when there may be more than one. The splits of a row depend on its own length alone, and each is computed alone: a
-  row's arithmetic depends neither on its neighbours nor on how many programs share its splits, so that a recorded step
-  can be repeated.
+Two kernels share one inner loop over tiles of keys, which are found through the block table:
+- decode: one new token a row. A sequence is cut into splits, which the programs of a KV head share; a second kernel
+  merges the splits if there may be more than one. The splits of a row depend on its own length alone, and each is
+  computed alone: a row's arithmetic depends neither on the batch nor on how many programs share its splits, so that
+  CUDA graphs can replay the step.
 - extend: several new tokens a row, causal by absolute position. Scores exist one tile of BLOCK_M × BLOCK_N at a time.
 
 The query heads of a KV head are rows of the same tile: each key is read once for all of them. A row of length 0 is
 padding: neither its block table nor the cache is read for it, and its output is zero. Codes of a quantized cache are
-multiplied as they are, in the type of the queries, which holds them exactly; their scales go to scores and weights.
+multiplied in the dtype of the queries, which holds them exactly; the scales are applied to scores and weights.
 
-The floor of decode is the cache's bytes over the memory's bandwidth: a token of a layer costs 2 · Hkv · D · itemsize
-bytes (4 KiB at Hkv 8, D 128, bf16). What the kernels compile to is in docs/gpu-ledger.md; nothing was timed yet.
+The lower bound of decode is the cache's bytes over the memory's bandwidth: a token of a layer costs 2 · Hkv · D ·
+itemsize bytes (4 KiB at Hkv 8, D 128, bf16). The compiled kernels are described in docs/gpu-ledger.md; nothing was
+timed yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -51,7 +52,7 @@ def paged_attention(
 ) -> Tensor:
     """softmax(q·k * scale) · v over the tokens of the same sequence up to the query's own, the last `window` of them.
 
-    q: (T, Hq, D)  cache: as `kv_pages` says -> (T, Hq * D). `kv`, this step's, is in the cache already.
+    q: (T, Hq, D)  cache: see `kv_pages` -> (T, Hq * D). `kv`, this step's, is already in the cache.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "the elements of a query head lie side by side"
@@ -97,7 +98,7 @@ def _launch_decode(
 def _launch_extend(
     q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, scoring: Scoring | None, out: Tensor
 ) -> None:
-    """q, out: the chunks' part."""
+    """Launch the extend kernel. q, out: the rows of the chunks."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
@@ -112,7 +113,7 @@ def _launch_extend(
     for programs, tile, of_splits in ((work.whole, whole, False), (work.split, split, True)):
         if not len(programs):
             continue
-        # Whole tiles neither read nor write partial results; of another type they would be compiled again.
+        # Whole tiles do not use partial results; a tensor of another dtype would compile the kernel again.
         parts = (partial, stats) if of_splits else (out, out)
         _extend[(len(programs), num_kv_heads)](
             q, cache, _scales(cache, head_dim), out, *parts, programs,
@@ -132,21 +133,21 @@ def _launch_extend(
 
 
 def _of_scoring(scoring: Scoring | None, q: Tensor) -> tuple[Tensor, float]:
-    """Sinks, or something that is not read, and the cap of scores in base 2."""
+    """Sinks (or a dummy tensor that is not read), and the soft cap of scores in base 2."""
     if scoring is None:
         return q, 0.0
     return q if scoring.sinks is None else scoring.sinks, (scoring.softcap or 0.0) * math.log2(math.e)
 
 
 def _scales(cache: Tensor, head_dim: int) -> Tensor:
-    """Those of a quantized cache; else something that is not read."""
+    """Scales of a quantized cache; else a dummy tensor that is not read."""
     return kv_pages.scales(cache, head_dim) if kv_pages.is_quantized(cache.dtype) else cache
 
 
 def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, int]:
-    """The layout of the cache and the shape of a tile of keys. Wide ones are shorter, to fit into shared memory.
+    """Launch options: cache layout and tile of keys. Wide heads have shorter tiles, to fit into shared memory.
 
-    Queries in float32 take twice the registers: their tiles are smaller, and the table of tiles is for 16-bit queries.
+    Queries in float32 take twice the registers: their tiles are smaller, and `tiles.json` is for 16-bit queries only.
     """
     head_dim = q.shape[2]
     block_d = max(16, _power_of_two(head_dim))  # tl.dot takes no less than 16
@@ -167,7 +168,7 @@ def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, i
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -178,7 +179,7 @@ def _attend(
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over positions start … end, in base 2; query i sees since[i] … seen[i] ≤ end of them.
+    """Softmax over positions start … end, in base 2; query i attends to since[i] … seen[i] ≤ end of them.
 
     q: (BLOCK_M, BLOCK_D) -> maximum and sum (BLOCK_M,), weighted values (BLOCK_M, BLOCK_D), not yet divided by the sum.
     """
@@ -190,7 +191,7 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for first in range(start, end, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
-        # A block's number times its stride leaves 32 bits behind.
+        # A block's number times its stride may exceed 32 bits.
         block = tl.load(table + n // BLOCK_SIZE, mask=n < end, other=0).to(tl.int64)
         token = block * (2 * values) + kv_head * page + (n % BLOCK_SIZE) * HEAD_DIM
         place = cache + token[:, None] + d[None, :]
@@ -221,7 +222,7 @@ def _attend(
 
 @triton.jit
 def _with_sink(maximum, total, acc, sink):
-    """Takes a score without a value into a softmax; sink: (BLOCK_M,) in base 2, -inf where there is none."""
+    """Add a sink, a score without a value, to a running softmax. sink: (BLOCK_M,) in base 2; -inf: no sink."""
     higher = tl.maximum(tl.maximum(maximum, sink), LOWEST)
     shrink = tl.exp2(maximum - higher)
     return higher, total * shrink + tl.exp2(sink - higher), acc * shrink[:, None]
@@ -229,10 +230,10 @@ def _with_sink(maximum, total, acc, sink):
 
 @triton.jit
 def _splits_of(length, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr):
-    """How many splits a sequence has, and how many tokens each: whole times SPLIT_TOKENS, and at least that many."""
+    """Number of splits of a sequence, and tokens per split, a multiple of SPLIT_TOKENS."""
     tokens = (tl.cdiv(tl.cdiv(length, MOST_SPLITS), SPLIT_TOKENS)) * SPLIT_TOKENS
     tokens = tl.maximum(tokens, SPLIT_TOKENS)
-    return tl.maximum(tl.cdiv(length, tokens), 1), tokens  # padding has one too: it writes its zeros
+    return tl.maximum(tl.cdiv(length, tokens), 1), tokens  # padding has one split too, which writes its zeros
 
 
 @triton.jit(do_not_specialize=["table_stride", "window", "room"])
@@ -282,7 +283,7 @@ def _decode(
 
 @triton.jit
 def _store_partial(partial, stats, place, maximum, total, acc, ours, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What a split computed, into the slots `place`."""
+    """Store the partial result of a split in the slots `place`."""
     d = tl.arange(0, BLOCK_D)
     tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=ours[:, None] & (d < HEAD_DIM)[None, :])
     tl.store(stats + 2 * place, tl.where(total > 0, maximum, LOWEST), mask=ours)  # no -inf to merge
@@ -295,7 +296,7 @@ def _merge(
     SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one decode row and head. Grid: (rows, Hq)."""
+    """Merge the splits of one decode row and head. Grid: (rows, Hq)."""
     row = tl.program_id(0).to(tl.int64)
     num_splits, _ = _splits_of(tl.load(lengths + row), SPLIT_TOKENS, MOST_SPLITS)
     _merge_splits(partial, stats, out, row, row * room, num_splits, HEAD_DIM, BLOCK_D, BLOCK_S)
@@ -305,7 +306,7 @@ def _merge(
 def _merge_chunks(
     partial, stats, out, merges, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """The splits of one token of a chunk, and one head. Grid: (tokens, Hq)."""
+    """Merge the splits of one token of a chunk, and one head. Grid: (tokens, Hq)."""
     work = merges + 3 * tl.program_id(0)
     token, slot = tl.load(work).to(tl.int64), tl.load(work + 1).to(tl.int64)
     _merge_splits(partial, stats, out, token, slot, tl.load(work + 2), HEAD_DIM, BLOCK_D, BLOCK_S)
@@ -316,7 +317,7 @@ def _merge_splits(
     partial, stats, out, token, slot, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """A token's splits, in slots from `slot` on, weighed by their sums: loaded at once, not one after another."""
+    """Merge a token's splits, in slots from `slot` on, weighted by their sums; all are loaded at once."""
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     d = tl.arange(0, BLOCK_D)
@@ -336,7 +337,7 @@ def _merge_splits(
 
 @triton.jit(
     do_not_specialize=["table_stride", "window"],
-    do_not_specialize_on_alignment=["lengths", "tables", "work"],  # they begin behind as many rows as decode
+    do_not_specialize_on_alignment=["lengths", "tables", "work"],  # they begin after the decode rows, at any offset
 )
 def _extend(
     q, cache, scales, out, partial, stats, work, chunk_starts, lengths, tables,
@@ -348,7 +349,7 @@ def _extend(
 ):  # fmt: skip
     """QUERIES new tokens of one chunk × the query heads of one KV head. Grid: (programs of `work`, Hkv).
 
-    PARTIAL: over one split of the chunk's context, which `_merge_chunks` weighs; else over all of it.
+    PARTIAL: over one split of the chunk's context, merged by `_merge_chunks`; else over the whole context.
     """
     entry = work + tl.program_id(0) * (4 if PARTIAL else 2)
     kv_head = tl.program_id(1)

@@ -1,7 +1,7 @@
-"""Penalties by counts of tokens, in Triton. Tested against `reference_sampling.penalize_rows`.
+"""Sampling penalties by token counts on a GPU, in Triton. Tested against `reference_sampling.penalize_rows`.
 
-One kernel reads scores and counts and writes scores: 12 bytes a token of the vocabulary and row, without a copy of
-either. Operator by operator it took some 25 launches for every 55 rows of Qwen's vocabulary, and ten times the bytes.
+One kernel reads logits and counts and writes logits: 12 bytes per row and token of the vocabulary, without a copy of
+either. With torch operators it took some 25 launches for every 55 rows of Qwen's vocabulary, and ten times the bytes.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -30,7 +30,7 @@ def penalize_rows(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """Change the scores at `places`, (M,), by the counts in `rows`, (M,). logits: (D, V)  counts: (…, V) int32."""
+    """Penalize logits at `places`, (M,), by the counts in `rows`, (M,). logits: (D, V)  counts: (…, V) int32."""
     vocabulary = logits.shape[1]
     assert logits.stride(1) == 1, "the scores of a row lie side by side"
     assert counts.is_contiguous(), "so do the counts"

@@ -1,4 +1,4 @@
-"""Every kernel in plain torch: the definition, and what runs on a CPU."""
+"""Reference implementation of every kernel in plain torch: the definition, and the fallback on a CPU."""
 
 from slipway_runtime.kernels.reference_attention import paged_attention, plan_attention, rope_and_store
 from slipway_runtime.kernels.reference_experts import mix_experts

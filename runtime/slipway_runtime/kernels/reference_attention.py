@@ -1,12 +1,12 @@
-"""Attention over the paged cache in plain torch: the definition, and what runs on a CPU.
+"""Paged attention in plain torch: the reference, and the fallback on a CPU.
 
 On a CPU it is bound by memory and by the overhead of calls. Hence:
 - rows of one new token (decode) are computed together, in groups whose lengths differ by less than a factor of two:
   one gather and one call per group, the query heads of a KV head folded into rows of one small matrix;
 - a gather reads whole pages of a head (`kv_pages`) into a buffer that all layers of a step share: fresh memory costs
   a page fault per 4 KiB, which is more than reading it;
-- a prompt without a past needs no gather: its keys and values are at hand;
-- a chunk with a past goes through in tiles of rows, so that the mask never grows beyond TILE × context.
+- a prompt without computed tokens needs no gather: its keys and values are inputs of the call;
+- a chunk with computed tokens is processed in tiles of rows, so that the mask never exceeds TILE × context.
 """
 
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ TILE = 128  # rows of a chunk that share a mask
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What some models do to scores between the product and the softmax."""
+    """Changes to attention scores before the softmax: soft cap and sinks."""
 
     softcap: float | None = None  # cap · tanh(score / cap), before the mask
-    sinks: Tensor | None = None  # (Hq,) float32: a score of each head that takes part in the softmax, and has no value
+    sinks: Tensor | None = None  # (Hq,) float32: a score per head that takes part in the softmax, without a value
 
 
 def rope_and_store(
@@ -40,7 +40,7 @@ def rope_and_store(
     """Norm and rotate queries and keys in place, write keys and values into their slots, return the queries.
 
     cos, sin: (T, 1, D); the first half of `sin` is negated, so that turning the halves around is a plain roll.
-    A quantized cache gets rounded keys and values; those in `qkv` stay as they are.
+    A quantized cache gets quantized keys and values; those in `qkv` are not changed by it.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = (num_heads - num_q_heads) // 2
@@ -58,13 +58,13 @@ def rope_and_store(
 class DecodeGroup:
     """B rows of one new token and of similar length."""
 
-    tokens: Tensor | None  # their places among the step's tokens; None: all tokens, in order
+    tokens: Tensor | None  # indices of their tokens in the step; None: all tokens, in order
     blocks: Tensor  # (B, n) block tables, padded with the null block
     lengths: Ints  # (B,) tokens, the new one included
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
+        """Tokens of the longest row."""
         return int(self.lengths.max())
 
 
@@ -72,7 +72,7 @@ class DecodeGroup:
 class Chunk:
     """Several new tokens of one sequence."""
 
-    start: int  # its tokens among the step's: start … end
+    start: int  # its tokens in the step: start … end
     end: int
     past: int
     blocks: Tensor  # (1, n) its block table
@@ -85,7 +85,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The attention of one step, the same for every layer. `memo` keeps what the first layer worked out."""
+    """Attention plan of one step, shared by all layers. `memo` keeps results of the first layer for the next ones."""
 
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -95,7 +95,7 @@ class Plan:
 
 
 def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
-    """Prepare once what the attention of every layer needs. Rows of one new token come first. `like`: type, device."""
+    """Make the attention plan of a step, shared by all layers. Rows of one new token first. `like`: dtype, device."""
     ends = np.cumsum(num_new)
     num_decodes = int(np.count_nonzero(num_new == 1))
     lengths = num_computed + num_new
@@ -112,9 +112,9 @@ def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_
     if num_decodes:
         blocks = -(-lengths[:num_decodes] // block_size)
         if int(blocks.max()) <= 2 * int(blocks.min()):
-            sizes = np.zeros(num_decodes, dtype=np.int64)  # all alike, as they mostly are
+            sizes = np.zeros(num_decodes, dtype=np.int64)  # one group, the common case
         else:
-            sizes = np.ceil(np.log2(blocks)).astype(np.int64)  # alike: within the same power of two
+            sizes = np.ceil(np.log2(blocks)).astype(np.int64)  # a group: block counts within the same power of two
         for size in np.unique(sizes) if sizes.any() else (0,):
             members = np.flatnonzero(sizes == size)
             everything = len(members) == num_decodes and not chunks
@@ -204,7 +204,7 @@ def _extend(
     into = out[rows].view(count, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
     if chunk.past == 0 and not kv_pages.is_quantized(cache.dtype):
         seen = kv[rows].permute(1, 2, 0, 3)
-    else:  # what was rounded on its way into the cache is read as everybody will read it
+    else:  # read quantized keys and values from the cache, as later steps will read them
         seen = gather(cache, chunk.blocks, q, plan, ("extend", index))[:, 0, :, : chunk.length]
     # The query heads of a KV head read the same keys: a stride of zero instead of a copy.
     k, v = seen.unsqueeze(2).expand(2, num_kv_heads, queries.shape[1], -1, q.shape[2])
@@ -255,7 +255,7 @@ def gather(cache: Tensor, blocks: Tensor, like: Tensor, plan: Plan, key: tuple[o
 
 
 def decode_mask(lengths: Ints, window: int | None, like: Tensor) -> Tensor | None:
-    """(B, 1, 1, longest) 0 or -inf; None: every row sees everything."""
+    """Mask (B, 1, 1, longest) of 0 or -inf; None: no mask is needed."""
     longest = int(lengths.max())
     if int(lengths.min()) == longest and (window is None or window >= longest):
         return None
@@ -267,7 +267,7 @@ def decode_mask(lengths: Ints, window: int | None, like: Tensor) -> Tensor | Non
 
 
 def chunk_masks(past: int, count: int, window: int | None, like: Tensor) -> tuple[Tensor, ...]:
-    """(TILE, past + rows so far) each, 0 or -inf."""
+    """Causal masks of a chunk's tiles: (TILE, past + rows so far) each, 0 or -inf."""
     masks = []
     for first in range(past, past + count, TILE):
         last = min(first + TILE, past + count)

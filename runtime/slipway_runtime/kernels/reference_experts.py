@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch: the definition. T tokens, each with K of E experts.
+"""Mixture of experts (MoE) in plain torch: the reference. T tokens, each with K of E experts.
 
 The inner activation is SwiGLU; gpt-oss clamps it: gate to at most `limit`, up to ± limit, and computes
 (up + 1) · gate · sigmoid(1.702 · gate).
@@ -15,7 +15,7 @@ CLAMPED_SLOPE = 1.702  # of gpt-oss's sigmoid
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of all experts of a layer; gate and up are halves of the outputs of one."""
+    """Matrices of all experts of a layer; gate and up are the two halves of gate_up's outputs."""
 
     gate_up: Tensor  # (E, 2I, H)
     down: Tensor  # (E, H, I)
@@ -53,7 +53,7 @@ def gated(gate_up: Tensor, limit: float | None) -> Tensor:
 
 
 def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
-    """x: (T, H)  weights, experts: (T, K) -> (T, H): the weighted sum of what a token's experts compute."""
+    """x: (T, H)  weights, experts: (T, K) -> (T, H): the weighted sum of the outputs of each token's experts."""
     out = x.new_zeros(x.shape[0], experts.shape[1], x.shape[1])
     for expert in sorted(set(experts.flatten().tolist())):
         token, place = torch.where(experts == expert)

@@ -1,16 +1,16 @@
-"""What adapters add to a linear layer, in plain torch: the definition, and what runs on a CPU.
+"""Multi-LoRA in plain torch: adapter slots of a linear layer, the reference, and the fallback on a CPU.
 
-A linear holds J of the checkpoint's matrices side by side (q, k and v, say). An adapter of rank r adds (x Aᵀ) B to
-the outputs of some of them, with A (r, in), B (r, out) and the adapter's scaling multiplied into B beforehand.
-S adapters sit in slots; all slots have room for rank R, and what an adapter does not fill is zero.
+A linear holds J of the checkpoint's matrices, concatenated by outputs (q, k and v, say). An adapter of rank r adds
+(x Aᵀ) B to the outputs of some of them, with A (r, in), B (r, out) and the adapter's scaling multiplied into B.
+There are S adapter slots; every slot has room for rank R, and unused ranks are zero.
 
 `lora_shrink` and `lora_expand` are the definition. `add_lora` is how a CPU computes it: every call costs
 microseconds, so
-- adapters with many tokens are multiplied alone, their rows side by side;
-- tokens of many adapters, a few each, as in a decode step, go through together: multiplied with all slots at once,
-  what belongs to another slot than their own blanked out. Ranks are the outermost dimension of the weights, so that
-  the used ranks of all slots are one matrix, however much room the slots have.
-Tokens without an adapter are in no group: what they had stays as it was, bit for bit.
+- each adapter with many tokens is multiplied alone, with its rows gathered;
+- tokens of many adapters, a few each, as in a decode step, are multiplied together with all slots at once, and results
+  of slots other than the token's own are masked. Ranks are the outermost dimension of the weights, so that the used
+  ranks of all slots are one matrix, whatever R is.
+Tokens without an adapter are in no group: their outputs are unchanged, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ __all__ = ["LoraWeights", "add_lora", "lora_expand", "lora_shrink", "plan_lora"]
 
 Ints = npt.NDArray[np.int64]
 
-ALONE = 12  # tokens of one adapter in a step from which they are multiplied alone
-FEW = 3  # adapters: so many are multiplied alone, however few their tokens
+ALONE = 12  # an adapter with so many tokens in a step is multiplied alone
+FEW = 3  # up to so many adapters in a step are multiplied alone, however few their tokens
 
 
 class LoraWeights:
-    """The adapters of one linear layer, in S slots with room for rank R."""
+    """Adapter weights of one linear layer, in S slots with room for rank R."""
 
     __slots__ = ("a", "b", "columns", "columns_on_device", "ranks", "ranks_on_device", "slots", "views")
 
@@ -49,10 +49,10 @@ class LoraWeights:
         self.b = torch.zeros(max_rank, num_slots, int(ends[-1]), dtype=dtype, device=device)
         self.columns = (0, *(int(end) for end in ends))  # part j has the outputs columns[j] … columns[j + 1]
         self.columns_on_device = torch.tensor(self.columns, dtype=torch.int32, device=device)
-        self.ranks = [[0] * num_slots for _ in out_sizes]  # 0: this slot leaves this part alone
+        self.ranks = [[0] * num_slots for _ in out_sizes]  # 0: this slot does not change this part
         self.ranks_on_device = torch.zeros(num_parts, num_slots, dtype=torch.int32, device=device)
-        self.slots = 0  # bit s: slot s changes anything here
-        # A (r, in) and B (r, out of the part) of each part and slot: cutting them out anew costs more than using them.
+        self.slots = 0  # bit s: slot s changes this layer
+        # A (r, in) and B (r, out of the part) of each part and slot: slicing them again costs more than using them.
         self.views: list[list[tuple[Tensor, Tensor] | None]] = [[None] * num_slots for _ in out_sizes]
 
     def write(self, part: int, slot: int, a: Tensor, b: Tensor) -> None:
@@ -109,16 +109,16 @@ def lora_expand(shrunk: Tensor, weights: LoraWeights, token_slots: Ints, y: Tens
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Tokens of one adapter."""
+    """Group of tokens of one adapter."""
 
     slot: int
-    tokens: slice | Tensor  # a slice when they lie side by side
+    tokens: slice | Tensor  # a slice if they are adjacent
     padding: int = 0  # rows of zeros to add
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Tokens of several adapters."""
+    """Group of tokens of several adapters."""
 
     slots: tuple[int, ...]
     tokens: Tensor | None  # None: all tokens of the step
@@ -127,7 +127,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which tokens of a step have which adapter, the same for every layer."""
+    """LoRA plan of one step, shared by all layers: groups of tokens by adapter slot."""
 
     slots: int  # bit s: any token has slot s
     alone: tuple[Alone, ...]
@@ -137,7 +137,7 @@ class Plan:
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
     """Group the tokens of a step by slot; -1: no adapter. `like`: device.
 
-    tile: the rows of every multiplication; how a token is computed then does not depend on the tokens beside it.
+    tile: rows of every matrix product; 0: any. With tiles a token's result does not depend on the rest of the batch.
     """
     used, counts = np.unique(token_slots[token_slots >= 0], return_counts=True)
     bits = sum(1 << int(slot) for slot in used)
@@ -175,9 +175,9 @@ def _tiles(token_slots: Ints, used: Ints, tile: int, like: Tensor) -> list[Alone
 
 
 def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
-    """y += what the adapters of these tokens add, in place. x: (T, in)  y: (T, out)."""
+    """y += the LoRA output of each token's adapter, in place. x: (T, in)  y: (T, out)."""
     if not weights.slots & plan.slots:
-        return  # none of them changes this layer
+        return  # none of the step's adapters changes this layer
     for group in plan.alone:
         if weights.slots & 1 << group.slot:
             _add_alone(x, y, weights, group)
@@ -211,7 +211,7 @@ def _add_together(x: Tensor, y: Tensor, weights: LoraWeights, group: Together) -
             continue
         start, end = weights.columns[part : part + 2]
         shrunk = F.linear(rows, weights.a[part, :rank].view(rank * num_slots, -1))
-        # Blanked and not multiplied with zero: what overflowed under one adapter must not reach the rows of another.
+        # Masked, not multiplied by zero: an overflow (inf) of one adapter must not reach the rows of another.
         shrunk.view(-1, rank, num_slots).masked_fill_(group.others, 0.0)
         b = weights.b[:rank, :, start:end].view(rank * num_slots, end - start)
         if group.tokens is None:

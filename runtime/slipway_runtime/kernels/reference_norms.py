@@ -1,4 +1,4 @@
-"""Norms and the activation in plain torch: the definition, and what runs on a CPU."""
+"""RMSNorm, SwiGLU and GeGLU in plain torch: the reference, and the fallback on a CPU."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
@@ -8,7 +8,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, the mean in float32, the weight applied in x's type.
 
-    Five calls where `F.rms_norm` takes eight on a CPU; a few rows cost nothing but calls.
+    Five torch calls, where `F.rms_norm` takes eight on a CPU; for a few rows calls are the whole cost.
     """
     rows = x.float()
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     normed = rows * scale
     if x.dtype == torch.float32:
         return normed.mul_(weight)
-    # Weights that are kept in float32 multiply before the result is rounded.
+    # Weights in float32 are multiplied before the result is rounded.
     return normed.to(x.dtype) * weight if weight.dtype == x.dtype else normed.mul_(weight).to(x.dtype)
 
 

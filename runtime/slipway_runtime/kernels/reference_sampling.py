@@ -1,4 +1,4 @@
-"""Drawing tokens, in plain torch: the definition, and what runs on a CPU.
+"""Sampling, penalties and bitmasks in plain torch: the reference, and the fallback on a CPU.
 
 A sample is argmax(logits / temperature + Gumbel noise) over the tokens that min-p, top-k and top-p keep. The noise is
 a hash of (seed, position, token): no generator, no state. A request samples the same tokens alone, in any batch, after
@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CANDIDATES = 256  # how many of the likeliest tokens are looked at first when the distribution is truncated
-GREEDY_BELOW = 1e-5  # temperatures under this one take the likeliest token
-IN_PROMPT = 1 << 30  # of a count: the prompt holds the token. The rest counts the output
-PENALIZED_AT_ONCE = 1 << 23  # scores: what penalties need beside them stays within some 32 MB tensors
+CANDIDATES = 256  # how many top tokens are sorted first when min-p, top-k or top-p truncate
+GREEDY_BELOW = 1e-5  # temperatures below are greedy: the likeliest token is taken
+IN_PROMPT = 1 << 30  # bit of a count: the prompt has the token. The lower bits count it in the output
+PENALIZED_AT_ONCE = 1 << 23  # logits per call: temporary tensors of penalties stay at about 32 MB each
 _MASK = 0xFFFFFFFF
 
 
 def penalize(
     logits: Tensor, prompt: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Repetition over prompt and output (HF's rule), presence and frequency over the output (OpenAI's rule)."""
+    """Repetition penalty over prompt and output (HF's rule), presence and frequency over the output (OpenAI's)."""
     seen = (prompt + output) > 0
     factor = repetition[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
@@ -50,9 +50,9 @@ def penalize_rows(
 
 
 def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:
-    """-inf for what the masks do not allow, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32.
+    """Set tokens that the bitmask forbids to -inf, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32.
 
-    Bit t % 32 of word t // 32 allows token t; what is behind the last word is not allowed.
+    Bit t % 32 of word t // 32 allows token t; tokens beyond the last word are forbidden.
     """
     vocabulary = logits.shape[1]
     packed = words.numpy(force=True).view(np.uint8)
@@ -71,10 +71,10 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One token a row. logits: (R, V) float32; the rest (R,); seeds and positions int64."""
+    """Sample one token per row. logits: (R, V) float32; other arguments (R,); seeds and positions int64."""
     random = temperature >= GREEDY_BELOW
     truncated = random & ((top_p < 1.0) | (top_k > 0) | (min_p > 0.0))
-    if bool(truncated.all()):  # the common batch: one kind of row, nothing to sort out
+    if bool(truncated.all()):  # the common batch: all rows truncate
         scaled = logits / temperature[:, None]
         return _draw_truncated(scaled, top_k, top_p, min_p, seeds, positions, CANDIDATES)
     tokens = logits.argmax(dim=-1)
@@ -93,7 +93,7 @@ def sample(
 def _draw_truncated(
     scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor, candidates: int
 ) -> Tensor:
-    """Sort only the likeliest tokens; all of them for the rows whose kept set may go on beyond those."""
+    """Sort only the top CANDIDATES tokens; the whole vocabulary for rows that may keep more tokens."""
     values, ids, complete = _keep(scaled, top_k, top_p, min_p, candidates)
     best = (values + gumbel(seeds, positions, ids)).argmax(dim=-1, keepdim=True)
     tokens = ids.gather(1, best).squeeze(1)
@@ -108,25 +108,25 @@ def _draw_truncated(
 def _keep(
     scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, candidates: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens, those not kept at -inf, their ids, and whether the whole kept set is among them.
+    """Scores of the top tokens (-inf: not kept), their ids, and whether they include all kept tokens.
 
-    In order: min-p against the likeliest; the top k of those; of these, renormalized, the fewest that hold top-p.
+    In order: min-p relative to the likeliest; top-k of those; of these, renormalized, the fewest that reach top-p.
     """
     vocabulary = scaled.shape[1]
     count = min(candidates, vocabulary)
     values, ids = scaled.topk(count, dim=-1)
-    floor = values[:, :1] + torch.log(min_p.clamp(min=0.0))[:, None]  # log(0) = -inf: everything
+    floor = values[:, :1] + torch.log(min_p.clamp(min=0.0))[:, None]  # log(0) = -inf: keeps all
     k = torch.where(top_k <= 0, vocabulary, top_k)[:, None]
     kept = (values >= floor) & (torch.arange(count, device=scaled.device)[None, :] < k)
     ends_here = (k.squeeze(1) <= count) | (values[:, -1] < floor.squeeze(1)) | (count == vocabulary)
     total = values.masked_fill(~kept, float("-inf")).logsumexp(dim=-1)
-    if not bool(ends_here.all()):  # top-p is a share of everything that min-p keeps, seen here or not
+    if not bool(ends_here.all()):  # top-p is a share of all tokens that min-p keeps, sorted here or not
         beyond = scaled.masked_fill(scaled < floor, float("-inf")).logsumexp(dim=-1)
         total = torch.where(ends_here, total, beyond)
     probabilities = (values - total[:, None]).exp().masked_fill(~kept, 0.0)
     mass = probabilities.cumsum(dim=-1)
     kept &= (mass - probabilities < top_p[:, None]) | (top_p >= 1.0)[:, None]
-    kept[:, 0] = True  # whatever rounding says, the likeliest stays
+    kept[:, 0] = True  # the likeliest token is kept despite rounding
     return values.masked_fill(~kept, float("-inf")), ids, ends_here | (mass[:, -1] >= top_p)
 
 
@@ -138,9 +138,9 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def hashed(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """32 bits for each token, which every implementation computes alike. (R, N), int64.
+    """Hash of 32 bits for each token, the same in every implementation. (R, N), int64.
 
-    64 bits of key from seed and position, then murmur3's finalizer over the token with half of the key put in before
+    64 bits of key from seed and position, then murmur3's finalizer over the token, with half of the key mixed in before
     and half in the middle. Products wrap around, as they do in 64-bit integers.
     """
     key = seeds * 0x5851F42D4C957F2D + positions * 0x14057B7EF767814F

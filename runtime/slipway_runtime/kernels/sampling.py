@@ -1,19 +1,19 @@
-"""Drawing tokens on a GPU, in Triton. Tested against `reference_sampling`.
+"""Sampling (min-p, top-k, top-p, Gumbel noise) and bitmasks on a GPU, in Triton. Tested against `reference_sampling`.
 
 Kernels, none of which waits for the host:
-- candidates: the CANDIDATES likeliest of each tile of a row, and the tile's maximum, mass and count. One read of the
+- candidates: the top CANDIDATES tokens of each tile of a row, and the tile's maximum, mass and count. One read of the
   row, by many programs.
-- threshold of candidates: the score from which tokens are kept, searched in registers among the candidates of a row.
-  The bits of a float, read as an integer, are in the order of the floats, and a search by halves over them ends at the
-  k-th largest, or where the mass above reaches top-p. Above the greatest of the tiles' last candidates nothing is
-  missing; a row whose threshold may lie below that is left to the next kernel.
-- threshold of rows: the same search over the whole row, which is read once a step.
+- threshold of candidates: the least score that is kept, searched in registers among the candidates of a row. The bits
+  of a float, mapped to an integer, are in the order of the floats, and a binary search over them ends at the k-th
+  largest, or where the mass above reaches top-p. Above the greatest of the tiles' last candidates the candidates are
+  complete; a row whose threshold may lie below is left to the next kernel.
+- threshold of rows: the same search over the whole row, which each step of the search reads once.
 - best of tiles: the best of BLOCK tokens, by score plus noise, or by score alone in a greedy row.
 - best of rows: the best of the tiles.
 
-A row's result depends on its own scores alone. The integers of the noise are those of the reference, bit by bit;
+A row's result depends on its own scores alone. The integers of the noise equal those of the reference, bit by bit;
 logarithms may differ in the last bit. Of tokens with equal scores at the threshold all are kept, where the reference
-keeps some. Nothing was timed on a GPU yet: docs/gpu-ledger.md says what to expect.
+keeps some. Nothing was timed on a GPU yet: docs/gpu-ledger.md has estimates.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -33,7 +33,7 @@ __all__ = ["apply_bitmask", "find_thresholds", "sample"]
 BLOCK = 2048  # tokens of a program
 ROW_BLOCK = 4096  # tokens that the search over a whole row reads at once
 CANDIDATES = 64  # of a tile
-RUN = tl.constexpr(32)  # neighbouring tokens in a tile: 128 bytes. Likely tokens often have neighbouring ids
+RUN = tl.constexpr(32)  # adjacent tokens in a tile: 128 bytes. Likely tokens often have adjacent ids
 LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
 GREEDY = tl.constexpr(GREEDY_BELOW)
 
@@ -47,7 +47,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """One token a row. logits: (R, V) float32; the rest (R,); seeds and positions int64 -> (R,) int64."""
+    """Sample one token per row. logits: (R, V) float32; the rest (R,); seeds and positions int64 -> (R,) int64."""
     num_rows, vocabulary = logits.shape
     assert logits.stride(1) == 1, "the scores of a row lie side by side"
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
@@ -67,9 +67,9 @@ def sample(
 def find_thresholds(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The least score that min-p, top-k and top-p keep, in this order; -inf: all. (R,)
+    """The least score that min-p, top-k and top-p keep, in this order; -inf: all are kept. (R,)
 
-    And whether it was found among the candidates: 1, or 0 where the whole row had to be searched.
+    Also returns whether it was found among the candidates: 1, or 0 if the whole row had to be searched.
     """
     num_rows, vocabulary = logits.shape
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
@@ -96,7 +96,7 @@ def find_thresholds(
 
 
 def apply_bitmask(logits: Tensor, places: Tensor, words: Tensor) -> None:
-    """-inf for what the masks do not allow, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32."""
+    """Set tokens that the bitmask forbids to -inf, in place. logits: (D, V)  places: (M,) rows  words: (M, W) int32."""
     if not len(places):
         return
     vocabulary = logits.shape[1]
@@ -111,7 +111,7 @@ def _apply_bitmask(logits, places, words, stride, num_words, V: tl.constexpr, BL
     """Grid: (M, blocks of the vocabulary)."""
     mask = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Behind the last word nothing is allowed.
+    # Tokens beyond the last word are forbidden.
     word = tl.load(words + mask * num_words + token // 32, mask=token // 32 < num_words, other=0)
     barred = ((word >> (token % 32)) & 1) == 0
     row = logits + tl.load(places + mask).to(tl.int64) * stride
@@ -120,14 +120,14 @@ def _apply_bitmask(logits, places, words, stride, num_words, V: tl.constexpr, BL
 
 @triton.jit
 def _key(x):
-    """An integer for a float, in the same order."""
+    """Map floats to integers in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _unkey(key):
-    """The float that has this key."""
+    """The float of a key, the inverse of `_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -138,7 +138,7 @@ def _scores(row, token, temperature, V: tl.constexpr):
 
 @triton.jit
 def _filters(index, temperatures, top_ks, top_ps, min_ps):
-    """A row's temperature, k, p, min-p, and whether any token may be dropped."""
+    """A row's temperature, top-k, top-p, min-p, and whether any token may be dropped."""
     temperature = tl.load(temperatures + index)
     k = tl.load(top_ks + index).to(tl.int32)
     p = tl.load(top_ps + index)
@@ -151,14 +151,14 @@ def _find_candidates(
     logits, temperatures, top_ks, top_ps, min_ps, candidates, stats, counts, stride,
     V: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the KEPT likeliest of a tile, the likeliest first; its maximum, mass and count. Grid: (R, tiles)."""
+    """Keys of a tile's top KEPT tokens, the likeliest first; its maximum, mass and count. Grid: (R, tiles)."""
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     tiles = tl.num_programs(1)
     temperature, _, _, _, truncated = _filters(index, temperatures, top_ks, top_ps, min_ps)
     if not truncated:
         return
-    # Every tile takes RUN tokens in turn: the likely ones of a row are spread over all tiles.
+    # Tiles interleave runs of RUN tokens, so that the likely tokens of a row are spread over all tiles.
     n = tl.arange(0, BLOCK)
     x = _scores(logits + index * stride, ((n // RUN) * tiles + tile) * RUN + n % RUN, temperature, V)
     maximum = tl.max(x, 0)
@@ -191,13 +191,13 @@ def _threshold_of_candidates(
         row = candidates + index * (TILES * KEPT)
         x = _unkey(tl.load(row + n, mask=n < TILES * KEPT, other=LOWEST_KEY))
         lasts = tl.load(row + tile * KEPT + KEPT - 1, mask=tile < TILES, other=LOWEST_KEY)
-        cut = tl.maximum(tl.max(lasts, 0), LOWEST_KEY)  # above it no token is missing
+        cut = tl.maximum(tl.max(lasts, 0), LOWEST_KEY)  # candidates above it are complete
         low = tl.zeros_like(cut) + LOWEST_KEY
         if min_p > 0.0:
             low = tl.minimum(_key(maximum + tl.log(min_p)), _key(maximum)) - 1
             if low >= cut:
                 kept, mass = _above(x, row, 1.0, low, maximum, True, TILES, BLOCK)
-            else:  # how many min-p keeps is not known; it does not matter where top-k keeps no more than are here
+            else:  # the count that min-p keeps is unknown; not needed if top-k keeps no more than the candidates
                 count, _ = _above(x, row, 1.0, cut, maximum, True, TILES, BLOCK)
                 resolved = (k > 0) & (count >= k)
                 kept = count + 1
@@ -228,7 +228,7 @@ def _threshold_of_rows(
         low = tl.minimum(_key(maximum + tl.log(min_p)), _key(maximum)) - 1
     kept, mass = _above(x, row, temperature, low, maximum, False, V, BLOCK)
     low, _ = _last_not_kept(x, row, temperature, maximum, k, p, low, kept, mass, low, False, V, BLOCK)
-    least = float("inf")  # the least score with a greater key: a score that a token has
+    least = float("inf")  # the least score with a greater key, the score of some token
     for start in range(0, V, BLOCK):
         scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
         least = tl.minimum(least, tl.min(tl.where(_key(scores) > low, scores, float("inf")), 0))
@@ -240,10 +240,10 @@ def _last_not_kept(
     x, row, temperature, maximum, k, p, low, kept, mass, cut,
     IN_REGISTERS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The greatest key that top-k and top-p drop, and whether all that they keep lies above `cut`.
+    """The greatest key that top-k and top-p drop, and whether all tokens that they keep are above `cut`.
 
-    Tokens up to the key `low` are dropped before; `kept` of them are not, with this mass. x: a row's scores in
-    registers, of which those up to `cut` may be missing; else the row is read.
+    Tokens up to the key `low` are already dropped; `kept` tokens are left, with total mass `mass`. x: a row's scores in
+    registers, where scores up to `cut` may be missing; without IN_REGISTERS the row is read.
     """
     top = _key(maximum)
     complete = True
@@ -291,7 +291,7 @@ def _last_not_kept(
 def _above(
     x, row, temperature, key, maximum, IN_REGISTERS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """How many tokens have a greater key, and the mass of those, the likeliest's being 1."""
+    """Number of tokens with a greater key, and their mass relative to the likeliest token's."""
     count = 0
     mass = 0.0
     if IN_REGISTERS:
@@ -342,7 +342,7 @@ def _best_of_rows(best, where, tokens, TILES: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _gumbel(seed, position, token):
-    """As in the reference: a key of 64 bits, whose lower half goes in before and the upper in the middle."""
+    """Noise as in the reference: a key of 64 bits, its lower half mixed in before, its upper half in the middle."""
     x = _hash(seed, position, token)
     uniform = ((x >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
     return -tl.log(-tl.log(uniform))

@@ -1,12 +1,11 @@
-"""Norms of heads, rotation and cache write in one kernel, in Triton. Tested against
-`reference.rope_and_store`.
+"""Fused q/k norm, RoPE and KV cache write on a GPU, in Triton. Tested against `reference.rope_and_store`.
 
-One program norms and turns one head of one token in place and, if it is a key or a value, copies it into the token's
-slot, or its codes and scale where the cache is quantized. A slot below 0 is padding: the cache is left alone. The
-arithmetic is float32, rounded where the reference rounds.
+One program norms and rotates one head of one token in place and, for a key or a value, writes it to the token's slot;
+in a quantized cache, its codes and scale. A slot below 0 is padding: the cache is not written. The arithmetic is
+float32, rounded where the reference rounds.
 
-The floor is bytes over bandwidth: (Hq + 2 Hkv) · D elements read a token; queries and keys written back, keys and
-values written to the cache. Nothing was timed on a GPU yet.
+The lower bound is bytes over bandwidth: (Hq + 2 Hkv) · D elements read a token; queries and keys written back, keys
+and values written to the cache. Nothing was timed on a GPU yet.
 """
 
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -24,7 +23,7 @@ from slipway_runtime.kernels.reference_attention import HeadNorms
 
 __all__ = ["rope_and_store"]
 
-HALF_TO_EVEN = tl.constexpr(1.5 * 2.0**23)  # added and taken away again: what is left is whole
+HALF_TO_EVEN = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds to a whole number, half to even
 
 
 def rope_and_store(
@@ -65,7 +64,7 @@ def _rope_and_store(
     d = tl.arange(0, BLOCK)
     ours = d < HALF
     dtype = qkv.dtype.element_ty
-    # Both halves of a head belong to the same thread: in place, nobody may read what another has turned already.
+    # One thread has both halves of a head: in place, no thread may read values that another has already rotated.
     first = qkv + token * token_stride + head * head_stride + d
     second = first + HALF
     a = tl.load(first, mask=ours, other=0.0)
@@ -88,7 +87,7 @@ def _rope_and_store(
         tl.store(second, b, mask=ours)
     slot = tl.load(slots + token).to(tl.int64)
     if (head >= NUM_Q_HEADS) & (slot >= 0):
-        # The pages of a block stand as the heads do in qkv: those of the keys, then those of the values.
+        # The pages of a block are in the order of the heads in qkv: keys, then values.
         page: tl.constexpr = BLOCK_SIZE * (2 * HALF + 4) if QUANTIZED else BLOCK_SIZE * 2 * HALF
         number = (slot // BLOCK_SIZE) * (2 * NUM_KV_HEADS) + head - NUM_Q_HEADS
         if QUANTIZED:

@@ -1,9 +1,9 @@
-"""How attention is cut into tiles on a kind of GPU: read once, never searched for while serving.
+"""Tile sizes (launch options) of the attention kernels by GPU type, read once from `tiles.json`; no autotuning.
 
-`tiles.json`: compute capability → kernel → shape → the launch's BLOCK_N, BLOCK_M, num_warps, num_stages. What it does
-not name, a kernel decides by itself. The entries are chosen by what they compile to (docs/gpu-ledger.md), until
-`bench.gpu` has timed them. A shape is what the model fixes, never the size of a batch: a token is computed the same
-way in any. Heads are padded to a power of two, and the shape counts the padded size.
+`tiles.json`: compute capability → kernel → shape → BLOCK_N, BLOCK_M, num_warps, num_stages of the launch. The kernel
+chooses options that are missing. The entries are chosen by the compiled code (docs/gpu-ledger.md), until `bench.gpu`
+has timed them. A shape depends on the model only, never on the batch size, so a token is computed the same way in any
+batch. Heads are padded to a power of two, and the shape has the padded size.
 """
 
 import json
@@ -19,7 +19,7 @@ Table = dict[str, dict[str, dict[str, dict[str, int]]]]
 
 
 def read_table(path: Path = TABLE) -> Table:
-    """Raises ValueError where an entry holds what no kernel takes."""
+    """Read `tiles.json`. Raises ValueError for an entry that no kernel accepts."""
     table: Table = json.loads(path.read_text())
     for capability, kernels in table.items():
         for kernel, shapes in kernels.items():
@@ -33,14 +33,14 @@ _TABLE = read_table()
 
 
 def tuned(kernel: str, *, head_dim: int, itemsize: int, device: torch.device) -> dict[str, int]:
-    """The launch options for heads of this padded size and keys of so many bytes; empty: the kernel's own."""
+    """Launch options for heads of this padded size and keys of `itemsize` bytes; empty: the kernel's defaults."""
     if device.type != "cuda":
         return {}
     return lookup(_capability(device), kernel, head_dim=head_dim, itemsize=itemsize)
 
 
 def lookup(capability: str, kernel: str, *, head_dim: int, itemsize: int) -> dict[str, int]:
-    """The table's entry for a compute capability, such as "sm90"; empty: it has none."""
+    """The entry of `tiles.json` for a compute capability, such as "sm90"; empty: there is no entry."""
     return dict(_TABLE.get(capability, {}).get(kernel, {}).get(shape_of(head_dim, itemsize), {}))
 
 

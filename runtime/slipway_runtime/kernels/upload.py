@@ -1,10 +1,10 @@
-"""Copies of small arrays between the host and a device, several in one transfer.
+"""Host-to-device and device-to-host copies of small arrays, several in one transfer through pinned memory.
 
 A copy from pageable memory makes the host wait for the stream; one from pinned memory does not. So arrays that are
-made together are packed into one pinned buffer and travel at once. The allocator of pinned memory keeps a buffer until
+made together are packed into one pinned buffer and copied at once. The allocator of pinned memory keeps a buffer until
 the stream has read it.
 
-`download` is the one place where a step waits for the device: whatever the host must know of it is read at once.
+`download` is the only place where a step waits for the device: all results that the host needs are read at once.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def download(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def _wait_and_read(host: Tensor, device: torch.device) -> npt.NDArray[np.uint8]:
-    """A copy of what has been queued to arrive in pinned memory, once it is there."""
+    """Wait for the queued copies to pinned memory, and return a copy of its bytes."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     array: npt.NDArray[np.uint8] = host.numpy().copy()

@@ -1,4 +1,4 @@
-"""Attention over the paged cache."""
+"""Attention layer over the paged KV cache."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ __all__ = ["Attention", "StepContext"]
 
 
 class Attention:
-    """Projects to heads, rotates, stores keys and values, attends to the sequence so far."""
+    """Projects x to q, k, v heads, applies rotary positions, stores keys and values, attends to the sequence so far."""
 
     __slots__ = (
         "_head_dim",
@@ -45,9 +45,9 @@ class Attention:
         sinks: Tensor | None = None,
         rotary_table: int = 0,
     ) -> None:
-        """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: as `Scoring` has them.
+        """scale: of the scores; 0: 1 / sqrt(head_dim)  softcap, sinks: see `Scoring`.
 
-        rotary_table: which of several turns the heads.
+        rotary_table: index of the layer's table among those of the model.
         """
         self.qkv = qkv
         self.out = out
@@ -66,7 +66,7 @@ class Attention:
         q_heads, kv_heads = self._num_q_heads, self._num_kv_heads
         qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self._head_dim)
         cos, sin, table = step.cos, step.sin, self._rotary_table
-        if cos.shape[1] > 1:  # the model has several
+        if cos.shape[1] > 1:  # the model has several rotary tables
             cos, sin = cos[:, table : table + 1], sin[:, table : table + 1]
         q = self._kernels.rope_and_store(qkv, cos, sin, cache, step.slots, q_heads, self._norms)
         kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self._head_dim)

@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention and MLP, each behind a norm, added to a stream that all layers share."""
+"""Decoder layer: attention and MLP, each after a norm, added to the residual stream; the dense MLP."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from slipway_runtime.layers.norm import RMSNorm
 
 
 class Mlp(Protocol):
-    """What a layer does to each token alone: dense, or a mixture of experts."""
+    """MLP of a layer, computed for each token alone: dense, or a mixture of experts."""
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
@@ -26,7 +26,7 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """down(activation(gate) · up)."""
+    """Gated MLP: down(activation(gate) · up)."""
 
     __slots__ = ("_kernels", "_silu", "down", "gate_up")
 
@@ -53,7 +53,7 @@ class DenseMlp:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms what is added, too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma also norms the outputs of attention and MLP."""
 
     __slots__ = ("_attention_norm", "_attention_out_norm", "_mlp_norm", "_mlp_out_norm", "attention", "mlp")
 
@@ -75,7 +75,10 @@ class DecoderLayer:
         self._mlp_out_norm = mlp_out_norm
 
     def __call__(self, x: Tensor | None, stream: Tensor, cache: Tensor, step: StepContext) -> Tensor:
-        """stream: (T, H), which grows in place  x: (T, H) what the layer before adds to it -> what this layer adds."""
+        """stream: (T, H) residual, updated in place  x: (T, H) MLP output of the layer before -> of this layer.
+
+        The caller adds the result to the stream, or passes it to the next layer.
+        """
         normed = self._attention_norm(stream) if x is None else self._attention_norm.after_adding(x, stream)
         attended = self.attention(normed, cache, step)
         if self._attention_out_norm is not None:

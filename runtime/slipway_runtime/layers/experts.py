@@ -1,7 +1,7 @@
 """A mixture of experts: a router chooses some experts for each token, and their outputs are summed by its weights.
 
-On a CPU each expert's matrices are in the form that the machine computes fastest, and the tokens of an expert go
-through it together. On a GPU all experts of a layer are one tensor, and one launch computes them all (`mix_experts`).
+On a CPU each expert has matrices of its own, in the machine's fastest form, and multiplies its tokens as one batch. On
+a GPU all experts of a layer are one tensor, and one launch computes them all (`mix_experts`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from slipway_runtime.layers.matmul import Matmul
 
 
 class ExpertsMlp:
-    """Router and experts of one layer."""
+    """MoE MLP: router and experts of one layer."""
 
     __slots__ = ("_experts", "_normalize", "_per_token", "_reduce", "_router")
 
@@ -34,7 +34,7 @@ class ExpertsMlp:
         self._experts = experts
         self._per_token = per_token
         self._normalize = normalize
-        self._reduce = reduce  # each rank has a part of every expert's inner features
+        self._reduce = reduce  # sums over ranks, which each have a part of every expert's inner features
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
@@ -44,7 +44,7 @@ class ExpertsMlp:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Adapters change none of its matrices."""
+        """Empty: adapters change none of its matrices."""
         return ()
 
     @property
@@ -54,7 +54,7 @@ class ExpertsMlp:
 
 
 class GroupedExperts:
-    """The tokens of an expert are rows of one product. The CPU's way: which experts are needed is read by the host."""
+    """One matrix product per expert over all of its tokens. For CPUs: the host reads which experts are chosen."""
 
     __slots__ = ("_biases", "_experts", "_kernels", "_limit")
 
@@ -85,7 +85,7 @@ class GroupedExperts:
             end = start + count
             out[start:end] = self._one(expert, rows[start:end])
             start = end
-        # A token's experts are summed in the order of their weights, whatever else the step computes.
+        # A token's experts are summed in the order of their weights, independent of the rest of the batch.
         placed = torch.empty_like(out)
         placed[order] = out
         return (placed.view(num_tokens, per_token, -1) * weights[:, :, None].to(x.dtype)).sum(1)
@@ -106,7 +106,7 @@ class GroupedExperts:
 
 
 class StackedExperts:
-    """One tensor for all experts: nothing is read back by the host, so that a step can be recorded."""
+    """One tensor for all experts. The host reads nothing back, so CUDA graphs can capture the step."""
 
     __slots__ = ("_kernels", "_weights")
 

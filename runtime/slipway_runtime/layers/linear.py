@@ -1,4 +1,4 @@
-"""A linear layer: y = x Wᵀ + b, and what an adapter adds to it."""
+"""Linear layer: y = x Wᵀ + b, and the LoRA hook that adds an adapter's output."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from slipway_runtime.layers.step import StepContext
 
 
 class LoraHook(Protocol):
-    """Adds what the adapters of a step's tokens change."""
+    """Adds the LoRA output of the step's adapters to a linear layer's output."""
 
     def __call__(self, x: Tensor, y: Tensor, step: StepContext) -> None:
-        """x: (T, in)  y: (T, out), added to in place. Only called when `step.lora` is there."""
+        """x: (T, in)  y: (T, out), added to in place. Only called when `step.lora` is not None."""
 
 
-Reduce = Callable[[Tensor], Tensor]  # the sum of a tensor over all ranks that share a layer, in place
+Reduce = Callable[[Tensor], Tensor]  # all-reduce: sums a tensor over all ranks that share a layer, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Part:
 
 
 class Linear:
-    """A matrix with its bias; `parts` says which of the checkpoint's matrices it holds, in the order of outputs.
+    """A matrix with its bias; `parts` lists the checkpoint's matrices in it, in the order of outputs.
 
-    With `reduce` it has some of the inputs only, and what it computes is one summand of y.
+    With `reduce` the matrix has only this rank's inputs, and its product is one summand of y.
     """
 
     __slots__ = ("bias", "lora", "matmul", "parts", "reduce")
@@ -81,7 +81,7 @@ class Linear:
     def merged(
         cls, parts: Sequence[tuple[str, Weight, Tensor | None]], make: MakeMatmul, reduce: Reduce | None = None
     ) -> "Linear":
-        """One matrix whose output is the outputs of the parts, side by side: one call instead of several.
+        """One matrix whose output is the parts' outputs concatenated: one call instead of several.
 
         parts: the checkpoint's name, weight (out, in) and bias (out,) of each.
         """

@@ -1,7 +1,7 @@
-"""Adapters in the linear layers: static slots, and which of them the tokens of a step use.
+"""LoRA in the linear layers: static adapter slots in device memory, and the LoRA plan of a step.
 
-The slots of all layers are allocated once and written in place, so nothing is allocated when an adapter comes or
-goes, and recorded steps of a GPU stay valid.
+The slots of all layers are allocated once and written in place, so loading and unloading an adapter allocates nothing,
+and captured CUDA graphs stay valid.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +18,11 @@ from slipway_runtime.layers.step import StepContext
 
 Ints = npt.NDArray[np.int64]
 
-TILE = 16  # rows of a multiplication in deterministic mode
+TILE = 16  # rows of one matrix product in deterministic mode
 
 
 class LoraLinear:
-    """The hook of one linear layer."""
+    """LoRA hook of one linear layer."""
 
     __slots__ = ("_kernels", "weights")
 
@@ -36,7 +36,7 @@ class LoraLinear:
 
 
 class LoraBank:
-    """The slots of all linear layers of a model."""
+    """Adapter slots of all linear layers of a model."""
 
     def __init__(
         self,
@@ -67,21 +67,21 @@ class LoraBank:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots, whether anything is in them or not."""
+        """Memory of all slots, empty or not."""
         return sum(weights.nbytes for weights in self._weights)
 
     def write(self, slot: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Replace what is in a slot. matrices: by module, A (r, in) and B (r, out), the scaling within B."""
+        """Load an adapter into a slot. matrices: by module, A (r, in) and B (r, out), with the scaling in B."""
         self.clear(slot)
         for module, (a, b) in matrices.items():
             weights, part = self._places[module]
             weights.write(part, slot, a, b)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot: tokens that have it are computed as by the base model."""
+        """Clear a slot: tokens that use it are computed by the base model alone."""
         for weights in self._weights:
             weights.clear(slot)
 
     def plan(self, token_slots: Ints) -> LoraPlan:
-        """What the hooks of one step need, made once. token_slots: (T,), -1 for tokens without an adapter."""
+        """LoRA plan of one step, shared by all hooks. token_slots: (T,), -1 for tokens without an adapter."""
         return self._kernels.plan_lora(token_slots, self.num_slots, self._like, tile=self._tile)

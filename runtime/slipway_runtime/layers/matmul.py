@@ -1,4 +1,4 @@
-"""y = x Wᵀ, one way of computing it per class. Each holds its weights in the form that it computes with."""
+"""Matrix product y = x Wᵀ: the `Matmul` protocol, and `Dense`. A class stores weights in the form it computes with."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,7 +10,7 @@ from slipway_runtime.layers.quantized_weight import Weight, dequantized
 
 
 class Matmul(Protocol):
-    """A matrix (out, in) that rows of `in` numbers are multiplied with."""
+    """Multiplies rows of x by a weight matrix (out, in)."""
 
     out_features: int
     in_features: int
@@ -20,18 +20,18 @@ class Matmul(Protocol):
         """Whether a row's result depends on the row alone, bit for bit."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (T, in) -> (T, out), a tensor of its own."""
+        """x: (T, in) -> (T, out), a new tensor."""
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, scales included."""
 
 
-MakeMatmul = Callable[[Weight], Matmul]  # from a weight (out, in), numbers of the model's type or codes
+MakeMatmul = Callable[[Weight], Matmul]  # from a weight (out, in), plain or quantized
 
 
 class Dense:
-    """The weights as they are: the definition of all the others."""
+    """Unquantized weights and F.linear: the reference for the other classes."""
 
     __slots__ = ("in_features", "out_features", "weight")
     rows_are_independent = False

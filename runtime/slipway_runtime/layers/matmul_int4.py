@@ -1,13 +1,13 @@
-"""Weights of four bits with a scale and a zero for each group of inputs, multiplied as they are by torch's kernels.
+"""int4 weights (W4A16) with a scale and a zero per group of inputs, multiplied by torch's int4 kernels.
 
-On a CPU rows of x are rounded to bfloat16, whatever the model computes in. One thread of a Xeon with AVX512, a matrix
-of 4096 × 4096 in groups of 128, ms at 1 / 8 / 32 / 128 rows:
+On a CPU rows of x are rounded to bfloat16, whatever the model's dtype. One thread of a Xeon with AVX512, a matrix of
+4096 × 4096 in groups of 128, ms at 1 / 8 / 32 / 128 rows:
 
     four bits            0.5   7.2  15.0  89
     F.linear, bfloat16   8.4  11.3  12.8  36
     F.linear, float32     19    47   111  163
 
-On a GPU the kernel is tinygemm's, for bfloat16 from compute capability 8.0 on; it has not been run here.
+On a GPU the kernel is tinygemm's, for bfloat16 from compute capability 8.0 on; it has not been run here on a GPU.
 """
 
 import warnings
@@ -20,11 +20,11 @@ from slipway_runtime.layers.quantized_weight import QuantizedWeight
 
 _GROUPS: Final = (32, 64, 128, 256)
 _INNER_TILES: Final = 8  # of 16 inputs, that a GPU's thread block reads together
-_MIDDLE: Final = 8  # the kernels take it from a code before they multiply
+_MIDDLE: Final = 8  # the kernels subtract it from each code
 
 
 class Int4:
-    """w = (code - 8) · scale + zero, by groups."""
+    """Weight-only int4: w = (code - 8) · scale + zero, by groups."""
 
     __slots__ = ("_group", "_on_cpu", "_order", "_packed", "_scales_and_zeros", "in_features", "out_features")
     rows_are_independent = False
@@ -58,7 +58,7 @@ class Int4:
 
     @staticmethod
     def fits(weight: QuantizedWeight) -> bool:
-        """Whether this device computes it for a matrix of this format and shape."""
+        """Whether this device's int4 kernel supports a matrix of this format and shape."""
         out_features, in_features = weight.shape
         if weight.bits != 4 or weight.group not in _GROUPS or in_features % weight.group or out_features % 16:
             return False
@@ -72,7 +72,7 @@ _checked: list[bool] = []
 
 
 def works_here() -> bool:
-    """Whether this processor and this torch compute it, and right; tried once."""
+    """Whether the int4 kernel of this processor and torch works and is correct; tried once."""
     if not _checked:
         generator = torch.Generator().manual_seed(0)
         codes = torch.randint(0, 16, (48, 96), generator=generator, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Weights in the order in which the compiled kernels read them: float32, or bytes with a scale per output.
+"""Linears on the compiled CPU kernels (`kernels.native`): packed float32 weights, or int8 with a scale per output.
 
 A row's result depends on the row alone, bit for bit, so `deterministic` needs nothing else.
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from slipway_runtime.kernels.native import Native
 from slipway_runtime.layers.matmul_quantized import OneScaleRows, rounded_rows
 
-LARGEST_ROW = 2**31 // (255 * 127)  # inputs whose sum of products of bytes an int32 holds in any case
+LARGEST_ROW = 2**31 // (255 * 127)  # most inputs whose sum of byte products always fits into an int32
 
 
 class NativePacked:
-    """float32."""
+    """float32 weights, packed for the compiled kernels."""
 
     __slots__ = ("_native", "_packed", "in_features", "out_features")
     rows_are_independent = True
@@ -53,7 +53,7 @@ class NativePacked:
 
 
 class NativeInt8:
-    """int8 weights times rows rounded to bytes, each by its own scale; the sums are exact."""
+    """int8 weights times rows of x quantized to int8, each by its own scale; integer sums are exact."""
 
     __slots__ = ("_native", "_offsets", "_packed", "_scales", "in_features", "out_features")
     rows_are_independent = True
@@ -94,5 +94,5 @@ class NativeInt8:
 
     @staticmethod
     def fits(weight: Tensor | OneScaleRows, native: Native) -> bool:
-        """Whether this processor computes it for a matrix of this shape."""
+        """Whether this processor's int8 kernel supports a matrix of this shape."""
         return native.multiplies_bytes and weight.dtype == torch.float32 and weight.shape[1] <= LARGEST_ROW

@@ -1,10 +1,10 @@
-"""Weights in one byte with a scale per output: w ≈ code · scale.
+"""Linears with int8 or float8 weights and a scale per output: w ≈ code · scale.
 
-`WeightOnly` is the definition: codes back to numbers, then a plain product. The others are claims about it:
-- `DynamicInt8` rounds the rows of x to bytes as well, each by its own scale, and multiplies bytes with exact integer
-  sums (VNNI on a CPU): the fastest that a CPU has. A row's result depends on no other row.
-- `ScaledFp8` does the same in float8 on GPUs that multiply it.
-Each takes a matrix of numbers, which it rounds, or one that a checkpoint holds rounded in the same format.
+- `WeightOnly` (W8A16) is the reference: dequantize the codes, then a plain matrix product.
+- `DynamicInt8` (W8A8) also quantizes the rows of x to int8, each by its own scale, and multiplies bytes with exact
+  integer sums (VNNI on a CPU): the fastest that a CPU has. A row's scale depends on no other row.
+- `ScaledFp8` does the same in float8 on GPUs that multiply float8.
+Each takes an unquantized matrix, which it quantizes, or one that the checkpoint holds quantized in the same format.
 """
 
 import warnings
@@ -19,7 +19,7 @@ _SMALLEST_SCALE = 1e-12  # of a row of zeros
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(R, in) -> codes (R, in) and scales (R,), float32: the largest of a row becomes the largest code."""
+    """(R, in) -> codes (R, in) and scales (R,), float32: a row's largest value becomes the largest code."""
     x = x.float()
     scale = (x.abs().amax(1) / LARGEST[dtype]).clamp_min_(_SMALLEST_SCALE)
     code = x / scale[:, None]
@@ -28,7 +28,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class OneScaleRows:
-    """A matrix that is rounded already: codes (out, in), scales (out,) in float32, and the type of the model."""
+    """A matrix that is already quantized: codes (out, in), scales (out,) in float32, and the model's dtype."""
 
     codes: Tensor
     scales: Tensor
@@ -41,12 +41,12 @@ class OneScaleRows:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the codes."""
         return self.codes.device
 
 
 def rounded_rows(weight: Tensor | OneScaleRows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes (out, in) and scales (out,): those it has, or those of its numbers."""
+    """Codes (out, in) and scales (out,): those of a quantized weight, or the weight quantized now."""
     if isinstance(weight, OneScaleRows):
         assert weight.codes.dtype == dtype, "codes of another format"
         return weight.codes, weight.scales
@@ -54,7 +54,7 @@ def rounded_rows(weight: Tensor | OneScaleRows, dtype: torch.dtype) -> tuple[Ten
 
 
 class WeightOnly:
-    """One-byte weights, multiplied in the type of x."""
+    """One-byte weights, multiplied in the dtype of x."""
 
     __slots__ = ("_on_gpu", "codes", "in_features", "out_features", "scales")
     rows_are_independent = False
@@ -87,7 +87,7 @@ class WeightOnly:
 
 
 class DynamicInt8:
-    """int8 weights times rows rounded to bytes; sums are exact."""
+    """int8 weights times rows of x quantized to int8, by oneDNN; integer sums are exact."""
 
     __slots__ = ("_packed", "_scales", "_zeros", "in_features", "out_features")
     rows_are_independent = False
@@ -115,7 +115,7 @@ class DynamicInt8:
 
     @staticmethod
     def works_here() -> bool:
-        """Whether this processor and this torch compute it, and right."""
+        """Whether oneDNN's int8 product works on this processor and torch, and is correct."""
         weight = torch.linspace(-1, 1, 48 * 32).view(48, 32).sin()
         x = torch.linspace(-2, 2, 3 * 32).view(3, 32).cos()
         try:
@@ -128,7 +128,7 @@ class DynamicInt8:
 
 
 class ScaledFp8:
-    """float8 weights times rows rounded to float8, on GPUs that multiply it; a scale per row on both sides."""
+    """float8 weights times rows of x quantized to float8, on GPUs that multiply float8; a scale per output and row."""
 
     __slots__ = ("_codes", "_scales", "in_features", "out_features")
     rows_are_independent = False
@@ -155,7 +155,7 @@ class ScaledFp8:
 
     @staticmethod
     def fits(weight: Tensor | OneScaleRows) -> bool:
-        """Whether this device computes it for a matrix of this shape."""
+        """Whether this device multiplies float8 matrices of this shape."""
         if weight.device.type != "cuda" or weight.shape[0] % 16 or weight.shape[1] % 16:
             return False
         return torch.cuda.get_device_capability(weight.device) >= (8, 9)

@@ -1,31 +1,31 @@
-"""A fixed number of rows at a time: a row's result does not depend on how many rows there are, or where it stands."""
+"""Batch-invariant matmul: a fixed number of rows per call, so a row's result depends on neither batch nor position."""
 
 import torch
 from torch import Tensor
 
 from slipway_runtime.layers.matmul import Matmul
 
-# Rows of a tile, by the kind of device; the first that passes the check. A GPU reads the weights for 128 rows in the
-# time that it takes for one, and a prompt of 8192 tokens takes 64 calls of each matrix in place of 512.
+# Rows of a tile, by device type; the first that passes the check is used. A GPU reads the weights for 128 rows in the
+# time that it takes for one, and a prompt of 8192 tokens takes 64 calls of each matrix instead of 512.
 TILES = {"cuda": (128, 16)}
 SMALL_TILES = (16,)
 
 
 class RowsDifferError(Exception):
-    """This machine's arithmetic gives a row another result in another place of a tile."""
+    """On this machine a row's result depends on its position in the tile."""
 
 
 class Tiled:
-    """Another way of multiplying, always called with the same number of rows; those that are missing are zeros.
+    """Calls another `Matmul` always with the same number of rows; missing rows are zeros.
 
-    Checked once on random rows: raises RowsDifferError where a place in the tile matters to the library underneath.
+    Checked once on random rows: raises RowsDifferError if a row's result depends on its position in the tile.
     """
 
     __slots__ = ("_inner", "in_features", "out_features", "tile")
     rows_are_independent = True
 
     def __init__(self, inner: Matmul, *, like: Tensor) -> None:
-        """like: the type and device of the rows."""
+        """like: has the dtype and device of the rows."""
         self._inner = inner
         self.in_features, self.out_features = inner.in_features, inner.out_features
         for self.tile in TILES.get(like.device.type, SMALL_TILES):
@@ -56,7 +56,7 @@ class Tiled:
         return self._inner.nbytes
 
     def _rows_are_equal(self, like: Tensor) -> bool:
-        """Whether a row gives the same bits in every place that is tried, alone and among others."""
+        """Whether rows give the same bits at two positions in the tile, and one row alone the same as among others."""
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(self.tile, self.in_features, generator=generator).to(like)
         expected = self(rows)

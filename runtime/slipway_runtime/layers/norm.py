@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm layer."""
 
 from torch import Tensor
 
@@ -20,5 +20,5 @@ class RMSNorm:
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The norm of their sum, which `residual` becomes in place. x, residual: (T, H) -> (T, H)."""
+        """Add x to `residual` in place, and return the norm of the sum. x, residual: (T, H) -> (T, H)."""
         return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)

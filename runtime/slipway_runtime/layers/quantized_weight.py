@@ -1,8 +1,8 @@
-"""A matrix as a quantized checkpoint holds it: w[o, i] = (code[o, i] - zero[o, g]) · scale[o, g].
+"""A weight matrix of a quantized checkpoint: w[o, i] = (code[o, i] - zero[o, g]) · scale[o, g].
 
-g is the group of column i: `group` columns that lie side by side share a scale. One scale for a whole row is a group as
-wide as the matrix. A checkpoint that was quantized in the order of activations has groups of columns that do not lie
-side by side: its codes are stored sorted by group, and `order` says which input each column multiplies.
+g is the group of column i: `group` adjacent columns share a scale. One scale per row is a group as wide as the matrix.
+A checkpoint that was quantized in activation order (act-order, desc_act) has groups of columns that are not adjacent:
+its codes are stored sorted by group, and `order` has the input that each column multiplies.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from slipway_runtime.layers.matmul_quantized import OneScaleRows
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Codes with their scales, and the type that the model computes in."""
+    """Codes with their scales, and the dtype that the model computes in."""
 
     codes: Tensor  # (out, in): int8, float8_e4m3fn, or uint8 with the values 0 … 2**bits - 1
     scales: Tensor  # (out, groups), float32
     group: int  # columns
     dtype: torch.dtype
     zeros: Tensor | None = None  # (out, groups), float32; None: 0
-    order: Tensor | None = None  # (in,) the input of each column; None: they are in order
+    order: Tensor | None = None  # (in,) the input of each column; None: columns are in order
     bits: int = 8
     rounds_inputs: bool = False  # the publisher's evaluation rounded the rows of x to the same format
 
@@ -34,11 +34,11 @@ class QuantizedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the codes."""
         return self.codes.device
 
     def __len__(self) -> int:
-        """Rows, as of a tensor."""
+        """Number of rows (outputs), as of a tensor."""
         return self.codes.shape[0]
 
     def rows(self, wanted: Tensor | slice) -> "QuantizedWeight":
@@ -60,7 +60,7 @@ class QuantizedWeight:
         return placed
 
     def as_one_scale_rows(self) -> OneScaleRows | None:
-        """The codes and a scale per row, where that is what it has; else None."""
+        """The weight as codes with one scale per row; None: it has groups, zeros, an order or other codes."""
         if self.scales.shape[1] != 1 or self.zeros is not None or self.order is not None:
             return None
         if self.codes.dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -72,7 +72,7 @@ Weight = Tensor | QuantizedWeight
 
 
 def dequantized(weight: Weight) -> Tensor:
-    """The numbers of a weight, whatever form it is in."""
+    """A weight as a plain tensor (out, in)."""
     return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
 
 
@@ -82,7 +82,7 @@ def select_rows(weight: Weight, wanted: Tensor | slice) -> Weight:
 
 
 def concatenated(weights: Sequence[Weight]) -> Weight:
-    """Several matrices with the same inputs as one, outputs side by side; dequantized where their formats differ."""
+    """Concatenate the outputs of matrices with the same inputs; dequantized if their formats differ."""
     if len(weights) == 1:
         return weights[0]
     first = weights[0]

@@ -1,8 +1,8 @@
-"""Rotary position embedding, and the ways to stretch it over longer contexts: none, linear, llama3, yarn, longrope.
+"""Rotary position embedding (RoPE), and its scaling to longer contexts: none, linear, llama3, yarn, longrope.
 
-Yarn (Peng et al. 2023) keeps short waves, stretches long ones by `factor`, blends between; and because stretched
-positions make attention flatter, it sharpens the scores by the square of `attention_scale`, through cos and sin.
-Longrope (Ding et al. 2024) divides each wave by a factor of its own, from one of two lists.
+Yarn (Peng et al. 2023) keeps short wavelengths, stretches long ones by `factor`, and blends between; because stretched
+positions flatten attention, it scales the scores by the square of `attention_scale`, through cos and sin. Longrope
+(Ding et al. 2024) divides each frequency by a factor of its own, from one of two lists.
 """
 
 import math
@@ -14,25 +14,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How positions are stretched. `linear` uses `factor` alone; the other kinds what is theirs."""
+    """RoPE scaling parameters. `linear` uses `factor` alone; comments name the fields of the other kinds."""
 
     kind: str  # default | linear | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     original_max_position: int = 8192  # llama3 and yarn: the context of the training
-    beta_fast: float = 32.0  # yarn: waves with more turns than this over that context stay as they are
-    beta_slow: float = 1.0  # and those with fewer than this are stretched whole
+    beta_fast: float = 32.0  # yarn: waves with more turns than this over that context are not stretched
+    beta_slow: float = 1.0  # and waves with fewer turns than this are stretched by the whole factor
     truncate: bool = True  # the bounds between them are rounded to whole dimensions
-    attention_factor: float | None = None  # None: as the paper has it, or by the two below
+    attention_factor: float | None = None  # None: by the paper's formula, or by the two below
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    short_factors: tuple[float, ...] = ()  # longrope: for a context up to the training's
-    long_factors: tuple[float, ...] = ()  # and for a longer one
+    short_factors: tuple[float, ...] = ()  # longrope: for contexts up to that of the training
+    long_factors: tuple[float, ...] = ()  # and for longer contexts
 
     @property
     def attention_scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -51,7 +51,7 @@ def _mscale(factor: float, weight: float) -> float:
 class Rotary:
     """A table of cosines and sines for every position up to `max_positions`.
 
-    Some models have several: `variants` are the tables behind the first; a layer knows which is its own.
+    Some models have several tables: `variants` are those after the first; each layer has the index of its table.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Rotary:
         rotary_dim: int = 0,
         variants: tuple[tuple[float, RopeScaling] | None, ...] = (),
     ) -> None:
-        """rotary_dim: of a head, are turned; 0: all. variants: base and scaling; None: nothing is turned."""
+        """rotary_dim: dimensions of a head that are rotated; 0: all. variants: base and scaling; None: no rotation."""
         turned = rotary_dim or head_dim
         tables = []
         for variant in ((theta, scaling), *variants):
@@ -83,9 +83,9 @@ class Rotary:
 def _table(
     head_dim: int, turned: int, theta: float, scaling: RopeScaling | None, max_positions: int
 ) -> Tensor:  # (positions, 2, D)
-    """Both halves of a head turn by the same angles; the sign makes x·cos + roll(x)·sin the rotation.
+    """Table of cos and sin. Both halves of a head have the same angles; x·cos + roll(x)·sin is the rotation.
 
-    Of each half, the first dimensions are turned, and the others stay: `place_turned` orders the weights so.
+    In each half the first dimensions are rotated and the rest is not: `place_turned` orders the weights so.
     """
     half = head_dim // 2
     cos, sin = torch.ones(max_positions, half), torch.zeros(max_positions, half)
@@ -98,10 +98,10 @@ def _table(
 
 
 def place_turned(weight: Tensor, head_dim: int, turned: int) -> Tensor:
-    """Reorder the dimensions of heads, rows of `weight`, so that those which are turned lie where `_table` has them.
+    """Reorder the dimensions of heads, rows of `weight`, so that rotated dimensions lie where `_table` expects them.
 
-    A checkpoint has the turned dimensions first: the two halves of them, then the rest. Queries and keys are reordered
-    alike, so their products stay as they are. 8 dimensions of which 4 are turned: 0 1 2 3 4 5 6 7 -> 0 1 4 5 2 3 6 7.
+    A checkpoint has the rotated dimensions first, in two halves, then the rest. Queries and keys are reordered alike,
+    so their dot products are unchanged. 8 dimensions of which 4 are rotated: 0 1 2 3 4 5 6 7 -> 0 1 4 5 2 3 6 7.
     """
     if turned == head_dim:
         return weight
@@ -114,9 +114,9 @@ def place_turned(weight: Tensor, head_dim: int, turned: int) -> Tensor:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling, max_positions: int = 0) -> Tensor:
-    """Radians per position for each pair of a head's dimensions. (D / 2,).
+    """Inverse frequencies: radians per position for each pair of a head's dimensions. (D / 2,).
 
-    max_positions: the context of the engine, by which longrope chooses its factors.
+    max_positions: the engine's context length, by which longrope chooses its factors.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (theta**exponents)
@@ -135,7 +135,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling, max_p
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Short waves stay, long waves are stretched by `factor`, those between are blended by their length."""
+    """Llama 3: short wavelengths stay, long ones are stretched by `factor`, wavelengths between are blended."""
     wavelengths = 2 * math.pi / frequencies
     low = scaling.original_max_position / scaling.low_freq_factor
     high = scaling.original_max_position / scaling.high_freq_factor
@@ -147,7 +147,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """The same by a ramp over dimensions, between those that turn `beta_fast` and `beta_slow` times in training."""
+    """Yarn: as llama3, by a ramp over dimensions from `beta_fast` to `beta_slow` turns over the trained context."""
 
     def dimension_of(turns: float) -> float:
         waves = scaling.original_max_position / (turns * 2 * math.pi)

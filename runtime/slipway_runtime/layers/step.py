@@ -1,4 +1,4 @@
-"""What every layer of one step shares."""
+"""Step context: the inputs that all layers of one step share (rotary tables, slot mapping, attention and LoRA plan)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,10 @@ from slipway_runtime.kernels.dispatch import AttentionPlan
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """T tokens, computed together."""
+    """Inputs of one step of T tokens, shared by all layers."""
 
     cos: Tensor  # (T, 1, D)
     sin: Tensor
-    slots: Tensor  # (T,) where each token's keys and values go
+    slots: Tensor  # (T,) slot mapping: where the cache stores each token's keys and values
     plan: AttentionPlan
-    lora: Any | None = None  # which token has which adapter, understood by the hooks of the linears; None: no token has
+    lora: Any | None = None  # the LoRA plan of the step, for the hooks of the linears; None: no token has an adapter

@@ -1,1 +1,1 @@
-"""Checkpoints in, decoders out."""
+"""Models: configuration, checkpoint and adapter loading, quantization, and the decoder."""

@@ -1,6 +1,6 @@
-"""What an adapter's adapter_config.json asks for: honoured, known to change nothing, or a reason to refuse. No torch.
+"""Parser of a LoRA adapter's adapter_config.json: each key is used, known to have no effect, or refused. No torch.
 
-Which modules an adapter changes is read from its tensors; the fields that chose them in training must agree.
+The modules that an adapter changes are read from its tensors; the fields that chose them in training must agree.
 """
 
 import json
@@ -19,16 +19,16 @@ _PLAIN = re.compile(r"\w[\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """How an adapter is scaled, and which modules it says that it changes."""
+    """An adapter's ranks and scaling, and the modules that it claims to change."""
 
     rank: int  # of modules that rank_pattern does not name
     alpha: float  # of modules that alpha_pattern does not name
     rslora: bool  # scaled by alpha / sqrt(rank) instead of alpha / rank
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, float]
-    target_modules: frozenset[str] | None  # None: chosen by an expression, which the tensors stand for
+    target_modules: frozenset[str] | None  # None: given as an expression; the tensors' names are used
     layers: frozenset[int] | None  # None: all
-    base_digest: str  # of the base model's weights; empty: not said
+    base_digest: str  # of the base model's weights; empty: not given
 
     @property
     def max_rank(self) -> int:
@@ -40,7 +40,7 @@ class AdapterConfig:
         return int(_of_pattern(self.rank_pattern, module, self.rank))
 
     def scaling_of(self, module: str) -> float:
-        """What the product of this module's matrices is multiplied with."""
+        """Factor of the product of this module's matrices A and B."""
         rank = self.rank_of(module)
         return _of_pattern(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
@@ -54,8 +54,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Change nothing about what a trained adapter computes, whatever their value: training, bookkeeping, or a choice of
-# modules that the tensors show.
+# Keys without effect on what a trained adapter computes: training, bookkeeping, or a choice of modules that the
+# tensors show.
 _INERT = _words(
     "task_type base_model_name_or_path revision auto_mapping inference_mode peft_version lora_dropout megatron_core "
     "exclude_modules layers_pattern eva_config loftq_config corda_config lora_ga_config runtime_config "
@@ -75,7 +75,7 @@ _REFUSED = {
     "use_qalora": "QALoRA adapters (use_qalora) are not supported",
     "alora_invocation_tokens": "activated adapters (alora_invocation_tokens) are not supported",
 }
-# How training began. Others move a part of the base model into the adapter: it would be added twice.
+# Supported initializations. Others move a part of the base model into the adapter, which would be added twice.
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -86,7 +86,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
 
 
 def parse_adapter_config(text: bytes) -> AdapterConfig:
-    """What an adapter_config.json says, or AdapterRefusedError with the key that stands in the way."""
+    """Parse an adapter_config.json. Raises AdapterRefusedError, which names the key that is not supported."""
     raw = _object(text)
     kind = raw.get("peft_type")
     if kind != "LORA":
@@ -147,7 +147,7 @@ def _pattern(raw: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     if not isinstance(pattern, dict):
         raise AdapterRefusedError(f"{CONFIG}: {key} is no JSON object")
     for name in pattern:
-        # PEFT takes regular expressions here; one that never ends would hold up every other adapter.
+        # PEFT takes regular expressions here; one that never ends would block the loading of all other adapters.
         if not _PLAIN.fullmatch(name):
             raise AdapterRefusedError(f"{CONFIG}: {key} has {name!r}; only plain module names are supported"[:200])
     return list(pattern.items())
@@ -164,7 +164,7 @@ def _target_modules(found: object) -> frozenset[str] | None:
 
 
 def refuse_modules(leaves: set[str]) -> None:
-    """Refuse modules that no adapter may change here."""
+    """Raise AdapterRefusedError for modules that adapters cannot change in this engine."""
     embeddings = sorted(leaves.intersection(_EMBEDDINGS))
     if embeddings:
         raise AdapterRefusedError(

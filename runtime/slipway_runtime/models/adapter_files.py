@@ -1,8 +1,8 @@
-"""An adapter's files on disk, before anything of them is computed with: where they are, what they are called by.
+"""A LoRA adapter's files on disk: their paths, and the digest that identifies an adapter.
 
-No torch: the API process names adapters by their digest, and refuses at the door what the engine would refuse.
+No torch: the API process identifies adapters by their digest, and refuses early what the engine would refuse.
 
-| file                        | what it is                                    |
+| file                        | content                                       |
 |-----------------------------|-----------------------------------------------|
 | `adapter_config.json`       | PEFT's description: rank, scaling, modules    |
 | `adapter_model.safetensors` | the matrices                                  |
@@ -27,19 +27,19 @@ class AdapterRefusedError(Exception):
 
 
 class AdapterNotFoundError(AdapterRefusedError):
-    """There is nothing at the adapter's path."""
+    """The adapter's path does not exist."""
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Where the two files are, links resolved."""
+    """Paths of an adapter's two files, links resolved."""
 
     config: Path
     weights: Path
 
 
 def check_adapter_name(name: str) -> None:
-    """Refuse what is no name: it will stand in addresses, metrics and logs."""
+    """Raise AdapterRefusedError for an invalid name: names appear in URLs, metrics and logs."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise AdapterRefusedError(
             "an adapter's name is made of letters, digits, '.', '_' and '-', begins with a letter or digit, has no "
@@ -67,7 +67,7 @@ def adapter_files(path: Path, roots: Sequence[Path] = ()) -> AdapterFiles:
 def _file(folder: Path, name: str) -> Path:
     file = (folder / name).resolve()
     allowed = [folder]
-    if folder.parent.name == "snapshots":  # the hub's cache: a revision is a folder of links to files by content
+    if folder.parent.name == "snapshots":  # Hugging Face cache: a revision is a folder of links to blobs
         allowed.append(folder.parent.parent / "blobs")
     if not any(file.is_relative_to(place) for place in allowed):
         raise AdapterRefusedError(f"{name} is a link out of the adapter's directory")
@@ -77,16 +77,16 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def adapter_digest(path: Path, roots: Sequence[Path] = ()) -> str:
-    """`sha256:…` of the adapter's content, the same wherever it lies: its only name inside the engine.
+    """`sha256:…` of an adapter's content, at any path the same: the adapter's only name inside the engine.
 
-    It is what `sha256sum adapter_config.json adapter_model.safetensors | sha256sum` prints.
+    It is the output of `sha256sum adapter_config.json adapter_model.safetensors | sha256sum`.
     """
     files = adapter_files(path, roots)
     return digest_of(_sha256(files.config), _sha256(files.weights))
 
 
 def digest_of(config_sha256: str, weights_sha256: str) -> str:
-    """The adapter's digest from those of its files, in hex."""
+    """An adapter's digest from the SHA-256 digests of its files, in hex."""
     listing = f"{config_sha256}  {CONFIG}\n{weights_sha256}  {WEIGHTS}\n"
     return f"sha256:{hashlib.sha256(listing.encode()).hexdigest()}"
 

@@ -1,6 +1,6 @@
-"""An adapter from its files to tensors in host memory, ready for a slot; refused with a sentence where it does not fit.
+"""Loads a LoRA adapter from its files into host memory, checked and ready for a slot; AdapterRefusedError otherwise.
 
-`base_model_name_or_path` is what somebody wrote once, and is not believed: the shapes of all modules are checked.
+`base_model_name_or_path` may be wrong and is not used: the shapes of all modules are checked instead.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ _HEADER_BYTES = 4 << 20  # room for names and metadata in the file
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """One adapter in host memory."""
+    """A LoRA adapter in host memory."""
 
     digest: str
     rank: int  # the largest of its modules
@@ -67,7 +67,7 @@ def lora_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def slot_bytes(config: ModelConfig, max_rank: int, bytes_per_value: int) -> int:
-    """Memory of one slot: every module at the largest rank."""
+    """Memory of one adapter slot: every module at the largest rank."""
     return sum(max_rank * (rows + columns) for rows, columns in lora_modules(config).values()) * bytes_per_value
 
 
@@ -81,13 +81,13 @@ def read_adapter(
     base_digest: Callable[[], str] | None = None,
     pin_memory: bool = False,
 ) -> HostAdapter:
-    """Read and check the adapter in the directory `path`. Blocks: for a thread beside the step loop.
+    """Read and check the adapter in the directory `path`. Blocks: call it outside of the step loop's thread.
 
-    config: of the base model. dtype: that the engine computes with. digest: what its content must be; base_digest:
-    computes that of the base model's weights, called only for an adapter that names one. Raises AdapterRefusedError.
+    config: of the base model. dtype: of the engine. digest: the expected digest, if any. base_digest: computes the
+    digest of the base model's weights; called only if the adapter names one. Raises AdapterRefusedError.
     """
     files = adapter_files(path)
-    # Read once, so that what is checked is what is used, even if somebody writes meanwhile.
+    # Read once, so that the checked bytes are the used bytes, even if the files change meanwhile.
     most = slot_bytes(config, max_rank, bytes_per_value=4) + _HEADER_BYTES
     raw_config = _read(files.config, MAX_CONFIG_BYTES)
     said = parse_adapter_config(raw_config)
@@ -116,7 +116,7 @@ def read_adapter(
 
 
 def _read(file: Path, most: int) -> bytes:
-    """The file's bytes; a file that cannot be an adapter of this model is not read."""
+    """The file's bytes; a file larger than `most` bytes is refused."""
     with file.open("rb") as opened:
         content = opened.read(most + 1)
     if len(content) > most:
@@ -132,7 +132,7 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
 
 
 def _pairs(tensors: dict[str, Tensor], said: AdapterConfig, config: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by module, each checked against the base model and the adapter's own description."""
+    """A and B by module, each checked against the base model and the adapter's config."""
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -150,7 +150,7 @@ def _pairs(tensors: dict[str, Tensor], said: AdapterConfig, config: ModelConfig)
 
 
 def _check_choice(modules: set[str], said: AdapterConfig) -> None:
-    """The tensors are those that the description chose, no more and no less."""
+    """Check that the tensors are for exactly the target_modules, in layers of layers_to_transform."""
     if said.target_modules is not None:
         leaves = {module.rpartition(".")[2] for module in modules}
         if more := sorted(leaves - said.target_modules):

@@ -1,6 +1,6 @@
-"""A checkpoint's files on disk: which of them are read, and a name for what is in them that costs no reading of it all.
+"""A checkpoint's files on disk: the weight files, and a digest of the checkpoint from samples of its tensors.
 
-No torch. Only safetensors is taken: a pickle could run code.
+No torch. Only safetensors is supported: a pickle could run code.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _SAMPLE_BYTES: Final = 1024  # at the start, in the middle and at the end of eac
 
 
 def weight_files(model_path: Path) -> list[Path]:
-    """The files with the tensors, in a fixed order. Raises ModelRefusedError."""
+    """The safetensors files of a checkpoint, in a fixed order. Raises ModelRefusedError."""
     index = model_path / "model.safetensors.index.json"
     if index.exists():
         return _of_index(model_path, index)
@@ -48,8 +48,8 @@ def _of_index(model_path: Path, index: Path) -> list[Path]:
 def checkpoint_digest(model_path: Path) -> str:
     """SHA-256, in hex, over `config.json` and, of each weight file, its size, its header and a sample of every tensor.
 
-    Milliseconds, for a model of any size: three kilobytes of each tensor are read. The files were loaded before, and
-    their headers are trusted. Wherever the same files lie, the digest is the same.
+    Takes milliseconds for a model of any size: three kilobytes of each tensor are read. The files must have been loaded
+    before: their headers are trusted. The digest does not depend on the files' path.
 
     | two checkpoints that differ in                                        | digest                              |
     |-----------------------------------------------------------------------|-------------------------------------|
@@ -74,7 +74,7 @@ def checkpoint_digest(model_path: Path) -> str:
 
 
 def _samples(first: int, end: int) -> list[tuple[int, int]]:
-    """What is read of a tensor: (offset, bytes). 0 … 10,000 → 1 kB at 0, at 4,488 and at 8,976; small ones whole."""
+    """Samples of a tensor: (offset, bytes). 0 … 10,000 → 1 kB at 0, 4,488 and 8,976; a small tensor: all of it."""
     if end - first <= 3 * _SAMPLE_BYTES:
         return [(first, end - first)]
     middle = (first + end - _SAMPLE_BYTES) // 2

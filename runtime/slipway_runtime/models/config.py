@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json asks for: every key is honoured, known to change nothing, or a reason to refuse."""
+"""Parser of a checkpoint's config.json: every key is used, known to have no effect, logged as unused, or refused."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ __all__ = ["DoesNotFitError", "ModelConfig", "ModelRefusedError", "parse_config"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder."""
+    """Shape and options of a decoder, parsed from config.json."""
 
     model_type: str
     vocab_size: int
@@ -54,41 +54,41 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling
-    max_position: int  # the longest context, stretched positions included
+    max_position: int  # the longest context, RoPE scaling included
     tied_embeddings: bool
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_window: int | None  # tokens that a sliding layer sees, its own included; None: no layer slides
-    sliding_layers: frozenset[int]  # the others see everything
+    sliding_window: int | None  # tokens that a token attends to, itself included; None: no layer has a window
+    sliding_layers: frozenset[int]  # all other layers have full attention
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
     eos_token_ids: tuple[int, ...]
-    default_position: int = 0  # the context of an engine whose length nobody names; 0: max_position
+    default_position: int = 0  # context length if max_model_len is not set; 0: max_position
     activation: str = "silu"  # of the gate: silu or gelu_pytorch_tanh
-    rotary_dim: int = 0  # of a head, are turned by the position; 0: all
-    local_rope_theta: float | None = None  # of the layers with a window, where it is another
+    rotary_dim: int = 0  # dimensions of a head that are rotated; 0: all
+    local_rope_theta: float | None = None  # of the layers with a window, if it differs
     layers_without_positions: frozenset[int] = frozenset()
     fused_projections: bool = False  # q, k, v are one matrix in the checkpoint, and so are gate and up
-    attention_scale: float = 0.0  # scores are multiplied by it; 0: 1 / sqrt(head_dim)
-    attention_softcap: float | None = None  # scores are squeezed below it: cap · tanh(score / cap)
+    attention_scale: float = 0.0  # factor of the scores; 0: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # bounds the scores: cap · tanh(score / cap)
     logit_softcap: float | None = None
-    attention_sinks: bool = False  # a learned score for each head, which takes weight and gives nothing
+    attention_sinks: bool = False  # a learned score per head, in the softmax's denominator only
     embedding_scale: float = 1.0
     norm_offset: float = 0.0  # added to the weights of norms, which then stay in float32
-    output_norms: bool = False  # what attention and MLP add is normed, too
+    output_norms: bool = False  # norms on the outputs of attention and MLP, too
     experts: Experts | None = None
-    quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint, as it is written
-    derived_from: str = ""  # what the file says that the weights were made from
+    quantization: dict[str, Any] | None = None  # quantization_config of the checkpoint, unparsed
+    derived_from: str = ""  # the names in config.json of the model that the weights were made from
 
     @property
     def num_parameters(self) -> int:
-        """Weights, near enough to choose a number format by."""
+        """Approximate number of weights, to choose a dtype."""
         return self.shape.all_parameters
 
     @property
     def shape(self) -> ModelShape:
-        """As the planner of memory counts it."""
+        """The shape as the memory planner counts it."""
         return ModelShape(
             layers=self.num_layers,
             hidden=self.hidden_size,
@@ -105,29 +105,29 @@ class ModelConfig:
         )
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that this layer sees, its own included; None: all."""
+        """Sliding window of a layer in tokens, the query's own included; None: full attention."""
         return self.sliding_window if layer in self.sliding_layers else None
 
     def rotary_table_of(self, layer: int) -> int:
-        """Which table of `Decoder.rotary` turns the heads of this layer: 0, or that of a variant behind it."""
+        """Index of the layer's table in `Decoder.rotary`: 0, or 1 for the variant."""
         if layer in self.layers_without_positions:
             return 1
         return 1 if self.local_rope_theta is not None and layer in self.sliding_layers else 0
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether adapters can change its matrices: those of experts and of merged projections they cannot."""
+        """Whether adapters are supported: not for models with experts or fused projections."""
         return not self.fused_projections and self.experts is None
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Keys and values of one token in all layers. Counts KV heads, not attention heads."""
+        """Bytes of one token's keys and values in all layers. Counts KV heads, not attention heads."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
 log = structlog.get_logger()
 
 
-# Change nothing about the tokens that come out, whatever their value.
+# Keys without effect on the output tokens, whatever their value.
 _INERT = words(
     "_name_or_path architectures transformers_version use_cache bos_token_id pad_token_id unk_token_id sep_token_id "
     "decoder_start_token_id initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop model_type "
@@ -135,7 +135,7 @@ _INERT = words(
     "gradient_checkpointing torchscript tokenizer_class prefix task_specific_params finetuning_task auto_map "
     "_attn_implementation attn_implementation _attn_implementation_autoset cache_implementation "
     "chunk_size_feed_forward is_encoder_decoder is_decoder torch_dtype dtype tf_legacy_loss use_bfloat16 "
-    # defaults for generate(), which requests decide here
+    # defaults of transformers' generate(); here each request sets them
     "max_length min_length do_sample early_stopping num_beams temperature top_k top_p typical_p repetition_penalty "
     "length_penalty num_return_sequences"
 )
@@ -146,15 +146,15 @@ _HONOURED = words(
     "quantization_config add_cross_attention pruned_heads "
     "is_matryoshka matryoshka_dimensions"  # models/pooling.py
 )
-# A key that is not known, with one of these words, says how tokens are computed: without it they would be others.
-# Any other is what a library or a person left there, such as `unsloth_version`.
+# An unknown key with one of these words may change how tokens are computed, and is refused. Any other unknown key is
+# metadata of a library or a person, such as `unsloth_version`, and is logged.
 _COMPUTING = words(
     "expert moe router lora_rank attn attention head query rope rotary alibi position window sliding norm logit "
     "softcap multiplier scal bias act mlp intermediate hidden embed layer residual mup conv mamba ssm state "
     "recurrent cross encoder vision image audio text_config quant sparse mtp nextn parallel"
 )
 
-# Larger than any published model by far, and small enough that nothing computed from them overflows or fills a disk.
+# Limits: far above any published model, and small enough that nothing computed from them overflows or fills a disk.
 _MOST: Final = {
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 17,
@@ -175,7 +175,7 @@ def read_config(model_path: Path) -> ModelConfig:
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """The decoder that `raw` describes, or ModelRefusedError with the key that stands in the way."""
+    """Parse a config.json. Raises ModelRefusedError, which names the key that is not supported."""
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -232,7 +232,7 @@ def _decoder(model_type: str, family: Family, raw: dict[str, Any], generation: d
         tied_embeddings=family.ties_by_default
         if raw.get("tie_word_embeddings") is None
         else flag(raw, "tie_word_embeddings"),
-        qkv_bias=model_type == "qwen2" or biased,  # Qwen2 has no key for it: always these three, never the output
+        qkv_bias=model_type == "qwen2" or biased,  # Qwen2 has no key for it: always q, k, v, never o
         out_bias=model_type != "qwen2" and biased,
         mlp_bias=flag(raw, "mlp_bias"),
         qk_norm=family.qk_norm,
@@ -273,9 +273,9 @@ def _quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _sliding(model_type: str, raw: dict[str, Any], layers: int) -> tuple[int | None, frozenset[int]]:
-    """The window, and the layers that use it.
+    """The sliding window, and the layers that use it.
 
-    | family               | layers that slide                                                                     |
+    | family               | layers with a sliding window                                                          |
     |----------------------|---------------------------------------------------------------------------------------|
     | mistral, phi3,       | all, when sliding_window is set                                                       |
     | mixtral              |                                                                                       |
@@ -318,7 +318,7 @@ _WINDOW_EVERYWHERE = ("mistral", "phi3", "mixtral", "qwen3_moe")
 
 
 def _window_period(model_type: str, raw: dict[str, Any]) -> int:
-    """Every so many layers, one sees everything."""
+    """Period of the layers with full attention: one in so many layers."""
     if model_type != "gemma3_text":
         return 2
     key = "sliding_window_pattern" if "sliding_window_pattern" in raw else "_sliding_window_pattern"

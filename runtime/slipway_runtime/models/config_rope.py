@@ -1,6 +1,6 @@
-"""Which rotary embedding a config.json asks for: the block is `rope_scaling` in older files, `rope_parameters` in new.
+"""RoPE settings of a config.json: `rope_scaling` in older files, `rope_parameters` in new ones.
 
-| rope_type | honoured                                                | context, without max_model_len               |
+| rope_type | supported                                               | context, without max_model_len               |
 |-----------|---------------------------------------------------------|----------------------------------------------|
 | default   | as it is                                                | max_position_embeddings                      |
 | linear    | every position divided by factor                        | max_position_embeddings × factor             |
@@ -10,12 +10,12 @@
 | longrope  | short factors up to the trained context, long ones for  | original_max_position_embeddings             |
 |           | an engine with a longer max_model_len                   |                                              |
 
-`dynamic` stretches by the length that a sequence has at the moment: keys in the cache were turned for another length,
-so beyond the trained context no engine with a cache computes what the model's authors meant. We stop there. `longrope`
-has two sets of factors and the same difficulty: an engine uses one of them for all sequences, and by default the one
-that its authors use for sequences within the trained context.
+`dynamic` stretches by the current length of a sequence: keys in the cache were rotated for another length, so beyond
+the trained context no engine with a KV cache computes what the model's authors meant. That is the limit here.
+`longrope` has two sets of factors and the same difficulty: an engine uses one of them for all sequences, by default
+the set that its authors use for sequences within the trained context.
 
-A model has one rotary embedding for all layers; Gemma 3 has another, never stretched, for the layers with a window.
+A model has one rotary embedding for all layers; Gemma 3 has a second, never stretched, for the layers with a window.
 """
 
 from typing import Any, Final
@@ -23,8 +23,8 @@ from typing import Any, Final
 from slipway_runtime.layers.rotary import RopeScaling
 from slipway_runtime.models.config_values import ModelRefusedError, flag, number, shown, whole
 
-MOST_POSITIONS: Final = 1 << 24  # float32 counts no further in steps of one
-_THETAS: Final = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}  # where a file says none
+MOST_POSITIONS: Final = 1 << 24  # float32 represents whole numbers exactly up to here
+_THETAS: Final = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}  # defaults
 _EVERYWHERE: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _KEYS: Final = {
     "default": frozenset({"original_max_position_embeddings"}),
@@ -42,7 +42,7 @@ _KEYS: Final = {
 
 
 def rope_theta(model_type: str, raw: dict[str, Any]) -> float:
-    """The base of the wavelengths."""
+    """RoPE base of the model."""
     for place in (_block(model_type, raw), raw):
         if place.get("rope_theta") is not None:
             return number(place, "rope_theta", above=1.0)
@@ -50,7 +50,7 @@ def rope_theta(model_type: str, raw: dict[str, Any]) -> float:
 
 
 def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
-    """The base of the layers with a window, where it is another one; their positions are not stretched."""
+    """RoPE base of the layers with a window, if it differs (Gemma 3); their positions are not stretched."""
     if model_type != "gemma3_text":
         return None
     block = (raw.get("rope_parameters") or {}).get("sliding_attention") or {}
@@ -65,7 +65,7 @@ def local_rope_theta(model_type: str, raw: dict[str, Any]) -> float | None:
 
 
 def rotary_dim(model_type: str, raw: dict[str, Any], head_dim: int) -> int:
-    """How many dimensions of a head are turned: all of them, but for a part that Phi says."""
+    """Number of rotated dimensions of a head: all, or for Phi the part that partial_rotary_factor gives."""
     share = _block(model_type, raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share is None or share == 1:
         return head_dim
@@ -78,10 +78,10 @@ def rotary_dim(model_type: str, raw: dict[str, Any], head_dim: int) -> int:
 
 
 def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScaling:
-    """How positions are stretched; ModelRefusedError for what would be computed otherwise than in training."""
+    """RoPE scaling of the model. Raises ModelRefusedError for settings that would be computed differently here."""
     block = {key: value for key, value in _block(model_type, raw).items() if value is not None}
     kind = block.get("rope_type") or block.get("type") or "default"
-    if model_type == "phi3" and kind in ("su", "yarn"):  # as its first files called it
+    if model_type == "phi3" and kind in ("su", "yarn"):  # names of longrope in Phi-3's first files
         kind = "longrope"
     if not isinstance(kind, str) or kind not in _KEYS:
         raise ModelRefusedError(f"config.json: rope_type {kind!r} is not supported; {', '.join(_KEYS)} are")
@@ -117,7 +117,7 @@ def rope_scaling(model_type: str, raw: dict[str, Any], turned: int) -> RopeScali
 
 
 def _yarn(block: dict[str, Any], trained: int, longest: int) -> RopeScaling:
-    # As DeepSeek writes it, without a factor, the two lengths say it.
+    # DeepSeek's files have no factor: it is the ratio of the two lengths.
     factor = number(block, "factor") if "factor" in block else longest / trained
 
     def optional(key: str) -> float | None:
@@ -155,13 +155,13 @@ def _longrope(block: dict[str, Any], trained: int, longest: int, turned: int) ->
 
 
 def default_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
-    """The context of an engine whose length nobody names, as the table above says."""
+    """Context length if max_model_len is not set, by the table above."""
     longest = longest_context(raw, scaling)
     return min(longest, scaling.original_max_position) if scaling.kind == "longrope" else longest
 
 
 def longest_context(raw: dict[str, Any], scaling: RopeScaling) -> int:
-    """Positions that the model can tell apart, as the table above says."""
+    """Longest context length of the model, RoPE scaling included."""
     longest = whole(raw, "max_position_embeddings", at_most=MOST_POSITIONS)
     if scaling.kind == "linear":
         return min(int(longest * scaling.factor), MOST_POSITIONS)

@@ -1,4 +1,4 @@
-"""Values out of a stranger's JSON: each is checked for type and for sense before anything is computed with it."""
+"""Reads and validates values of untrusted JSON configuration files: type and range are checked before use."""
 
 import json
 import math
@@ -12,14 +12,14 @@ MOST_BYTES: Final = 16 << 20  # of a JSON file beside the weights; the largest k
 
 
 class ModelRefusedError(Exception):
-    """A checkpoint or a setting that this engine cannot honour; the message is a sentence for the user."""
+    """A checkpoint or a setting that this engine does not support; the message is a sentence for the user."""
 
 
 class DoesNotFitError(ModelRefusedError):
-    """The memory is too small for what is asked; the message has the arithmetic.
+    """The memory is too small for the model and its settings; the message has the arithmetic.
 
-    It begins with the word that the operator makes the reason of a condition of, because the message alone crosses from
-    the engine's process to the one that leaves it to the kubelet.
+    The message begins with the word that the operator uses as a condition's reason, because only the message passes
+    from the engine's process to the process that leaves it to the kubelet.
     """
 
     def __init__(self, arithmetic: str) -> None:
@@ -27,7 +27,7 @@ class DoesNotFitError(ModelRefusedError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, which must be a plain file of reasonable size."""
+    """Read a JSON object from a regular file of at most MOST_BYTES. Raises ModelRefusedError."""
     try:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):  # a pipe would block, a device would never end
@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def whole(raw: dict[str, Any], key: str, *, at_most: int) -> int:
-    """A positive whole number within a limit that no model of this engine reaches; KeyError where it is absent."""
+    """A positive whole number up to `at_most`; KeyError if it is absent."""
     value = raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelRefusedError(f"config.json: {key} is {shown(value)}; a positive whole number is needed")
@@ -57,7 +57,7 @@ def whole(raw: dict[str, Any], key: str, *, at_most: int) -> int:
 
 
 def number(raw: dict[str, Any], key: str, *, above: float = 0.0, at_most: float = 1e12) -> float:
-    """A finite number above a limit; KeyError where it is absent."""
+    """A finite number above a limit; KeyError if it is absent."""
     value = raw[key]
     # JSON as Python reads it has NaN and Infinity, and comparisons with NaN are always false.
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= at_most
@@ -75,13 +75,13 @@ def flag(raw: dict[str, Any], key: str) -> bool:
 
 
 def demand(raw: dict[str, Any], key: str, value: object) -> None:
-    """Refuse any other value than this one."""
+    """Raise ModelRefusedError if `key` has another value; an absent key is accepted."""
     if raw.get(key, value) != value:
         raise ModelRefusedError(f"config.json: {key} is {shown(raw[key])}; only {value!r} is supported")
 
 
 def shown(value: object) -> str:
-    """The value as an error can quote it: short, whatever it is."""
+    """A value as text for an error message, shortened to 80 characters."""
     # A number of a million digits takes minutes to print.
     if isinstance(value, int) and value.bit_length() > 128:
         return "a number of more than 38 digits"

@@ -1,4 +1,4 @@
-"""All families as one decoder: how they differ is in the config (`families` has the list)."""
+"""The decoder of all model families, and `load_decoder`; differences are in the config (listed in `families`)."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from slipway_runtime.models.weights import Checkpoint
 
 
 class Decoder:
-    """Token ids of a step to hidden states; hidden states to scores of the next token."""
+    """Computes hidden states from the token ids of a step, and logits from hidden states."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weights in the form that they compute in; norms are too small to count."""
+        """Memory of the loaded weights (packed or quantized as they compute); norms are too small to count."""
         layers = sum(layer.nbytes for layer in self.layers)
         head = self._head.matmul
         shared = isinstance(head, Dense) and head.weight is self._embedding.weight
         return layers + self._head.nbytes + (0 if shared else self._embedding.weight.nbytes)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """The hidden states as the model puts them out: what embeddings are made of. (R, H) -> (R, H)."""
+        """Hidden states after the final norm, from which embeddings are pooled. (R, H) -> (R, H)."""
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, for the rows that sample one. (R, H) -> (R, V), float32."""
+        """Logits of the next token. (R, H) -> (R, V), float32."""
         scores = self._head(self._norm(hidden)).float()
         cap = self._logit_softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
@@ -80,8 +80,8 @@ def load_decoder(
 ) -> Decoder:
     """Build the decoder, or a rank's share of it, from a checkpoint's tensors.
 
-    `make_…` decides in which form its matrices compute; `scores_tokens`: false where nothing is ever sampled, so that
-    the matrix of the head is not read.
+    make_matmul, make_head, make_router: choose the `Matmul` of the matrices. scores_tokens: False if the engine never
+    samples, so that lm_head is not read.
     """
     hidden, vocabulary = config.hidden_size, config.vocab_size
     weights = WeightReader(checkpoint, parse_quantization(config.quantization), dtype)
@@ -95,7 +95,7 @@ def load_decoder(
         head = Linear(Dense(table))
     elif config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
-        head = Linear(make_head(table))  # the matrix that reads tokens also scores them
+        head = Linear(make_head(table))  # tied: the embedding matrix is also lm_head
     else:
         head = Linear(make_head(weights.matrix("lm_head", vocabulary, hidden)))
     shared = isinstance(head.matmul, Dense) and head.matmul.weight is table
@@ -114,7 +114,7 @@ def load_decoder(
 
 
 def _rotary_variants(config: ModelConfig) -> tuple[tuple[float, RopeScaling] | None, ...]:
-    """The tables behind the first; `ModelConfig.rotary_table_of` says which layers use them."""
+    """Rotary tables after the first; `ModelConfig.rotary_table_of` has the table of each layer."""
     if config.layers_without_positions:
         return (None,)
     return () if config.local_rope_theta is None else ((config.local_rope_theta, RopeScaling("default")),)

@@ -1,4 +1,4 @@
-"""Model families: which keys of config.json each one has beyond those of all, and what its layers do differently.
+"""Model families: the keys of config.json that each family adds, and how its layers differ from Llama's.
 
 | model_type  | published as                      | differs from Llama by                                             |
 |-------------|-----------------------------------|-------------------------------------------------------------------|
@@ -33,7 +33,7 @@ class Experts:
     count: int
     per_token: int
     intermediate_size: int  # inner features of one expert
-    layers: frozenset[int]  # the others have a dense MLP
+    layers: frozenset[int]  # all other layers have a dense MLP
     normalize: bool  # the weights of a token's experts sum to one
     swiglu_limit: float | None = None  # gate and up are clamped to it, as gpt-oss does
     biased: bool = False
@@ -41,14 +41,14 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a model_type adds to the keys and defaults of Llama."""
+    """Keys and defaults that a model_type adds to Llama's."""
 
-    keys: frozenset[str] = frozenset()  # honoured
-    inert: frozenset[str] = frozenset()  # change nothing about the tokens that come out
-    neutral: tuple[tuple[str, object], ...] = ()  # keys with the one value that changes nothing
+    keys: frozenset[str] = frozenset()  # used
+    inert: frozenset[str] = frozenset()  # without effect on the output tokens
+    neutral: tuple[tuple[str, object], ...] = ()  # keys with the one supported value, which has no effect
     activation: str = "silu"
-    ties_by_default: bool = False  # the embedding is lm_head where the config does not say
-    head_dim: int | None = None  # where the config does not say; None: hidden_size / heads
+    ties_by_default: bool = False  # default of tie_word_embeddings
+    head_dim: int | None = None  # default of head_dim; None: hidden_size / heads
     qk_norm: bool = False
     gemma: bool = False
     fused: bool = False  # q, k, v are one matrix in the checkpoint, and so are gate and up
@@ -108,18 +108,18 @@ _MOST_EXPERTS: Final = 4096
 
 
 def check_activation(family: Family, raw: dict[str, Any]) -> None:
-    """Refuse an activation that the family's published models do not have."""
+    """Raise ModelRefusedError for an activation that the family's published models do not have."""
     for key in ("hidden_activation", "hidden_act"):
         if key == "hidden_activation" and not family.gemma:
             continue
         said = raw.get(key)
-        # Gemma's first files said "gelu", and the code of its authors computed the tanh form.
+        # Gemma's first config files have "gelu", while its authors' code computes the tanh form.
         if said is not None and said != family.activation and not (family.gemma and said == "gelu"):
             raise ModelRefusedError(f"config.json: {key} is {said!r}; only {family.activation!r} is supported")
 
 
 def experts_of(model_type: str, raw: dict[str, Any], layers: int) -> Experts | None:
-    """The experts that a config asks for; None for a dense model."""
+    """Mixture-of-experts settings of a config; None for a dense model."""
     if model_type not in ("mixtral", "qwen3_moe", "gpt_oss"):
         return None
     count_key = "num_local_experts" if "num_local_experts" in raw else "num_experts"
@@ -158,7 +158,7 @@ def _sparse_layers(raw: dict[str, Any], layers: int) -> frozenset[int]:
 
 
 def layers_without_positions(model_type: str, raw: dict[str, Any], layers: int) -> frozenset[int]:
-    """Layers that turn no head by its position: SmolLM3's no_rope_layers has a 0 for each."""
+    """Layers without RoPE (NoPE): SmolLM3's no_rope_layers has a 0 for each."""
     if model_type != "smollm3":
         return frozenset()
     said = raw.get("no_rope_layers")

@@ -1,4 +1,4 @@
-"""Builds the layers of a decoder, or a rank's share of them, out of a checkpoint's tensors."""
+"""Builds decoder layers, or a tensor-parallel rank's share of them, from a checkpoint's tensors."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -20,7 +20,7 @@ from slipway_runtime.models.quantized_checkpoint import WeightReader
 from slipway_runtime.models.sharding import Share, part_of
 from slipway_runtime.models.weights import Checkpoint
 
-# The norms of a layer: before attention and MLP; Gemma's are four.
+# The norms of a layer, before attention and MLP; Gemma has four.
 _NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 _GEMMA_NORMS: Final = (
     "input_layernorm",
@@ -31,7 +31,7 @@ _GEMMA_NORMS: Final = (
 
 
 class LayerLoader:
-    """Reads one layer after the other; may be called from several threads."""
+    """Builds the layers of a decoder; may be called from several threads."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LayerLoader:
         self._share = share
 
     def layer(self, index: int) -> DecoderLayer:
-        """The layer of this number."""
+        """Build the layer of this index."""
         config, prefix = self._config, f"model.layers.{index}"
         names = _GEMMA_NORMS if config.output_norms else _NORMS
         norms = [self.norm(f"{prefix}.{name}") for name in names]
@@ -68,7 +68,7 @@ class LayerLoader:
         )
 
     def norm(self, name: str, size: int = 0) -> RMSNorm:
-        """The norm of this name; size: of what it scales; 0: the hidden size."""
+        """Build the norm of this name. size: of its weight; 0: the hidden size."""
         config = self._config
         exact = torch.float32 if config.norm_offset else None  # 1 + w in bfloat16 would lose most of w
         weight = self._checkpoint.take(f"{name}.weight", size or config.hidden_size, dtype=exact)
@@ -114,7 +114,7 @@ class LayerLoader:
         return Linear.merged(parts, self._make_matmul)
 
     def _turned_rows(self, count: int) -> Tensor:
-        """The rows of a matrix of queries or keys in the order of the rotary table."""
+        """Row indices that put a q or k projection into the order of the rotary table."""
         return place_turned(torch.arange(count), self._config.head_dim, self._config.rotary_dim)
 
     def _side_by_side(
@@ -142,7 +142,7 @@ class LayerLoader:
         if share.size > 1:
             weight = dequantized(weight)[:, share.of(in_size)].contiguous()
         own_bias = self._checkpoint.take(f"{name}.bias", hidden) if bias else None
-        # The bias is in the sum once.
+        # Only rank 0 has the bias, so that the all-reduce adds it once.
         return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], self._make_matmul, share.reduce)
 
     def _mlp(self, index: int, prefix: str) -> Mlp:

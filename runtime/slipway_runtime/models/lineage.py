@@ -1,14 +1,14 @@
-"""Warns of weights that were rounded twice: each rounding loses some quality, and evaluations of one do not cover both.
+"""Warnings about weights that were quantized twice: each rounding costs quality, and evaluations of one miss the other.
 
-| the checkpoint holds | its origin, by config.json   | asked for | warning                            |
+| the checkpoint holds | its origin, by config.json   | requested | warning                            |
 |----------------------|------------------------------|-----------|------------------------------------|
 | codes                |                              | int8, fp8 | codes are rounded again            |
 | codes                | a model in another format    |           | rounded numbers were rounded again |
 | numbers              | a model in four bits (NF4 …) | int8, fp8 | the same                           |
 | anything else        |                              |           | none                               |
 
-A model that was tuned on NF4 weights (QLoRA) and merged into bfloat16 looks like any other: what is left of its history
-is the name of what it was made from.
+A model that was tuned on NF4 weights (QLoRA) and merged into bfloat16 looks like any other: the only trace is the name
+of its base model in config.json.
 """
 
 import re
@@ -26,13 +26,13 @@ _ORIGINS: Final = (
 
 
 def name_of_format(config: ModelConfig, asked: str) -> str:
-    """How the weights are rounded, for people: what was asked for, else the format of the checkpoint."""
+    """Display name of the weights' quantization: the requested one, else the format of the checkpoint."""
     form = parse_quantization(config.quantization)
     return asked if asked != "none" or form is None else form.name
 
 
 def quantization_warnings(config: ModelConfig, asked: str) -> tuple[str, ...]:
-    """Sentences about weights that were rounded more than once."""
+    """Warnings, as sentences, about weights that were quantized more than once."""
     form = parse_quantization(config.quantization)
     own = "" if form is None or config.quantization is None else str(config.quantization["quant_method"])
     found = []

@@ -1,13 +1,13 @@
-"""Reads the experts of a layer, as the families store them.
+"""Loads the router and experts of a layer (MoE) from the tensor layout of each family.
 
 | family    | router     | experts                                                                                     |
 |-----------|------------|---------------------------------------------------------------------------------------------|
 | mixtral   | gate       | block_sparse_moe.experts.N.w1 (gate), w3 (up), w2 (down)                                    |
 | qwen3_moe | gate       | mlp.experts.N.gate_proj, up_proj, down_proj                                                 |
-| gpt_oss   | router     | mlp.experts.gate_up_proj (E, H, 2I), gate and up taking turns, and down_proj (E, I, H);     |
-|           |            | or the same turned and in MXFP4: …_blocks and …_scales                                      |
+| gpt_oss   | router     | mlp.experts.gate_up_proj (E, H, 2I), gate and up interleaved, and down_proj (E, I, H);      |
+|           |            | or the same transposed and in MXFP4: …_blocks and …_scales                                  |
 
-A rank has a part of the inner features of every expert.
+A tensor-parallel rank has a part of the inner features of every expert.
 """
 
 import torch
@@ -39,7 +39,7 @@ def load_experts(
     make_router: MakeMatmul,
     share: Share,
 ) -> ExpertsMlp:
-    """Router and experts of the layer whose tensors begin with `prefix`."""
+    """Load the MoE MLP of the layer whose tensor names begin with `prefix`."""
     about, hidden = config.experts, config.hidden_size
     assert about is not None, "a dense model"
     own = share.of(about.intermediate_size)
@@ -48,7 +48,7 @@ def load_experts(
         router_name = f"{prefix}.mlp.router"
         pairs, biases = _of_gpt_oss(config, checkpoint, f"{prefix}.mlp.experts", own)
         if share.rank:
-            biases = biases[0], torch.zeros_like(biases[1])  # they are in the sum once
+            biases = biases[0], torch.zeros_like(biases[1])  # only rank 0 adds the biases of down
     else:
         block = f"{prefix}.block_sparse_moe" if config.model_type == "mixtral" else f"{prefix}.mlp"
         names = ("w1", "w3", "w2") if config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -97,7 +97,7 @@ def _of_gpt_oss(
     down = _stacked(checkpoint, f"{prefix}.down_proj", count, hidden, inner)  # (E, H, I)
     gate_up_bias = checkpoint.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
     down_bias = checkpoint.take(f"{prefix}.down_proj_bias", count, hidden)
-    # Gate and up take turns in the file; here they are halves.
+    # Gate and up are interleaved in the file; here they are halves.
     apart = torch.cat((torch.arange(0, 2 * inner, 2)[own], torch.arange(1, 2 * inner, 2)[own])).to(gate_up.device)
     pairs: list[_Pair] = [
         (select_rows(gate_up[expert], apart), down[expert][:, own].contiguous()) for expert in range(count)
@@ -106,7 +106,7 @@ def _of_gpt_oss(
 
 
 def _stacked(checkpoint: Checkpoint, name: str, count: int, out_size: int, in_size: int) -> Tensor:
-    """(E, out, in)."""
+    """One matrix of all experts: (E, out, in)."""
     if f"{name}_blocks" not in checkpoint:
         return checkpoint.take(name, count, in_size, out_size).transpose(1, 2)
     if f"{name}_scales" not in checkpoint:
@@ -114,5 +114,5 @@ def _stacked(checkpoint: Checkpoint, name: str, count: int, out_size: int, in_si
     checkpoint.check_shape(f"{name}_blocks", count, out_size, in_size // 32, 16)
     checkpoint.check_shape(f"{name}_scales", count, out_size, in_size // 32)
     blocks, scales = checkpoint.take_raw(f"{name}_blocks"), checkpoint.take_raw(f"{name}_scales")
-    # One expert after the other: numbers in float32 are eight times as large as codes.
+    # Dequantize one expert at a time: float32 numbers take eight times the memory of the codes.
     return torch.stack([mxfp4_numbers(*of, checkpoint.dtype) for of in zip(blocks, scales, strict=True)])

@@ -1,7 +1,7 @@
-"""How the hidden states of a text become its embedding: what was asked for, or what the checkpoint's authors say.
+"""Pooling configuration of embedding models: the requested pooling, or that of the checkpoint.
 
 `sentence-transformers` writes it to `1_Pooling/config.json`. A checkpoint without that file is pooled by its last
-token, as decoder-based embedding models are trained. Which sizes an embedding may be cut to stands in `config.json`,
+token, as decoder-based embedding models are trained. The sizes to which an embedding may be cut are in `config.json`,
 under vLLM's names: `is_matryoshka`, `matryoshka_dimensions`.
 """
 
@@ -13,14 +13,14 @@ from slipway_runtime.models.config_values import ModelRefusedError, read_json
 
 LAST, MEAN = "last", "mean"
 POOLING_FILE: Final = "1_Pooling/config.json"
-DOWNLOADED_AS: Final = "1_Pooling.config.json"  # a model that was downloaded is kept without folders
-# The keys of older files, and the one word of newer ones.
+DOWNLOADED_AS: Final = "1_Pooling.config.json"  # downloaded models are stored without folders
+# The boolean keys of older files, and the values of `pooling_mode` in newer files.
 _MODES: Final = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN, "lasttoken": LAST, "mean": MEAN}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig:
-    """What kind of embedding a model computes."""
+    """Pooling and sizes of a model's embeddings."""
 
     pooling: str  # LAST or MEAN
     size: int
@@ -29,7 +29,7 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(model_path: Path, asked: str, size: int) -> EmbeddingConfig:
-    """`asked` is last, mean, or auto: as the checkpoint says. Raises ModelRefusedError for another kind of pooling."""
+    """asked: last, mean, or auto (the checkpoint's pooling). Raises ModelRefusedError for another kind of pooling."""
     raw = read_json(model_path / "config.json")
     dimensions = raw.get("matryoshka_dimensions") or []
     if not (isinstance(dimensions, list) and all(isinstance(one, int) and 0 < one <= size for one in dimensions)):

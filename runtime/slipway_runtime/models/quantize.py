@@ -1,23 +1,23 @@
-"""In which form the matrices of a model compute: by the quantization asked for, the device, and determinism.
+"""Chooses dtypes and the `Matmul` class of each weight, by quantization, device and determinism.
 
     quantization   on a CPU                                     on a GPU
     none           packed for the processor                     as they are
     int8           bytes × bytes where the processor does that  codes converted in the kernel, up to 256 rows
-    fp8            codes back to numbers, then a product        float8 × float8 from compute capability 8.9 on
+    fp8            codes dequantized, then a product            float8 × float8 from compute capability 8.9 on
 
-A checkpoint that is quantized keeps its codes where the machine multiplies them; else they become numbers at load. With
-a quantization asked for, they become numbers and are rounded again.
+A quantized checkpoint keeps its codes where the machine multiplies them; else they are dequantized at load. If a
+quantization is requested, they are dequantized and quantized again.
 
     codes                      on a CPU                                      on a GPU
-    int8, a scale for a row    bytes × bytes, if its inputs were rounded     codes back to numbers, then a product
-    float8, a scale for a row  numbers                                       float8 × float8, or back to numbers
-    float8, blocks of 128      numbers                                       numbers
+    int8, a scale for a row    bytes × bytes, if its inputs were rounded     as int8 above
+    float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized each step
+    float8, blocks of 128      dequantized at load                           dequantized at load
     4 bits, groups             4 bits × bfloat16 (`matmul_int4`)             4 bits × bfloat16, for a bfloat16 model
-    4 bits, one group a row    numbers                                       numbers
+    4 bits, one group a row    dequantized at load                           dequantized at load
 
-The embedding keeps its numbers. lm_head is rounded to int8 with the layers, a scale for each token; in fp8, whose
-error is 3.5 times larger, it keeps the model's type. Where lm_head is tied to the embedding, they are one matrix as
-long as both compute with it as it is; a packed or rounded head is a second one, and `Decoder.nbytes` counts both.
+The embedding is not quantized. lm_head is quantized to int8 with the layers, a scale for each token; with fp8, whose
+error is 3.5 times larger, it keeps the model's dtype. An lm_head that is tied to the embedding shares its matrix if
+lm_head computes with it unpacked; a packed or quantized head is a second matrix, and `Decoder.nbytes` counts both.
 """
 
 import torch
@@ -37,13 +37,13 @@ from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 QUANTIZATIONS = ("none", "int8", "fp8")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SMALL_MODEL = 100_000_000  # parameters; below, float32 costs a CPU little memory and is the fastest it has
+_SMALL_MODEL = 100_000_000  # parameters; below, float32 costs little memory on a CPU and is the fastest
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own, bfloat16 for one of four bits.
+    """The model's dtype. auto, on a GPU: the checkpoint's if it has 16 bits, else bfloat16, also for int4 weights.
 
-    On a CPU float32, unless the model is large and the CPU computes bfloat16.
+    auto, on a CPU: float32, or bfloat16 if the model is large and the CPU computes bfloat16.
     """
     if asked != "auto":
         if asked not in _DTYPES:
@@ -53,13 +53,13 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
         return torch.bfloat16 if computes_bf16() and config.num_parameters >= _SMALL_MODEL else torch.float32
     form = parse_quantization(config.quantization)
     if form is not None and form.name == "int4":
-        return torch.bfloat16  # the kernel of four bits has no other; AWQ's and GPTQ's files say float16
+        return torch.bfloat16  # the int4 kernel supports no other dtype; AWQ's and GPTQ's config files have float16
     own = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     return own.get(config.dtype, torch.bfloat16)
 
 
 def choose_kv_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """auto: the type of the model's numbers; else one that is rounded, with a scale per token and head."""
+    """The KV cache's dtype. auto: the model's; else a quantized one, with a scale per token and head."""
     if asked == "auto":
         return dtype
     if asked not in KV_DTYPES:
@@ -68,7 +68,7 @@ def choose_kv_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def refusal_of_format(config: ModelConfig, quantization: str, device: torch.device) -> str:
-    """Why a model's matrices cannot compute in this form on this device, in a sentence; empty: they can."""
+    """Why this quantization of a model is not supported on this device, as a sentence; "": it is supported."""
     if config.experts is not None and device.type == "cuda" and quantization != "none":
         return f"quantization {quantization} of a mixture of experts is not supported on a GPU: set it to none"
     parse_quantization(config.quantization)  # raises ModelRefusedError
@@ -76,7 +76,7 @@ def refusal_of_format(config: ModelConfig, quantization: str, device: torch.devi
 
 
 def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
-    """What turns a layer's weight (out, in) into a way of multiplying with it; raises ModelRefusedError."""
+    """A function that makes the `Matmul` of a layer's weight (out, in); raises ModelRefusedError."""
     if quantization not in QUANTIZATIONS:
         raise ModelRefusedError(f"quantization is {quantization!r}: {', '.join(QUANTIZATIONS)} are known")
     dynamic = quantization == "int8" and device.type == "cpu" and DynamicInt8.works_here()
@@ -100,12 +100,12 @@ def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device
 
 
 def head_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
-    """The same for lm_head."""
+    """`matmul_maker` for lm_head, which fp8 does not quantize."""
     return matmul_maker("none" if quantization == "fp8" else quantization, deterministic=deterministic, device=device)
 
 
 def _keep(weight: QuantizedWeight, *, dynamic: bool) -> Matmul | None:
-    """The codes of a checkpoint as they are, where this machine multiplies them; None: as numbers it is faster."""
+    """A `Matmul` on the checkpoint's own codes, if this machine multiplies them; None: dequantize the weight."""
     if weight.bits == 4:
         return Int4(weight) if Int4.fits(weight) else None
     if (codes := weight.as_one_scale_rows()) is None:

@@ -1,4 +1,4 @@
-"""Matrices of quantized checkpoints: which tensors hold them, and what the codes mean.
+"""Reads the matrices of quantized checkpoints: fp8, compressed-tensors, GPTQ, AWQ, MXFP4.
 
 | quant_method, format             | tensors of a matrix `name`                   | read as                         |
 |----------------------------------|----------------------------------------------|---------------------------------|
@@ -10,9 +10,9 @@
 | awq, gemm                        | qweight, qzeros, scales                      | 4 bits: groups                  |
 | mxfp4                            | of gpt-oss's experts: …_blocks, …_scales     | numbers (`mxfp4_numbers`)       |
 
-What was left in high precision, such as lm_head, is a plain `weight` in the file and is taken as it is: the file
-decides for each matrix, not the lists of the configuration. Scales of activations and of a KV cache are not needed:
-here rows of x and tokens of the cache are rounded by their own largest value, where they are rounded at all.
+A matrix in high precision, such as lm_head, is a plain `weight` in the file and is not converted: the file decides for
+each matrix, not the lists of the configuration. Scales of activations and of a KV cache are not needed: rows of x and
+tokens of the cache, if quantized here, are scaled by their own largest value.
 """
 
 import re
@@ -39,18 +39,18 @@ _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedFormat:
-    """What a quantization_config says, as far as the tensors do not say it themselves."""
+    """The settings of a quantization_config that the tensors do not show themselves."""
 
     method: str
     bits: int = 8
-    group: int = 0  # columns that share a scale; 0: the tensors' shapes say it
-    zero_offset: int = 0  # is added to the zeros that are stored
+    group: int = 0  # columns that share a scale; 0: given by the tensors' shapes
+    zero_offset: int = 0  # added to the stored zeros
     rounds_inputs: bool = False
     symmetric: bool = True
 
     @property
     def name(self) -> str:
-        """As people call it: fp8, int8, int4, mxfp4."""
+        """The common name: fp8, int8, int4, mxfp4."""
         return self.method if self.method in ("fp8", "mxfp4") else f"int{self.bits}"
 
 
@@ -123,7 +123,7 @@ def _whole(raw: dict[str, Any], key: str, default: int) -> int:
 
 
 class WeightReader:
-    """Matrices of a checkpoint, plain or quantized."""
+    """Reads matrices of a checkpoint, plain or quantized."""
 
     def __init__(self, checkpoint: Checkpoint, form: QuantizedFormat | None, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
@@ -151,7 +151,7 @@ class WeightReader:
             case _:
                 return checkpoint.take(
                     plain, out_size, in_size, rows=rows
-                )  # says what it holds, and that it is not known
+                )  # raises an error that names the tensor and its dtype
         return read if rows is None else read.rows(rows)
 
     def _one_byte(self, name: str, out_size: int, in_size: int) -> QuantizedWeight:
@@ -172,7 +172,7 @@ class WeightReader:
         return QuantizedWeight(codes, scales, group, self._dtype, zeros=zeros, rounds_inputs=self._form.rounds_inputs)
 
     def _packed(self, name: str, out_size: int, in_size: int) -> QuantizedWeight:
-        """compressed-tensors: words along the inputs, low bits first; codes and zeros are shifted to be unsigned."""
+        """compressed-tensors: words packed along the inputs, low bits first; codes and zeros are stored unsigned."""
         assert self._form is not None
         bits = self._form.bits
         codes = unpack(self._raw(f"{name}.weight_packed"), bits, dim=1)[:, :in_size]
@@ -192,7 +192,7 @@ class WeightReader:
         return self._grouped(codes, scales, group, zeros, order)
 
     def _gptq(self, name: str, out_size: int, in_size: int) -> QuantizedWeight:
-        """Words along the inputs, low bits first; zeros are stored less one in the first version of the format."""
+        """GPTQ: words packed along the inputs, low bits first; version 1 of the format stores zeros minus one."""
         assert self._form is not None
         form = self._form
         codes = unpack(self._raw(f"{name}.qweight"), form.bits, dim=0).T
@@ -206,7 +206,7 @@ class WeightReader:
         return self._grouped(codes, scales, group, zeros.float(), order)
 
     def _awq(self, name: str, out_size: int, in_size: int) -> QuantizedWeight:
-        """Words along the outputs, whose order within a word is another."""
+        """AWQ: words packed along the outputs, in the order _AWQ_ORDER within a word."""
         assert self._form is not None
         codes = _awq_order(unpack(self._raw(f"{name}.qweight"), 4, dim=1)).T
         _check(f"{name}.qweight", codes, out_size, in_size)
@@ -237,7 +237,7 @@ class WeightReader:
         )
 
     def _drop_bias_of_zeros(self, name: str) -> None:
-        """Tools of GPTQ gave each matrix a bias, of zeros where the model has none."""
+        """Ignore an all-zero bias: GPTQ tools write one for each matrix of a model without biases."""
         bias = f"{name}.bias"
         if bias in self._checkpoint and not self._raw(bias, taken=False).any():
             self._checkpoint.ignore(bias)
@@ -247,7 +247,7 @@ class WeightReader:
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 words to the codes in them, low bits first, along `dim`: (…, n, …) -> (…, n · 32 / bits, …), int32."""
+    """Unpack the codes in int32 words, low bits first, along `dim`: (…, n, …) -> (…, n · 32 / bits, …), int32."""
     if words.dtype != torch.int32 or words.dim() != 2:
         raise ModelRefusedError(f"packed codes of {words.dtype} in {words.dim()} dimensions: two of int32 are needed")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
@@ -261,7 +261,7 @@ def _awq_order(codes: Tensor) -> Tensor:
 
 
 def _order(name: str, group_of: Tensor, in_size: int, group: int) -> Tensor | None:
-    """Columns sorted by their group; None where they are already."""
+    """Column indices sorted by group; None: the columns are already sorted."""
     if group_of.shape != (in_size,):
         raise ModelRefusedError(f"{name} has the shape {tuple(group_of.shape)}; {in_size} inputs need a group each")
     sorted_groups, order = group_of.long().sort(stable=True)
@@ -301,7 +301,7 @@ def _by_row(name: str, scales: Tensor, out_size: int, in_size: int) -> tuple[Ten
 
 
 def mxfp4_numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """(…, groups, 16) bytes of two E2M1 codes, low bits first, and (…, groups) exponents -> (…, groups · 32)."""
+    """MXFP4: (…, groups, 16) bytes of two E2M1 codes, low bits first, (…, groups) exponents -> (…, groups · 32)."""
     table = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     numbers = torch.ldexp(table[codes.long()], (scales.int() - 127).unsqueeze(-1))

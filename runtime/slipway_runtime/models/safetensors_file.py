@@ -1,7 +1,7 @@
-"""One safetensors file: its header checked by the format's own library, its tensors copied out of a map of the file.
+"""Reader of one safetensors file: the library checks the header, tensors are copied from a memory map of the file.
 
-The library refuses headers that lie (sizes that do not add up, tensors that overlap, holes); here is refused what it
-would accept and choke on: files that are no files, and headers longer than any honest one.
+The library refuses inconsistent headers (wrong sizes, overlapping tensors, holes). This module refuses what the library
+would block on: files that are not regular files, and headers that are too long.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: its type, its shape, and its bytes in the file."""
+    """One tensor of the file: dtype, shape, and range of bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Entry:
         return self.end - self.start
 
     def rows(self, rows: slice) -> "Entry":
-        """Some rows of it, which lie side by side."""
+        """The entry of some contiguous rows of the tensor."""
         start, stop, _ = rows.indices(self.shape[0])
         size = self.nbytes // self.shape[0]
         shape = (stop - start, *self.shape[1:])
@@ -52,7 +52,7 @@ class Entry:
 
 
 class SafetensorsFile:
-    """A mapped file and what is in it."""
+    """A memory-mapped safetensors file and its entries."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():  # a pipe would block, a device would never end
@@ -63,12 +63,12 @@ class SafetensorsFile:
             self.entries = self._entries(file.read(data_start - 8), data_start)
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
-            # Nobody writes through this tensor; a private map that may be written would be charged as memory.
+            # This tensor is never written; a writable private map would be charged as memory.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _check_header(self, path: Path, first: bytes) -> int:
-        """Where the tensors begin."""
+        """Check the header; returns the offset of the first tensor."""
         if len(first) < 8:
             raise ModelRefusedError(f"{path.name} is not a safetensors file: it has {len(first)} bytes")
         (length,) = struct.unpack("<Q", first)
@@ -93,7 +93,7 @@ class SafetensorsFile:
         return entries
 
     def copy_into(self, flat: Tensor, entry: Entry, tell: Callable[[int], None]) -> None:
-        """Copy a tensor's values into `flat`, (numel,), converted to its type; `tell` the bytes of each piece."""
+        """Copy a tensor into `flat`, (numel,), converted to its dtype; `tell` is called with each piece's bytes."""
         size = entry.dtype.itemsize
         step = PIECE_BYTES // size
         for first in range(0, flat.numel(), step):
@@ -107,12 +107,12 @@ class SafetensorsFile:
             tell(end - start)
 
     def _release_pages(self, start: int, end: int) -> None:
-        """Give the pages of this part back to the kernel: else the file would stay in memory beside the weights."""
+        """Release this part's pages to the kernel; otherwise the file would stay in memory beside the weights."""
         start -= start % mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
         """Unmap the file."""
         del self._bytes
-        with contextlib.suppress(BufferError):  # after an error, its traceback still looks into the map
+        with contextlib.suppress(BufferError):  # after an error, the traceback still refers to the map
             self._map.close()

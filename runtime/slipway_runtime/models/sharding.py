@@ -1,18 +1,18 @@
-"""Which part of a decoder each of several ranks has: heads and inner features are divided, the vocabulary is not.
+"""Tensor-parallel sharding of a decoder: heads and inner features are split over the ranks, the vocabulary is not.
 
 | matrices                 | cut by  | a rank has                                                 | then           |
 |--------------------------|---------|------------------------------------------------------------|----------------|
-| q, k, v, gate, up        | outputs | whole heads, query heads with theirs of keys and values    |                |
-| o, down                  | inputs  | the columns for what it has computed: a summand of y       | summed up      |
+| q, k, v, gate, up        | outputs | whole heads: query heads with their key-value heads        |                |
+| o, down                  | inputs  | the columns of its own features: a summand of y            | all-reduce     |
 | embedding, norms, lm_head| –       | all of it                                                  |                |
 
 Experts are divided like gate, up and down: each rank has a part of the inner features of all of them.
 
-So a layer sums twice (Shoeybi et al. 2019, Megatron-LM), and the KV cache of a rank holds its own heads.
+So a layer has two all-reduces (Shoeybi et al. 2019, Megatron-LM), and the KV cache of a rank holds the rank's heads.
 
-A rank rounds what it has. A matrix that is cut by outputs has the codes and scales of the whole one, row for row. One
-that is cut by inputs has a scale for its part of a row, and rows of x are rounded by parts, too: other codes than the
-whole one's, from smaller ranges, so the error is no larger.
+A rank quantizes its own part. A matrix cut by outputs has the codes and scales of the whole matrix, row for row. A
+matrix cut by inputs has a scale for its part of a row, and rows of x are quantized by parts, too: the codes differ from
+those of the whole matrix, but come from smaller ranges, so the error is no larger.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +23,14 @@ from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has of whatever is divided."""
+    """One rank's share of everything that is split over the ranks."""
 
     rank: int = 0
     size: int = 1  # ranks, rank 0 included
-    reduce: Reduce | None = None  # None: there is nobody else
+    reduce: Reduce | None = None  # all-reduce over the ranks; None: a single rank
 
     def of(self, count: int) -> slice:
-        """Its part of `count` equal things in a row."""
+        """This rank's slice of `count` heads, features or rows."""
         own = count // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
@@ -39,7 +39,7 @@ WHOLE = Share()
 
 
 def part_of(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape that each of `size` ranks computes; raises ModelRefusedError where it cannot be divided so."""
+    """The config of the part that each of `size` ranks computes; raises ModelRefusedError if it cannot be split so."""
     experts = config.experts
     divided = [(config.num_kv_heads, "key-value heads"), (config.intermediate_size, "inner features")]
     if experts is not None:

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint by name, out of memory-mapped files.
+"""Checkpoint reader: tensors of a checkpoint by name, from memory-mapped safetensors files.
 
-A tensor is copied piece by piece from the map to where it stays, its type changed on the way, and each piece of the
-map is let go at once. So a load never holds more than the weights, one piece for each thread, and what the caller
-makes of the tensors that it has in hand.
+A tensor is copied piece by piece from the map to its final memory and converted on the way, and each piece of the map
+is released at once. So a load never holds more than the weights, one piece for each thread, and what the caller makes
+of the tensors that it holds.
 """
 
 import os
@@ -21,12 +21,12 @@ from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.models.safetensors_file import Entry, SafetensorsFile
 
 _DERIVED: Final = (".rotary_emb.inv_freq",)  # computed from the configuration; older checkpoints stored it
-_MOST_THREADS: Final = 8  # beyond these a disk is no faster, and each holds a layer's tensors
+_MOST_THREADS: Final = 8  # with more, a disk is no faster, and each thread holds a layer's tensors
 _T = TypeVar("_T")
 
 
 class Checkpoint:
-    """Hands out each tensor once, checked and converted; closing it refuses what nobody asked for.
+    """Reads tensors, checked and converted. On exit, raises ModelRefusedError for tensors neither read nor ignored.
 
     `take` may be called from several threads. `on_progress` gets the bytes read and the bytes of all tensors.
     """
@@ -38,7 +38,7 @@ class Checkpoint:
         device: torch.device,
         on_progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        self.dtype = dtype  # of what is handed out
+        self.dtype = dtype  # of the tensors that `take` returns
         self.device = device
         self._files = [SafetensorsFile(path) for path in weight_files(model_path)]
         self._places: dict[str, tuple[SafetensorsFile, Entry]] = {}
@@ -47,7 +47,7 @@ class Checkpoint:
                 if name in self._places:
                     raise ModelRefusedError(f"the checkpoint holds the tensor {name} twice")
                 self._places[name] = (file, entry)
-        # Saved without the head, a model's names lack their first part: embedding models are published so.
+        # Embedding models are published without the head, and their tensor names without the prefix "model.".
         if "embed_tokens.weight" in self._places:
             self._places = {f"model.{name}": place for name, place in self._places.items()}
         self._left = set(self._places)
@@ -55,7 +55,7 @@ class Checkpoint:
         self._on_progress = on_progress
         self._read = 0
         self._total = sum(entry.nbytes for _, entry in self._places.values())
-        self.bytes = 0  # of what was handed out, as it lies in memory
+        self.bytes = 0  # memory of the tensors that were read
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
@@ -68,11 +68,11 @@ class Checkpoint:
             raise ModelRefusedError(f"{name} has the shape {entry.shape}; config.json says {shape}")
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type of a tensor that is there."""
+        """The stored dtype of a tensor; KeyError if the checkpoint lacks it."""
         return self._places[name][1].dtype
 
     def take_raw(self, name: str, *, taken: bool = True) -> Tensor:
-        """The tensor `name` as it is stored, of whatever type and shape; not `taken`: to look at it only."""
+        """The tensor `name` in its stored dtype and shape. taken: False to inspect it, without counting it as read."""
         if name not in self._places:
             raise ModelRefusedError(f"the checkpoint lacks the tensor {name}")
         file, entry = self._places[name]
@@ -85,7 +85,7 @@ class Checkpoint:
         return tensor
 
     def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor `name`, which must have this shape, or some of its rows: the others are not read.
+        """The tensor `name`, which must have this shape, or only some of its rows: other rows are not read.
 
         dtype: of the result; None: that of the model.
         """
@@ -108,7 +108,7 @@ class Checkpoint:
         return tensor
 
     def in_parallel(self, make: Callable[[int], _T], count: int) -> list[_T]:
-        """`[make(0), …, make(count - 1)]` by several threads: one converts while another waits for the disk."""
+        """`[make(0), …, make(count - 1)]`, in several threads: one converts while another waits for the disk."""
         threads = min(_MOST_THREADS, count, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, "weights", self._use_device) as pool:
             futures = [pool.submit(make, index) for index in range(count)]
@@ -116,19 +116,19 @@ class Checkpoint:
                 return [future.result() for future in futures]
             finally:
                 for future in futures:
-                    future.cancel()  # after an error nobody wants the rest
+                    future.cancel()  # after an error the remaining results are not needed
 
     def _use_device(self) -> None:
-        """Triton launches kernels on a thread's current device, which is number 0 in each new thread."""
+        """Set the thread's CUDA device: Triton launches on the current device, which is 0 in each new thread."""
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
 
     def ignore(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
+        """Accept that tensor `name`, if the checkpoint has it, is not read."""
         self._left.discard(name)
 
     def ignore_if(self, is_not_needed: Callable[[str], bool]) -> None:
-        """Tensors that may be there and are not needed, by their names."""
+        """Accept that tensors whose names match are not read."""
         self._left -= {name for name in self._left if is_not_needed(name)}
 
     def _tell(self, count: int) -> None:

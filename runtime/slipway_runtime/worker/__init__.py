@@ -1,1 +1,1 @@
-"""Executes the scheduler's plans on one device."""
+"""Model worker: executes scheduler outputs on one device."""

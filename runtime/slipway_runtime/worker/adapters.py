@@ -1,7 +1,7 @@
-"""Adapters of this worker: those in host memory, which of them sits in which slot, and which row uses it.
+"""LoRA adapter slots of this worker: adapters in host memory, the adapter in each device slot, the slot of each row.
 
-Steps are executed one after the other, the loads of a plan before its computation: a slot is never written while a
-step reads it. A row whose slot was given to another adapter stops the step, rather than go on with foreign weights.
+Steps run one after the other, and a step's adapter loads run before its computation: a slot is never written while a
+step reads it. If a row's slot was reloaded with another adapter, the step fails instead of using the wrong weights.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ Ints = npt.NDArray[np.int64]
 
 
 class AdapterSlots:
-    """Slots 0 … `bank.num_slots` - 1, and the adapters in host memory that plans may copy into them."""
+    """Device slots 0 … `bank.num_slots` - 1, and the adapters in host memory that a step may load into them."""
 
     def __init__(self, bank: LoraBank, max_num_seqs: int) -> None:
         self._bank = bank
         self._host: dict[str, HostAdapter] = {}
         self._digests = [""] * bank.num_slots
         self._row_slots = np.full(max_num_seqs, -1, dtype=np.int64)
-        # How often each slot changed hands, and how often it had when the row began. No slot, -1, is the last entry.
+        # How often each slot was reloaded, in total and when the row began. The last entry is for slot -1, no adapter.
         self._epochs = np.zeros(bank.num_slots + 1, dtype=np.int64)
         self._row_epochs = np.zeros(max_num_seqs, dtype=np.int64)
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What each slot holds; empty: nothing."""
+        """Digest of the adapter in each slot; "": the slot is empty."""
         return tuple(self._digests)
 
     @property
@@ -41,29 +41,29 @@ class AdapterSlots:
         return self._bank.nbytes
 
     def keep(self, adapter: HostAdapter) -> None:
-        """From now on plans may load this adapter. Any thread may call it."""
+        """Keep an adapter in host memory, so that steps may load it. Any thread may call this."""
         self._host[adapter.digest] = adapter
 
     def forget(self, digest: str) -> None:
-        """Give its host memory back. A slot that holds it goes on holding it."""
+        """Free an adapter's host memory. A slot that holds the adapter keeps it."""
         self._host.pop(digest, None)
 
     def load(self, slot: int, adapter: HostAdapter) -> None:
-        """Replace what is in a slot. No row that began before may use the slot any more."""
+        """Load an adapter into a slot in place of the old one. Rows that began before must not use the slot again."""
         self.unload(slot)
         with torch.inference_mode():
             self._bank.write(slot, adapter.matrices)
         self._digests[slot] = adapter.digest
 
     def unload(self, slot: int) -> None:
-        """Empty a slot."""
+        """Clear a slot."""
         self._epochs[slot] += 1
         self._digests[slot] = ""
         with torch.inference_mode():
             self._bank.clear(slot)
 
     def update_states(self, plan: SchedulerOutput) -> None:
-        """Execute the loads of a plan, and learn which slots its new rows use."""
+        """Execute the adapter loads of a scheduler output, and record the slots of its new rows."""
         for load in plan.adapter_loads:
             self.load(load.slot, self._host[load.digest])
         for new in plan.new_rows:
@@ -73,11 +73,11 @@ class AdapterSlots:
 
     @property
     def num_slots(self) -> int:
-        """How many adapters compute at the same time."""
+        """Number of adapters that one step can use."""
         return self._bank.num_slots
 
     def slots_of(self, rows: Sequence[int], num_new: Sequence[int]) -> Ints | None:
-        """The slot of each token, `num_new` of each of these rows, -1 without an adapter. None: no token has one."""
+        """Adapter slot of each new token, `num_new` per row; -1: no adapter. None: no row has an adapter."""
         row_ids = np.array(rows, dtype=np.int64)
         slots = self._row_slots[row_ids]
         if slots.max(initial=-1) < 0:
@@ -87,5 +87,5 @@ class AdapterSlots:
         return slots.repeat(num_new)
 
     def plan(self, token_slots: Ints) -> LoraPlan:
-        """What the linears of a step need. token_slots: (T,)."""
+        """LoRA plan of a step, for its linear layers. token_slots: (T,)."""
         return self._bank.plan(token_slots)

@@ -1,7 +1,7 @@
-"""Sums over the ranks that share a model: gloo between processes of one machine's CPUs, NCCL between its GPUs.
+"""All-reduce over the tensor-parallel ranks of a model: gloo between CPU processes of one machine, NCCL between GPUs.
 
-Two ranks sum exactly alike, whatever the batch: a + b is b + a. More of them add in an order that depends on where in
-the tensor a number stands.
+With two ranks the sum is the same bits for every batch: a + b is b + a. With more, the order of the additions depends
+on a number's position in the tensor.
 """
 
 from datetime import timedelta
@@ -12,25 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PATIENCE: Final = timedelta(minutes=5)  # for a rank that compiles its first kernels; one that is gone is seen at once
+_PATIENCE: Final = timedelta(minutes=5)  # for a rank that compiles its first kernels; a lost rank is noticed at once
 
 
 class PeerLostError(Exception):
-    """A sum could not be made: another rank is gone, or hangs."""
+    """An all-reduce, or joining the group, failed: another rank has exited or hangs."""
 
 
 class Collective:
-    """One rank's end of a group."""
+    """One rank's membership in the process group."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self._rank = rank
         self._size = size
         self._device = device
-        self._group: Any = None  # torch's stubs do not know what all of them have in common
+        self._group: Any = None  # torch's stubs have no common type for process groups
 
     def join(self, store: Path) -> None:
-        """Meet the others, at a file that need not be there yet; returns when all have come."""
-        meeting = dist.FileStore(str(store), self._size)  # type: ignore[attr-defined]  # nor what it exports
+        """Join the group through a file store, whose file need not exist yet; returns when all ranks have joined."""
+        meeting = dist.FileStore(str(store), self._size)  # type: ignore[attr-defined]  # not in torch's stubs
         try:
             self._group = self._nccl(meeting) if self._device.type == "cuda" else self._gloo(meeting)
         except RuntimeError as error:
@@ -48,7 +48,7 @@ class Collective:
     def _gloo(self, meeting: Any) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has another name
         options._timeout = _PATIENCE
-        # No other machine has a reason to come; without this, gloo listens where the host's name points.
+        # Loopback only: all ranks run on this machine. By default gloo listens on the address of the host's name.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         return dist.ProcessGroupGloo(meeting, self._rank, self._size, options)
 

@@ -1,11 +1,11 @@
-"""CUDA graphs of decode steps: which step may be replayed from a captured graph, and what its static inputs hold.
+"""CUDA graphs of decode steps: which steps are replayed from a captured graph, and the static input buffers.
 
-A graph replays launches with the addresses and grids that they had. So there is one for each of a few batch sizes
-(1, 2, 4, 8, then steps of 8), without adapters and, where adapters are on, with as many as there may be. All of them
-read the same buffers, into which a step is written, and leave hidden states in the same buffer: scores of a large
-vocabulary would take gigabytes, kept for every size. A batch between two sizes takes the larger: the rows behind it
-are padding, with slot -1, length 0 and the null block. Everything else is computed as it is planned: prompts, drafts,
-batches beyond the largest size, and everything where the capture failed.
+A graph replays kernel launches with the addresses and grids of the capture. So one graph is captured for each of a few
+batch sizes (1, 2, 4, 8, then steps of 8), without adapters and, where adapters are on, also with all adapter slots.
+All graphs read the same static inputs, into which each step is copied, and write hidden states to the same buffer:
+logits of a large vocabulary, kept for every size, would take gigabytes. A batch between two sizes uses the larger
+graph; the rows beyond the batch are padding, with slot -1, length 0 and the null block. All other steps run eagerly:
+prefill, drafts, batches beyond the largest size, and every step if the capture failed.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from slipway_runtime.worker.input_batch import Ints
 from slipway_runtime.worker.inputs import StepInputs
 
 WORKSPACE_BYTES = 64 << 20  # of cuBLAS, on the stream that captures
-LAUNCH_BYTES = 8 << 10  # that the driver keeps for a captured launch; an estimate, to be measured on a GPU
+LAUNCH_BYTES = 8 << 10  # driver memory per captured launch; an estimate, to be measured on a GPU
 LAUNCHES_OF_A_LAYER = 13
 # token_ids, positions, slots (T,), the attention and the adapters of the step -> hidden states (T, H)
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LoraPlan | None], Tensor]
@@ -30,27 +30,27 @@ Compute = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LoraPlan | None], Ten
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A step that can be replayed."""
+    """A captured step that can be replayed."""
 
     replay: Callable[[], object]
 
 
 class Capture(Protocol):
-    """How a computation is captured."""
+    """Captures a computation as a graph."""
 
     def __call__(self, compute: Callable[[], object]) -> CapturedGraph:
-        """Raises RuntimeError where it cannot be."""
+        """Raises RuntimeError when the capture fails."""
 
 
 class CudaCapture:
-    """As CUDA graphs, which share one pool of memory: the largest first, so that the others fit into what it took."""
+    """Captures CUDA graphs in one memory pool. Capture the largest first, so that smaller graphs reuse its memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], object]) -> CapturedGraph:
-        """Compute once beforehand: compiling and workspaces have no place in a capture.
+        """Run the computation once, then capture it: kernels compile and workspaces are allocated before the capture.
 
         Always on the same stream: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on.
         """
@@ -66,14 +66,14 @@ class CudaCapture:
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes that are captured, up to that of the largest batch."""
+    """Batch sizes for which graphs are captured, up to `max_num_seqs`."""
     return tuple(size for size in (1, 2, 4, *range(8, max_num_seqs + 1, 8)) if size <= max_num_seqs)
 
 
 def reserve_bytes(
     shape: ModelShape, *, max_num_seqs: int, max_model_len: int, block_size: int, dtype: str, with_adapters: bool
 ) -> int:
-    """Device memory that the graphs of a runner take: static inputs, hidden states, activations, the driver's part."""
+    """Device memory of a runner's graphs: static inputs, hidden states, activations, driver and cuBLAS memory."""
     rows = batch_sizes(max_num_seqs)[-1]
     static = rows * (4 * -(-max_model_len // block_size) + 4 + 20 + shape.hidden * WEIGHT_BYTES[dtype])
     step = Needs(dtype=dtype, max_model_len=rows, max_num_seqs=0, max_num_batched_tokens=rows)
@@ -83,7 +83,7 @@ def reserve_bytes(
 
 
 class DecodeGraphs:
-    """The captured graphs of one runner, and the buffers that they read."""
+    """The captured decode graphs of one runner, and their static inputs."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class DecodeGraphs:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        """num_slots: of adapters; 0: they are off."""
+        """num_slots: adapter slots; 0: adapters are off."""
         self.sizes = batch_sizes(max_num_seqs)
         self._kernels = kernels
         largest, like = self.sizes[-1], torch.empty(0, device=device)
@@ -128,9 +128,9 @@ class DecodeGraphs:
         return step
 
     def hidden(self, inputs: StepInputs, token_slots: Ints | None) -> Tensor | None:
-        """Of a step of one new token a row, each of which samples (R, H); None: compute the step as planned.
+        """Replay a decode step, one new token a row, all sampled: hidden states (R, H). None: no graph, run eagerly.
 
-        token_slots: (R,) of adapters; None: no row has one. The next step writes over what is returned.
+        token_slots: (R,) adapter slots; None: no row has an adapter. The next replay overwrites the result.
         """
         rows = len(inputs.num_new)
         if inputs.sampled_tokens is not None or rows > self.sizes[-1]:

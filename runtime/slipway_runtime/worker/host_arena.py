@@ -1,10 +1,10 @@
-"""Slots of host memory for cold KV blocks, and the copies between them and the caches of the device.
+"""Host memory for offloaded KV blocks, and the copies between its slots and the KV cache on the device.
 
-A slot holds a block's bytes of all layers, so a move is one copy whatever the number format. On a GPU the memory is
-pinned and the copies are queued on the stream that computes: in order with the steps, and nobody waits for them here.
+A slot holds a block's bytes of all layers, so a move is one copy in any number format. On a GPU the memory is pinned
+and the copies are queued on the compute stream: in order with the steps, without blocking the host.
 
-The memory is taken in segments. torch rounds pinned memory up to a power of two, so one arena of 65 GiB would take 128;
-and after all was given back it comes back piece by piece as it is needed, not in one long stop.
+The memory is allocated in segments. torch rounds pinned memory up to a power of two, so one arena of 65 GiB would take
+128; and after the arena was freed, segments are allocated again as slots are needed, not in one long pause.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class HostArena:
-    """Slots 1 … `num_slots`, each of `block_bytes`."""
+    """Host slots 1 … `num_slots`, each of `block_bytes`."""
 
     def __init__(
         self,
@@ -37,24 +37,24 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """What it has taken."""
+        """Host memory allocated so far."""
         return sum(segment.nbytes for segment in self._segments)
 
     def reserve(self, slot: int | None = None) -> None:
-        """Take the memory of the slots up to this one, of all without one. Raises what torch raises without memory."""
+        """Allocate the memory of the slots up to `slot`; None: of all slots. OOM raises torch's error."""
         wanted = self._num_slots if slot is None else slot
         while (taken := len(self._segments) * self._most) < wanted:
             shape = (min(self._most, self._num_slots - taken), *self._slot_shape)
             self._segments.append(torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned))
 
     def give_back(self) -> None:
-        """Free all slots."""
+        """Free the memory of all slots."""
         self._segments.clear()
         if self._pinned:
             torch.accelerator.memory.empty_host_cache()
 
     def make(self, moves: Iterable[HostMove], caches: list[Tensor]) -> None:
-        """One move after the other. caches: one per layer, all in one arena, as `allocate_cache` makes them."""
+        """Execute the moves in order. caches: one per layer, all in one storage, as `allocate_cache` makes them."""
         blocks = _bytes_of_blocks(caches)
         for move in moves:
             match move:
@@ -67,7 +67,7 @@ class HostArena:
                     self.give_back()
 
     def _slot(self, slot: int) -> Tensor:
-        """(layers, bytes of a layer's block)."""
+        """Bytes of a slot: (layers, bytes of a layer's block)."""
         segment, place = divmod(slot - 1, self._most)
         return self._segments[segment][place]
 

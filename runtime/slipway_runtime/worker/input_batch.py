@@ -1,4 +1,7 @@
-"""What the worker remembers of each running sequence: one row each, in arrays, so that a step packs without loops."""
+"""Input batch: tokens, block table and sampling parameters of each running sequence, one row each.
+
+The rows are kept in arrays, so that packing a step needs no loop over sequences.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +13,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class InputBatch:
-    """Rows 0 … `max_num_seqs` - 1; the scheduler says which sequence has which."""
+    """Rows 0 … `max_num_seqs` - 1; the scheduler assigns them to sequences."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        self.starts = np.zeros(max_num_seqs, dtype=np.int64)  # sequences that each row has had
+        self.starts = np.zeros(max_num_seqs, dtype=np.int64)  # how many sequences each row was assigned to so far
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -27,18 +30,18 @@ class InputBatch:
         self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.int64)
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # how many of the likeliest; -1: none wanted
+        self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # how many top tokens; -1: logprobs not requested
         self.prompt_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self.greedy = np.zeros(max_num_seqs, dtype=bool)
         self.penalized = np.zeros(max_num_seqs, dtype=bool)
         self.biased = np.zeros(max_num_seqs, dtype=bool)
-        self.bound = np.zeros(max_num_seqs, dtype=bool)  # by a grammar
-        self.plain = np.zeros(max_num_seqs, dtype=bool)  # takes the likeliest token, and nothing else is asked
+        self.bound = np.zeros(max_num_seqs, dtype=bool)  # constrained by a grammar
+        self.plain = np.zeros(max_num_seqs, dtype=bool)  # greedy; no grammar, bias, penalties, min_tokens, logprobs
         self.stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
         self.bias: list[tuple[tuple[int, float], ...]] = [()] * max_num_seqs
 
     def update_states(self, plan: SchedulerOutput) -> None:
-        """Learn the new rows and the blocks that rows were given."""
+        """Start the new rows of a scheduler output, append new blocks to block tables, and write draft tokens."""
         for new in plan.new_rows:
             self._start(new)
         for row, blocks in zip(plan.rows, plan.new_blocks, strict=True):
@@ -50,7 +53,7 @@ class InputBatch:
             self._write_drafts(plan)
 
     def learn(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
-        """Write what the rows of a plan sampled, if that was elsewhere: from where the first draft stood."""
+        """Write the tokens that the rows of a plan sampled on another rank, over the row's draft tokens if any."""
         for index, kept in enumerate(token_ids):
             if kept:
                 drafts = len(plan.drafts[index]) if plan.drafts else 0
@@ -58,7 +61,7 @@ class InputBatch:
                 self.tokens[plan.rows[index], start : start + len(kept)] = kept
 
     def _write_drafts(self, plan: SchedulerOutput) -> None:
-        """Drafts stand where sampled tokens would: what is computed after them, and penalties, see them."""
+        """Write draft tokens at the positions of sampled tokens: later positions and penalties read them there."""
         for row, computed, new, drafts in zip(plan.rows, plan.num_computed, plan.num_new, plan.drafts, strict=True):
             self.tokens[row, computed + new - len(drafts) : computed + new] = drafts
 
@@ -86,7 +89,7 @@ class InputBatch:
         self.biased[row] = bool(params.logit_bias)
         self.bound[row] = new.grammar
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        # A sequence that comes back with output has told about its prompt before.
+        # A preempted sequence that already has output has already returned its prompt logprobs.
         is_new = len(new.token_ids) == new.num_prompt_tokens
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None or not is_new else params.prompt_logprobs
         self.plain[row] = (

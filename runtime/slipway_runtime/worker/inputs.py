@@ -1,4 +1,4 @@
-"""A plan as packed tensors: the new tokens of all rows one after another, without padding."""
+"""Step inputs: a scheduler output as packed tensors, the new tokens of all rows one after another without padding."""
 
 from dataclasses import dataclass
 
@@ -13,22 +13,22 @@ from slipway_runtime.worker.input_batch import InputBatch, Ints
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """T tokens of R rows."""
+    """Inputs of one step: T tokens of R rows."""
 
     token_ids: Tensor  # (T,)
     positions: Tensor  # (T,) within their sequences
-    slots: Tensor  # (T,) of the cache, where their keys and values go
+    slots: Tensor  # (T,) slot mapping: where the cache stores their keys and values
     num_computed: Ints  # (R,)
     num_new: Ints  # (R,)
     block_tables: Ints  # (R, blocks of the longest)
-    # D samples. A row that samples samples after its last token; with K drafts also before each of them.
+    # D samples. A row that samples has one after its last token; with K draft tokens, also one before each of them.
     sampled_rows: Ints  # (D,)
-    sampled_tokens: Tensor | None  # (D,) among T, after which of them; None: after each
-    sampled_positions: Ints  # (D,) where the sampled tokens stand in their sequences
+    sampled_tokens: Tensor | None  # (D,) index among T of the token before each sample; None: every token has a sample
+    sampled_positions: Ints  # (D,) positions of the sampled tokens in their sequences
 
 
 def prepare_inputs(plan: SchedulerOutput, rows: InputBatch, block_size: int, device: torch.device) -> StepInputs:
-    """Pack a plan whose rows have been taken in."""
+    """Pack a scheduler output. `InputBatch.update_states` must have seen it before."""
     row_ids = np.array(plan.rows, dtype=np.int64)
     num_computed = np.array(plan.num_computed, dtype=np.int64)
     num_new = np.array(plan.num_new, dtype=np.int64)
@@ -48,7 +48,7 @@ def prepare_inputs(plan: SchedulerOutput, rows: InputBatch, block_size: int, dev
         if plan.drafts:
             samples *= np.array([1 + len(drafts) for drafts in plan.drafts], dtype=np.int64)
         sampled_rows = np.repeat(row_ids, samples)
-        back = samples.cumsum().repeat(samples) - np.arange(len(sampled_rows))  # samples, 1 for the last one of a row
+        back = samples.cumsum().repeat(samples) - np.arange(len(sampled_rows))  # from a row's last sample, which is 1
         sampled = [ends.repeat(samples) - back]
         sampled_positions = lengths.repeat(samples) - back + 1
     slots = blocks * block_size + positions % block_size

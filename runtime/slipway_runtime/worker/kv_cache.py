@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, and the one arena that holds it."""
+"""Size and allocation of the paged KV cache, and the memory that is available for it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 
 CPU_SHARE = 0.25  # of the memory that is left after the weights: a process on a CPU is rarely alone
 _CGROUP = Path("/sys/fs/cgroup")
-# As the planner spells them, which the operator has in common with us.
+# Names of dtypes in `slipway_api.memory`, the memory planner that the operator shares with the runtime.
 _WORDS = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -24,7 +24,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The arena in blocks of `block_size` tokens, without the null block."""
+    """Size of the KV cache in blocks of `block_size` tokens, without the null block."""
 
     num_blocks: int
     block_size: int
@@ -34,7 +34,7 @@ class CacheSize:
 def size_cache(
     config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
 ) -> CacheSize:
-    """As many blocks as the budget pays for, but no more than `useful_tokens` need when that is given."""
+    """As many blocks as fit into the budget, but no more than `useful_tokens` need. Too few: DoesNotFitError."""
     bytes_per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, _WORDS[dtype])
     num_blocks = pool_blocks(budget_bytes, bytes_per_token, block_size)
     if useful_tokens is not None:
@@ -48,9 +48,9 @@ def size_cache(
 
 
 def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """One cache per layer, laid out as `kv_pages` says, all in one arena.
+    """Allocate one cache per layer, in the layout of `kv_pages`, all in one storage.
 
-    Zeroed: padding of a batch points into memory that nobody wrote yet, and 0 × NaN would be NaN.
+    Zeroed: padding of a batch reads memory that was never written, and 0 × NaN would be NaN.
     """
     page = kv_pages.page_shape(size.block_size, config.head_dim, dtype)
     shape = (config.num_layers, size.num_blocks + 1, 2, config.num_kv_heads, *page)
@@ -58,9 +58,9 @@ def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, dev
 
 
 def default_budget_bytes(device: torch.device, gpu_memory_utilization: float, activations: int = 0) -> int:
-    """Memory for the KV cache when nobody named a figure; weights and adapters are there already.
+    """Memory for the KV cache if none is configured. Call it after weights and adapters are loaded.
 
-    activations: bytes of the widest step, which is not there yet.
+    activations: bytes of the widest step, which are not allocated yet.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -69,12 +69,12 @@ def default_budget_bytes(device: torch.device, gpu_memory_utilization: float, ac
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process may still take of the device's memory."""
+    """Free memory of the device for this process."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory_bytes()
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What this process may still take: the machine's available memory, or less where a cgroup says so."""
+    """Host memory that this process may still allocate: MemAvailable, or less if its cgroup's limit leaves less."""
     available = 4 << 30
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)

@@ -1,6 +1,6 @@
-"""How likely tokens were: the log-softmax of the raw scores, before bias, penalties, temperature and filters.
+"""Logprobs of sampled and prompt tokens: log-softmax of the raw logits, before bias, penalties, temperature, filters.
 
-A grammar comes before: what it forbids has no probability, and the rest share what there is.
+A grammar's mask is applied before: tokens that it forbids have probability 0, and the softmax is over the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
 from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.inputs import StepInputs
 
-_SCORES_AT_ONCE = 1 << 23  # of prompts: 32 MB of float32, whatever the prompt and the vocabulary
+_SCORES_AT_ONCE = 1 << 23  # logits of prompt tokens: 32 MB of float32 for any prompt and vocabulary
 
 
 def score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities and ranks of tokens, ids and log-probabilities of the `most` likeliest; on the device.
+    """Logprob and rank of each token, then ids and logprobs of the top `most` tokens; all on the device.
 
-    logits: (R, V) raw, float32; token_ids: (R,). Of equals, each has the rank of the first.
+    logits: (R, V) raw, float32; token_ids: (R,). Tokens of equal logit share the best rank among them.
     """
     total = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(1, token_ids[:, None])
@@ -29,9 +29,9 @@ def score(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor,
 
 
 def as_logprobs(token_ids: Ints, scores: Sequence[npt.NDArray[Any]], counts: Ints) -> list[TokenLogprobs]:
-    """One for each row, of what `score` found. counts: (R,) how many of the likeliest.
+    """TokenLogprobs of each row from the results of `score`. counts: (R,) how many top tokens.
 
-    The likeliest are listed without tokens that cannot come.
+    Top tokens of probability 0 are left out.
     """
     logprobs, ranks, ids, values = (array.tolist() for array in scores)
     return [
@@ -50,9 +50,9 @@ def as_logprobs(token_ids: Ints, scores: Sequence[npt.NDArray[Any]], counts: Int
 def score_prompts(
     plan: SchedulerOutput, inputs: StepInputs, rows: InputBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """For each row of the plan the tokens that follow its new prompt positions; empty when no row asked.
+    """Prompt logprobs of each row: of the tokens after its new prompt positions. Empty: no row requested any.
 
-    hidden: (T, H). The first token of a prompt follows nothing, the first output token is not of the prompt: a chunk
+    hidden: (T, H). A prompt's first token has no logprob, and the first output token is not of the prompt: a chunk
     of `num_new` positions scores as many tokens, one fewer when it ends the prompt.
     """
     if rows.prompt_logprobs[list(plan.rows)].max() < 0:
@@ -81,7 +81,7 @@ def _score_prompt(
         return ()
     following = rows.tokens[row, computed + 1 : computed + 1 + count].astype("int64")
     scored: list[TokenLogprobs] = []
-    tile = 1  # the first row says how wide the vocabulary is
+    tile = 1  # the first row's logits give the vocabulary size
     while len(scored) < count:
         done = len(scored)
         logits = logits_of(hidden[start + done : start + min(done + tile, count)])

@@ -1,4 +1,4 @@
-"""Grammars at the samples: what is not allowed gets a score of -inf, which no bias and no penalty changes."""
+"""Grammar bitmasks on logits: a token that a grammar forbids gets -inf, which no bias and no penalty changes."""
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,10 @@ def apply_masks(
     ends: tuple[int, ...],
     kernels: Kernels,
 ) -> None:
-    """Apply the masks, in place. logits: (D, V)  bound: (D,) whether a grammar binds the sample's row.
+    """Apply the bitmasks in place. logits: (D, V)  bound: (D,) whether a grammar constrains the sample's row.
 
-    A bound row whose first sample comes without a mask may only end: no failure leads to an unbound sample.
+    A constrained row whose first sample has no mask may only sample a token of `ends`: a grammar failure never leads
+    to an unconstrained sample.
     """
     places = np.array(masks.samples if masks is not None else (), dtype=np.int64)
     if masks is not None and len(places):

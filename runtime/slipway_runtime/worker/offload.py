@@ -1,4 +1,4 @@
-"""Device memory given back, and what it held kept in host memory until it is wanted again."""
+"""Offload of device tensors to host memory and back: frees device memory while the engine sleeps."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,9 +9,9 @@ _OURS = "slipway_runtime."
 
 
 class HostCopy:
-    """Copies what these tensors hold to the host and frees their memory; the tensors themselves stay, empty.
+    """Copies tensors to the host and frees their device memory; the tensor objects stay, with empty storage.
 
-    Whoever holds one of them, or a view of it, finds the same numbers in it after `restore`, at another address.
+    After `restore` every tensor, and every view of it, has the same numbers, at another address.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -24,7 +24,7 @@ class HostCopy:
             whole.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take the memory again and fill it. Raises what torch raises when there is none; it may be tried again."""
+        """Allocate the device memory again and copy back. OOM raises torch's error; the call may be repeated."""
         while self._kept:
             whole, host = self._kept[-1]
             whole.untyped_storage().resize_(host.nbytes)
@@ -33,7 +33,7 @@ class HostCopy:
 
 
 def tensors_of(thing: object) -> Iterator[Tensor]:
-    """Every tensor that an object of this package holds, through its attributes and lists, at any depth."""
+    """Every tensor in an object of this package: its attributes, lists, tuples and dict values, at any depth."""
     seen: set[int] = set()
 
     def walk(thing: object) -> Iterator[Tensor]:
@@ -56,5 +56,5 @@ def tensors_of(thing: object) -> Iterator[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All memory that a tensor, maybe a view of more, lies in. uint8."""
+    """A tensor's whole storage, of which the tensor may be a view. uint8."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

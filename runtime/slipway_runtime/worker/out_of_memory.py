@@ -1,4 +1,4 @@
-"""Out of memory: recognised in every wording; a step that meets it fails alone, a start that meets it is refused."""
+"""OOM (out of memory) errors: recognises them; raises StepOutOfMemoryError in a step, DoesNotFitError at the start."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "c
 
 
 class StepOutOfMemoryError(Exception):
-    """The memory did not last for computing a step. Its samples and its KV are not there, all else is as before."""
+    """Computing a step ran out of memory. The step has no samples and no KV; all other state is unchanged."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this tells of too little memory. torch.OutOfMemoryError is a RuntimeError, and so are those of graphs."""
+    """Whether an error is an OOM. torch.OutOfMemoryError is a RuntimeError, and so are OOM errors of CUDA graphs."""
     if isinstance(error, MemoryError | StepOutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
@@ -23,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def step_out_of_memory() -> Iterator[None]:
-    """Raise StepOutOfMemoryError where the memory does not last."""
+    """Raise an OOM error as StepOutOfMemoryError."""
     try:
         yield
         return
@@ -31,13 +31,13 @@ def step_out_of_memory() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         told = (str(error) or type(error).__name__).splitlines()[0][:300]
-    # Out here, where nothing holds the frames any more whose tensors fill the memory.
+    # Raised outside of `except`: the old error's frames, whose tensors fill the memory, are no longer referenced.
     raise StepOutOfMemoryError(told)
 
 
 @contextmanager
 def oom_refused(doing: str, device: torch.device) -> Iterator[None]:
-    """Raise DoesNotFitError where the memory of this device, or of the host, does not last for what is being done."""
+    """Raise an OOM error of the device or the host as DoesNotFitError. doing: the activity, for the message."""
     try:
         yield
     except (MemoryError, RuntimeError, StepOutOfMemoryError) as error:

@@ -1,7 +1,7 @@
-"""Hidden states of prompts to embeddings, in an engine that computes nothing else.
+"""Embedding pooler: pools hidden states of prompts to embeddings, in an engine that serves embeddings only.
 
-A prompt may be computed in several steps, so the sums of a mean are kept by row. An embedding is one where the row
-reaches the last token of its prompt: float32, of length 1.
+A prompt may be prefilled in several steps, so the sums of a mean are kept per row. The step that reaches the prompt's
+last token returns the embedding: float32, of length 1.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from slipway_runtime.worker.inputs import StepInputs
 
 
 class Pooler:
-    """Pools by the last token or by the mean of all."""
+    """Pools by the last token or by the mean of all tokens."""
 
     def __init__(self, pooling: str, max_num_seqs: int, size: int, device: torch.device) -> None:
         self._sums = torch.zeros(max_num_seqs, size, device=device) if pooling == MEAN else None
@@ -24,7 +24,7 @@ class Pooler:
     def __call__(
         self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor, norm: Callable[[Tensor], Tensor]
     ) -> StepResult:
-        """hidden: (T, H). The result has an embedding, and a token that means nothing, for each row that ends."""
+        """hidden: (T, H). The result has an embedding and a placeholder token 0 for each row whose prompt ends."""
         if self._sums is None:
             last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
             pooled = norm(last).float()
@@ -39,9 +39,9 @@ class Pooler:
         )
 
     def _mean(self, sums: Tensor, plan: SchedulerOutput, inputs: StepInputs, normed: Tensor) -> Tensor:
-        """Add this step's tokens to the sums of their rows; the means of the rows that end. (T, H) -> (D, H)."""
+        """Add this step's tokens to their rows' sums; return the means of rows whose prompt ends. (T, H) -> (D, H)."""
         rows = torch.tensor(plan.rows, device=normed.device)
-        # A row that begins, or begins anew after a preemption, has computed nothing: its sum is another sequence's.
+        # num_computed 0: the row begins, or begins again after a preemption. Its sum is an older sequence's.
         sums[rows[torch.from_numpy(inputs.num_computed == 0).to(rows.device)]] = 0.0
         sums.index_add_(0, rows.repeat_interleave(torch.from_numpy(inputs.num_new).to(rows.device)), normed)
         ends = np.array(plan.samples, dtype=bool)

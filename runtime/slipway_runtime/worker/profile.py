@@ -1,4 +1,4 @@
-"""What the widest step takes beside weights and cache, found out before the cache is sized from what is left."""
+"""Profile step: the activation memory of the widest step, found before the KV cache is sized from the rest."""
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ def widest_step_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Activations of a step of `tokens` tokens of which `rows` sample: measured on a GPU, counted on a CPU.
+    """Activation bytes of a step of `tokens` tokens of which `rows` sample: measured on a GPU, computed on a CPU.
 
-    Raises what torch raises when there is no room for them at all.
+    OOM raises torch's error.
     """
     if device.type != "cuda":
         needs = Needs(dtype=NAMES[dtype], max_model_len=tokens, max_num_seqs=rows, max_num_batched_tokens=tokens)
@@ -37,7 +37,7 @@ def widest_step_bytes(
     dummy_step(decoder, config, kernels, tokens=tokens, rows=rows, block_size=block_size, dtype=dtype, device=device)
     torch.cuda.synchronize(device)
     widest = torch.cuda.max_memory_allocated(device) - before
-    # The allocator keeps what the step has freed, and the driver would count it as taken: twice, with the result.
+    # The allocator keeps what the step has freed, and the driver counts it as used: it would be counted twice.
     torch.cuda.empty_cache()
     return widest
 
@@ -68,11 +68,11 @@ def dummy_step(
         token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         hidden = decoder(token_ids, caches, StepContext(cos, sin, slots, plan))
         scores = decoder.logits(hidden[:rows])
-        scores.softmax(-1)  # as sampling takes a copy
+        scores.softmax(-1)  # sampling needs a copy of the logits
 
 
 def check_remainder(asked: int, activations: int, free: int) -> None:
-    """Refuse a KV cache of so many bytes where it leaves no room for a step. Weights and adapters are there already."""
+    """Raise DoesNotFitError if the KV cache and a step exceed the memory that is free beside weights and adapters."""
     if asked + activations > free:
         raise DoesNotFitError(
             f"a KV cache of {asked} bytes and {activations} for the widest step exceed the {free} that weights and "

@@ -1,4 +1,4 @@
-"""Executes plans: packs, computes, samples, remembers."""
+"""Model runner: executes scheduler outputs (updates the input batch, runs the decoder, samples)."""
 
 import msgspec
 import torch
@@ -37,28 +37,28 @@ class Runner:
         num_tokens: int | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        """num_tokens: of the tokenizer. A padded vocabulary has more scores, and what they mean nobody knows."""
-        self.decoder = decoder  # this and the caches are taken away while the engine sleeps
+        """num_tokens: size of the tokenizer's vocabulary. The model's may be padded; logits of padding are cut off."""
+        self.decoder = decoder  # decoder and caches are offloaded while the engine sleeps
         self.caches = caches
         self._kernels = kernels
         self._block_size = block_size
         self._device = device
         self._num_tokens = num_tokens
         self.adapters = adapters  # None: adapters are off
-        self.host: HostArena | None = None  # None: cold blocks are dropped
-        self.graphs: DecodeGraphs | None = None  # None: every step is computed as it is planned
-        self.pooler: Pooler | None = None  # None: this engine generates
+        self.host: HostArena | None = None  # None: evicted blocks are not offloaded
+        self.graphs: DecodeGraphs | None = None  # None: every step runs eagerly
+        self.pooler: Pooler | None = None  # None: this engine generates text
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._rows = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size))
         self._sampler = Sampler(self._rows, eos_token_ids, kernels)
 
     def execute(self, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
-        """Compute what the plan says. The KV of its new tokens is in the cache when this returns.
+        """Execute a scheduler output. The KV of its new tokens is in the cache when this returns.
 
-        `masks` is asked for when the scores are there: whoever makes them has until then. None: the plan has them.
-        Raises StepOutOfMemoryError, after which the next plan may be executed: what this one said of rows, blocks and
-        slots was done. A shortage before that is not survived.
+        `masks` is called after the logits are computed, so masks can be built meanwhile. None: they are in the plan.
+        Raises StepOutOfMemoryError, after which the next plan may be executed: the plan's changes to rows, blocks and
+        slots were made. An OOM while these changes are made is not caught.
         """
         self._rows.update_states(plan)
         if self.adapters is not None:
@@ -82,14 +82,14 @@ class Runner:
             return self.pooler(plan, inputs, hidden, self.decoder.normed)
         last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
         result = self._sample(plan, inputs, self.logits(last) if len(inputs.sampled_rows) else None, masks)
-        # A step that samples after each of its tokens is past all prompts.
+        # No prompt logprobs in a step that samples after every token: all of its rows are past their prompts.
         if inputs.sampled_tokens is None:
             return result
         scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
         return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
 
     def follow(self, plan: SchedulerOutput) -> None:
-        """Compute this rank's share of a plan that another one executes, and samples for: `learn` brings the tokens."""
+        """Compute this rank's share of a plan without sampling: another rank samples, `learn` records the tokens."""
         self._rows.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
@@ -97,11 +97,11 @@ class Runner:
                 self.hidden(prepare_inputs(plan, self._rows, self._block_size, self._device))
 
     def learn(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
-        """Record what the rows of a plan sampled on another rank, before anything later is followed."""
+        """Record the tokens that another rank sampled for a plan. Call it before `follow` of a later plan."""
         self._rows.learn(plan, token_ids)
 
     def capture_graphs(self, capture: Capture) -> None:
-        """Capture the decode steps, if these kernels can be; `graphs` has them afterwards. Raises RuntimeError."""
+        """Capture decode steps into `graphs`, if the kernels support capture. Raises RuntimeError if it fails."""
         if (kernels := capturable(self._kernels)) is None:
             return
 
@@ -130,13 +130,13 @@ class Runner:
         return self.decoder(inputs.token_ids, self.caches, StepContext(cos, sin, inputs.slots, plan, lora))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the tokens that may come next. (R, H) -> (R, V), float32."""
+        """Logits of the next token. (R, H) -> (R, V), float32."""
         return self.decoder.logits(hidden)[:, : self._num_tokens]
 
     def _sample(
         self, plan: SchedulerOutput, inputs: StepInputs, scores: Tensor | None, masks: Masks | None
     ) -> StepResult:
-        """scores: (D, V), written over; None: nothing is sampled."""
+        """Sample the step's tokens. scores: (D, V) logits, overwritten; None: no row samples."""
         row_ids, positions = inputs.sampled_rows, inputs.sampled_positions
         if scores is None:
             return StepResult(step=plan.step, token_ids=((),) * len(plan.rows))

@@ -1,7 +1,7 @@
-"""Logits to tokens, each row by its own parameters.
+"""Sampler: tokens from logits, each row by its own sampling parameters.
 
-The order is fixed: what a grammar forbids, logit_bias, tokens that may not come yet (min_tokens), penalties,
-temperature, min-p, top-k, top-p, sample. Logprobs are those after the grammar and before all the rest.
+The order is fixed: grammar bitmask, logit_bias, min_tokens, penalties, temperature, min-p, top-k, top-p, sample.
+Logprobs are computed after the bitmask and before all the rest.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ from slipway_runtime.worker.logprobs import as_logprobs, score
 from slipway_runtime.worker.masks import apply_masks
 from slipway_runtime.worker.token_counts import TokenCounts
 
-Masks = Callable[[], TokenMasks | None]  # of all samples; called only when a grammar binds one
+Masks = Callable[[], TokenMasks | None]  # of all samples; called only when a grammar constrains one
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """D samples."""
+    """The tokens of D samples, and their logprobs."""
 
     token_ids: Ints  # (D,)
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # (D,), None for rows that did not ask; empty: nobody did
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # (D,), None for rows that did not request them; empty: no row did
 
 
 class Sampler:
-    """Draws are keyed by (seed, position): neither the batch nor a preemption changes them."""
+    """Samples tokens. Random numbers are keyed by (seed, position): batch and preemption do not change them."""
 
     def __init__(self, rows: InputBatch, eos_token_ids: tuple[int, ...], kernels: Kernels) -> None:
         self._rows = rows
@@ -40,7 +40,7 @@ class Sampler:
         self._counts = TokenCounts(rows)
 
     def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> SampledTokens:
-        """logits: (D, V), written over; the tokens will stand at `positions` of `row_ids`."""
+        """Sample one token per row of logits. logits: (D, V), overwritten; `positions` of `row_ids` get the tokens."""
         rows = self._rows
         if rows.plain[row_ids].all():
             return SampledTokens(download((logits.argmax(dim=-1),))[0])
@@ -61,7 +61,7 @@ class Sampler:
         return SampledTokens(token_ids, tuple(logprobs))
 
     def _change(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
-        """Bias, min_tokens, penalties."""
+        """Apply logit_bias, min_tokens and penalties."""
         rows = self._rows
         if rows.biased[row_ids].any():
             self._bias(logits, row_ids)
@@ -85,7 +85,7 @@ class Sampler:
             (place, token, value)
             for place in np.flatnonzero(self._rows.biased[row_ids]).tolist()
             for token, value in self._rows.bias[row_ids[place]]
-            if token < logits.shape[1]  # padding is no token
+            if token < logits.shape[1]  # ids beyond the logits have no score
         ]
         places, tokens = _pairs([(place, token) for place, token, _ in biases])
         values = np.array([value for *_, value in biases], dtype=np.float32)
@@ -93,7 +93,7 @@ class Sampler:
         logits.index_put_((where, which), added, accumulate=True)
 
     def _suppress_stop_tokens(self, logits: Tensor, row_ids: Ints, positions: Ints) -> None:
-        """Before `min_tokens` are out no end may come, unless a grammar has nothing left but ends."""
+        """Mask EOS and stop tokens of rows with fewer than `min_tokens`, unless the grammar allows nothing else."""
         rows = self._rows
         early = np.flatnonzero(positions - rows.num_prompt[row_ids] < rows.min_tokens[row_ids] - 1)
         ends = [
@@ -115,15 +115,15 @@ class Sampler:
             logits.index_put_((bound_where, bound_which), before.where(only_ends, nothing))
 
     def _penalize(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
-        """Change the scores of rows that are penalized, in place; the others are not touched."""
+        """Apply penalties in place, to the logits of penalized rows only."""
         penalized = np.flatnonzero(self._rows.penalized[row_ids])
         own = row_ids[penalized]
         is_last = np.append(own[1:] != own[:-1], True)  # of its row's samples
-        if is_last.all():  # no drafts: the counts are those of the table
+        if is_last.all():  # no drafts: the count table needs no copy
             counts = self._counts.up_to(own, positions[penalized], logits)
             self._apply_penalties(logits, penalized, own, counts, own)
             return logits
-        # All samples of a row together: the counts of its drafts are added to those of its first sample.
+        # Chunks hold all samples of a row: counts of its draft tokens are added to those of its first sample.
         most = max(PENALIZED_AT_ONCE // logits.shape[1], 1)
         bounds, last = [0], 0
         for row_end in (np.flatnonzero(is_last) + 1).tolist():
@@ -144,6 +144,6 @@ class Sampler:
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Places and tokens."""
+    """Split (place, token) pairs into two arrays."""
     both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])

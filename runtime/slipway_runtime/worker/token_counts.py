@@ -1,7 +1,7 @@
-"""How often each token stands in a sequence, kept on the device for penalties.
+"""Token counts of each sequence, kept on the device for penalties.
 
-A step sends what it adds, one token a row in decode, instead of a table over the whole vocabulary. Counts follow the
-tokens that a sequence keeps; what a row's further samples see of its drafts is added to a copy.
+A step uploads only the tokens that it adds, one per row in decode, not a table over the whole vocabulary. The table
+counts accepted tokens; draft tokens before a row's further samples are added to a copy.
 """
 
 import numpy as np
@@ -14,16 +14,16 @@ from slipway_runtime.worker.input_batch import InputBatch, Ints
 
 
 class TokenCounts:
-    """Counts of all rows that are penalized. Memory: 4 bytes a token of the vocabulary and row, as rows need it."""
+    """Counts of penalized rows. Memory: 4 bytes per row and token of the vocabulary, grown as rows need it."""
 
     def __init__(self, rows: InputBatch) -> None:
         self._rows = rows
         self._counts = torch.zeros(0, 0, dtype=torch.int32)
         self._starts = np.full(len(rows.starts), -1, dtype=np.int64)  # which sequence of a row is counted
-        self._counted = np.zeros(len(rows.starts), dtype=np.int64)  # tokens of it
+        self._counted = np.zeros(len(rows.starts), dtype=np.int64)  # how many of its tokens
 
     def of(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
-        """Counts before each sample: (D, V) int32. A row's samples follow each other. like: (…, V) on the device."""
+        """Counts before each sample: (D, V) int32. A row's samples are adjacent. like: (…, V) on the device."""
         rows, vocabulary = self._rows, like.shape[1]
         is_first = np.append(True, row_ids[1:] != row_ids[:-1])
         self.up_to(row_ids[is_first], positions[is_first], like)
@@ -43,7 +43,7 @@ class TokenCounts:
         return counts
 
     def up_to(self, row_ids: Ints, positions: Ints, like: Tensor) -> Tensor:
-        """The table of all rows, these counted up to their positions: (…, V) int32. like: (…, V) on the device."""
+        """Count `row_ids` up to their positions; the table of all rows, (…, V) int32. like: (…, V) on the device."""
         self._make_room(int(row_ids.max()) + 1, like)
         self._count(row_ids, positions, like.shape[1])
         return self._counts
@@ -58,7 +58,7 @@ class TokenCounts:
         self._counts = counts
 
     def _count(self, row_ids: Ints, ends: Ints, vocabulary: int) -> None:
-        """Bring rows up to their first `ends` tokens."""
+        """Update the counts of rows to their first `ends` tokens."""
         rows = self._rows
         is_new = (self._starts[row_ids] != rows.starts[row_ids]) | (self._counted[row_ids] > ends)
         new = row_ids[is_new]
@@ -86,7 +86,7 @@ class TokenCounts:
 
 
 def _places(row: Ints | int, tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]", vocabulary: int) -> Ints:
-    """Where the counts of a row's tokens lie; tokens that have no score have none."""
+    """Flat indices of the counts of a row's tokens. Tokens beyond the vocabulary have none."""
     places: Ints = np.where(tokens < vocabulary, np.asarray(row) * vocabulary + tokens.astype(np.int64), -1)
     return places[places >= 0]
 

@@ -1,10 +1,10 @@
-"""Which drafted tokens are kept: those that the row samples itself.
+"""Verification of draft tokens (speculative decoding): a draft token is accepted if the row samples the same token.
 
-A sample is a function of the logits, the seed and the position. A row with K drafts samples K + 1 times, each time with
-the key of that position, as if all drafts before it were right. As long as a sample equals the draft it is the token
-that would have come without drafts, and the next sample was made after the right tokens. The first that differs is
-right too, and ends the row's step. So the output with drafts is the output without, token for token, sampled or
-greedy; the distribution is the same because the tokens are.
+A sample is a function of the logits, the seed and the position. A row with K draft tokens samples K + 1 times, each
+with the key of its position, as if all drafts before it were accepted. As long as a sample equals the draft, it is the
+token of decode without drafts, and the next sample follows the right tokens. The first sample that differs is kept too,
+and ends the row's step. So the output is the same with and without drafts, token for token, sampled or greedy; the
+distribution is the same because the tokens are.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
 
 
 def kept_tokens(plan: SchedulerOutput, sampled: list[int]) -> tuple[tuple[int, ...], ...]:
-    """For each row of the plan the tokens it goes on with. sampled: all samples of the plan, in order."""
+    """Sampled tokens that each row of the plan keeps. sampled: all samples of the plan, in order."""
     following = iter(sampled)
     if not plan.drafts:
         return tuple([(next(following),) if samples else () for samples in plan.samples])
@@ -29,7 +29,7 @@ def kept_tokens(plan: SchedulerOutput, sampled: list[int]) -> tuple[tuple[int, .
 def kept_logprobs(
     plan: SchedulerOutput, logprobs: Sequence[TokenLogprobs | None], token_ids: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """Of all samples, in order, those of the tokens that were kept; empty when no row asked (there are none)."""
+    """Logprobs of each row's kept tokens. logprobs: of all samples, in order; empty, as the result: none requested."""
     if not logprobs:
         return ()
     result: list[tuple[TokenLogprobs, ...]] = []

@@ -1,7 +1,7 @@
-"""The compiled kernels: which of the libraries beside this file this processor runs, and how they are called.
+"""Compiled CPU kernels: loads the best library in this folder for this processor, and declares its functions.
 
-They are built with the package (`compile`), for two generations of x86. Where there is no compiler, or another
-processor, there is no library, and `reference` computes instead. `cpu` is what torch's tensors go through.
+The libraries are built with the package (`compile`), for two generations of x86. Without a compiler, or on another
+processor, there is no library, and `reference` computes instead. `cpu` calls the functions with torch's tensors.
 
 Threads: the libraries use torch's own OpenMP, so that there is one pool of threads in the process.
 """
@@ -28,14 +28,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "add_lora": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
     "attend_pages": (_P, _I, _P, _I, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _F, _I, _F, _P, _I),
 }
-_BYTES_SIGNATURES: dict[str, tuple[type, ...]] = {  # where the processor multiplies bytes
+_BYTES_SIGNATURES: dict[str, tuple[type, ...]] = {  # only in libraries for processors that multiply bytes
     "pack_bytes": (_P, _P, _P, _I, _I),
     "linear_bytes": (_P, _P, _P, _P, _P, _P, _I, _I, _I),
 }
 
 
 class Native(ctypes.CDLL):
-    """A library of compiled kernels. The sources say what each function computes; no pointer is checked there."""
+    """A library of compiled kernels. The C++ sources document each function; pointers are not checked."""
 
     multiplies_bytes: bool
 
@@ -51,7 +51,7 @@ class Native(ctypes.CDLL):
 
 @cache
 def library() -> Native | None:
-    """The best library for this processor; None: there is none."""
+    """The best library for this processor, or None."""
     for name in fitting():
         try:
             return Native(Path(__file__).parent / f"{name}.so")
@@ -79,6 +79,6 @@ def fitting() -> list[str]:
 
 
 def set_threads(count: int) -> None:
-    """How many threads a call may use from now on."""
+    """Set the number of threads of later calls."""
     if (found := library()) is not None:
         found.set_threads(count)

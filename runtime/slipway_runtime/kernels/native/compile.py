@@ -1,7 +1,7 @@
-"""Compiles the kernels for two generations of x86: run when the package is built, and by hand after an edit.
+"""Compiles the CPU kernels for two generations of x86: run when the package is built, and by hand after an edit.
 
-Without a compiler, or on another processor, nothing is built and the package works without. No torch: at the time of
-the build there is none. OpenMP's functions stay open, to be found in the process, where torch brings its own.
+Without a compiler, or on another processor, nothing is built, and the package works without. No torch: it is not
+installed at build time. OpenMP's symbols are left undefined, and resolve in the process to torch's own OpenMP.
 """
 
 import os
@@ -47,7 +47,7 @@ def build(folder: Path = HERE) -> list[Path]:
             subprocess.run(command, check=True, capture_output=True, text=True)
             objects.append(compiled)
         library = folder / f"{name}.so"
-        # Linked aside and moved: a running process keeps the library it has.
+        # Linked under another name, then renamed: a running process keeps its old library.
         fresh = library.with_suffix(".new")
         _run(compiler, "-shared", *map(str, objects), "-lm", "-o", str(fresh))
         fresh.replace(library)
