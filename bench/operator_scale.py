@@ -269,7 +269,7 @@ async def _measure(services: int, folder: Path) -> Section:
                 "steady CPU",
                 steady,
                 "cores",
-                f"{STEADY_SECONDS:.0f} s, every pod busy and asked for its signals; aim 1",
+                f"{STEADY_SECONDS:.0f} s, every pod busy and scraped; aim 1",
             ),
             Figure("steady CPU, scraping off", idle, "cores", f"{IDLE_SECONDS:.0f} s; aim 0.05"),
             Figure("age of samples, p99", ages[int(len(ages) * 0.99)], "s", "when looked at, once a second"),
@@ -280,9 +280,7 @@ async def _measure(services: int, folder: Path) -> Section:
             Figure("changed spec → pod created, p99", _share(latencies, 0.99), "s", f"of {CHANGES}; aim 0.5"),
             Figure("the same during a resync, p99", _share(resyncing, 0.99), "s", "of all objects at once; aim 0.5"),
             Figure("the same during a takeover, p50", _share(takeover, 0.5), "s", "beside the first pass of each"),
-            Figure(
-                "the same during a takeover, p99", _share(takeover, 0.99), "s", "the first waits for the lists; aim 0.5"
-            ),
+            Figure("the same during a takeover, p99", _share(takeover, 0.99), "s", "the first wait for lists; aim 0.5"),
             Figure("peak memory", memory, "MiB", "of the process, with this benchmark in it; aim 286"),
         ),
     )
