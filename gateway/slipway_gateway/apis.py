@@ -8,30 +8,19 @@
 | /v1/messages         | `max_tokens`        | Anthropic's | `event: message_stop`, `event: error`                    |
 """
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
+from slipway_api.anthropic_errors import MESSAGES_PATH, anthropic_error, is_anthropic
 from slipway_gateway.errors import Refusal
 from slipway_gateway.sse import error_event as chat_error_event
 
 RESPONSES_PATH: Final = "/v1/responses"
-MESSAGES_PATH: Final = "/v1/messages"
 COUNT_TOKENS_PATH: Final = "/v1/messages/count_tokens"
 # What they generate is limited and billed, and their streams can be continued on another replica.
 GENERATING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH})
-
-_ANTHROPIC_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 def limit_field(path: str) -> str:
@@ -44,7 +33,7 @@ def refusal_response(refusal: Refusal, path: str) -> web.Response:
     response = refusal.response()
     if not is_anthropic(path):
         return response
-    body = _anthropic_error(refusal.message, refusal.status)
+    body = anthropic_error(refusal.message, refusal.status)
     return web.json_response(
         body, status=refusal.status, headers={n: v for n, v in response.headers.items() if n[:8] != "Content-"}
     )
@@ -53,19 +42,9 @@ def refusal_response(refusal: Refusal, path: str) -> web.Response:
 def error_event(path: str, message: str, kind: str, status: int) -> bytes:
     """The last event of a stream that could not be finished."""
     if is_anthropic(path):
-        return b"event: error\ndata: " + msgspec.json.encode(_anthropic_error(message, status)) + b"\n\n"
+        return b"event: error\ndata: " + msgspec.json.encode(anthropic_error(message, status)) + b"\n\n"
     if path == RESPONSES_PATH:
         # The numbers of the events before it are not counted here; clients read this one for its message.
         body = {"type": "error", "code": "server_error", "message": message, "param": None, "sequence_number": 1 << 31}
         return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
     return chat_error_event(message, kind, status)
-
-
-def is_anthropic(path: str) -> bool:
-    """Whether Anthropic's API has this path."""
-    return f"{path}/".startswith(f"{MESSAGES_PATH}/")
-
-
-def _anthropic_error(message: str, status: int) -> dict[str, Any]:
-    otherwise = "api_error" if status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, otherwise), "message": message}}

@@ -1,4 +1,4 @@
-"""Who may write: one leader, hot standbys that write nothing, and a hand-over in seconds."""
+"""Leader election: one operator writes, its standbys write nothing, and one of them takes over in seconds."""
 
 import pytest
 

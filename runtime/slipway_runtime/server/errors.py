@@ -33,6 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from slipway_api import names
+from slipway_api.anthropic_errors import anthropic_error, is_anthropic
 from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
 from slipway_runtime.server.wire import Misused, Unsupported
 
@@ -51,18 +52,6 @@ _TYPES: Final = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
-# Error types of Anthropic's API.
-_ANTHROPIC_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-_ANTHROPIC_PATH: Final = "/v1/messages/"
 NOT_STARTED: Final = {names.HEADER_NOT_STARTED: "1"}
 _LONGEST_MESSAGE: Final = 500
 _KEY: Final = re.compile(r"[A-Za-z0-9_\[\]-]{1,40}")
@@ -100,15 +89,8 @@ class ApiError(Exception):
 
     def response(self, path: str = "") -> Response:
         """The error as a response, in the format of the API that `path` belongs to."""
-        body = anthropic_error(self) if f"{path}/".startswith(_ANTHROPIC_PATH) else self.body()
+        body = anthropic_error(self.message, self.status) if is_anthropic(path) else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
-
-
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """The JSON of the error in the format of Anthropic's API."""
-    otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
-    kind = _ANTHROPIC_TYPES.get(error.status, otherwise)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unavailable(message: str, retry_after_seconds: float | None = 1.0, *, started: bool = False) -> ApiError:

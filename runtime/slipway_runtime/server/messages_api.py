@@ -7,9 +7,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from slipway_api.anthropic_errors import anthropic_error
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.chat import answer_chat, prompt_of
-from slipway_runtime.server.errors import ApiError, anthropic_error
+from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest, in_words_of_messages
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
@@ -113,7 +114,10 @@ class MessageEvents:
     def failure(self, error: ApiError) -> bytes:
         """The error event."""
         self._has_failed = True
-        return _event("error", **{name: value for name, value in anthropic_error(error).items() if name != "type"})
+        return _event(
+            "error",
+            **{name: value for name, value in anthropic_error(error.message, error.status).items() if name != "type"},
+        )
 
     def end(self) -> bytes:
         """Close the last block and end the message."""

@@ -166,7 +166,7 @@ def check_request_table(served: Served, features: Features) -> None:
 
 
 def check_answers(served: Served) -> None:
-    """Whoever is bound by the grammar says what it allows, to its end."""
+    """Every answer with a grammar matches it from the first token to the last."""
     for number in (0, 1, 3):
         for (id, index), outputs in served.outputs.items():
             if id == f"r{number}":

@@ -40,8 +40,8 @@ def regex(text: str) -> Grammar:
     return Grammar(kind="regex", text=text)
 
 
-class Town:
-    """Grammars, and answers in rows of their own: the step loop without model and scheduler."""
+class StepLoop:
+    """The step loop of the grammars, without model and scheduler; each answer has a row of its own."""
 
     def __init__(self, *requests: Request) -> None:
         self.grammars = Grammars(COMPILER)
@@ -88,17 +88,17 @@ def starts(text: str, *texts: str) -> bool:
 
 @pytest.mark.capability("SO-1")
 def test_masks_advance_with_what_was_emitted_and_end_with_the_end():
-    town = Town(request("a", regex("ab?c")))
-    (first,) = town.masks().values()
+    loop = StepLoop(request("a", regex("ab?c")))
+    (first,) = loop.masks().values()
     assert first == {token for token in range(V) if spell_back(token) and starts(spell_back(token), "abc", "ac")}
-    assert town.emit(0, "a") == ""
-    (second,) = town.masks().values()
+    assert loop.emit(0, "a") == ""
+    (second,) = loop.masks().values()
     assert EOS not in second
-    assert town.emit(0, "c") == ""
-    assert town.masks() == {0: {EOS}}
-    assert town.emit(0, [EOS], FinishReason.STOP) == ""
-    assert len(town.grammars) == 0
-    assert town.masks() == {}
+    assert loop.emit(0, "c") == ""
+    assert loop.masks() == {0: {EOS}}
+    assert loop.emit(0, [EOS], FinishReason.STOP) == ""
+    assert len(loop.grammars) == 0
+    assert loop.masks() == {}
 
 
 def spell_back(token: int) -> str:
@@ -107,24 +107,24 @@ def spell_back(token: int) -> str:
 
 @pytest.mark.capability("SO-1")
 def test_after_the_end_only_ends_come_however_many_are_wanted():
-    town = Town(request("a", regex("ab?")))
-    assert town.emit(0, "a") == ""
-    assert EOS in town.masks()[0]
+    loop = StepLoop(request("a", regex("ab?")))
+    assert loop.emit(0, "a") == ""
+    assert EOS in loop.masks()[0]
     for _ in range(3):
-        assert town.emit(0, [EOS]) == ""
-        assert town.masks() == {0: {EOS}}
-    assert town.masks([EOS, EOS]) == {0: {EOS}, 1: {EOS}, 2: {EOS}}
-    assert town.emit(0, "b") != ""
+        assert loop.emit(0, [EOS]) == ""
+        assert loop.masks() == {0: {EOS}}
+    assert loop.masks([EOS, EOS]) == {0: {EOS}, 1: {EOS}, 2: {EOS}}
+    assert loop.emit(0, "b") != ""
 
 
 @pytest.mark.capability("SO-1", "SD-1")
 def test_each_draft_token_has_its_mask_and_leaves_no_trace():
-    town = Town(request("free", None), request("a", regex("([ac][bd]){3}")), request("b", regex("x*")))
-    before = town.masks("zz", "", "")
+    loop = StepLoop(request("free", None), request("a", regex("([ac][bd]){3}")), request("b", regex("x*")))
+    before = loop.masks("zz", "", "")
     places = 1 + len(spell("zz"))
     assert set(before) == {places, places + 1}
     a, b = spell("a")[0], spell("b")[0]
-    masks = town.masks("zz", [a, b, a, a, b], [])
+    masks = loop.masks("zz", [a, b, a, a, b], [])
     assert set(masks) == {places, places + 1, places + 2, places + 3, places + 6}, (
         "none after a draft token that is refused"
     )
@@ -134,32 +134,32 @@ def test_each_draft_token_has_its_mask_and_leaves_no_trace():
     assert a in masks[places + 2]
     assert b in masks[places + 3]
     assert masks[places + 6] == before[places + 1]
-    assert town.masks("zz", "", "") == before
-    assert town.emit(1, [a, b]) == ""
-    ended = town.masks([], [a, b, a, b, EOS], [EOS, EOS])
+    assert loop.masks("zz", "", "") == before
+    assert loop.emit(1, [a, b]) == ""
+    ended = loop.masks([], [a, b, a, b, EOS], [EOS, EOS])
     assert ended[1 + 4] == ended[1 + 5] == {EOS}
     assert ended[7 + 1] == ended[7 + 2] == {EOS}
-    assert town.emit(1, [a, b, a, b, EOS]) == ""
+    assert loop.emit(1, [a, b, a, b, EOS]) == ""
 
 
 @pytest.mark.capability("SO-1")
 def test_answers_of_one_request_stand_apart_and_rows_change_hands():
-    town = Town(request("a", regex("ab|ba"), n=2))
-    assert town.emit(0, "a") == ""
-    masks = town.masks()
+    loop = StepLoop(request("a", regex("ab|ba"), n=2))
+    assert loop.emit(0, "a") == ""
+    masks = loop.masks()
     assert spell("a")[0] not in masks[0]
     assert spell("a")[0] in masks[1]
     # The first is preempted; the second comes back in its row.
-    town.new = (NewRow(row=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1), request_id="a",
+    loop.new = (NewRow(row=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1), request_id="a",
                        index=1),)  # fmt: skip
-    assert spell("a")[0] in town.masks()[0]
+    assert spell("a")[0] in loop.masks()[0]
 
 
 @pytest.mark.capability("SO-1")
 def test_given_output_is_replayed_and_must_fit():
-    town = Town(request("a", regex("hello world"), output=tuple(spell("hello"))))
-    assert all(spell_back(token).startswith(" ") for token in town.masks()[0])
-    lost = Town(request("a", regex("hello"), output=tuple(spell("goodbye"))))
+    loop = StepLoop(request("a", regex("hello world"), output=tuple(spell("hello"))))
+    assert all(spell_back(token).startswith(" ") for token in loop.masks()[0])
+    lost = StepLoop(request("a", regex("hello"), output=tuple(spell("goodbye"))))
     assert lost.masks() == {0: {EOS}}
     assert "does not allow" in lost.emit(0, [EOS])
 
@@ -167,14 +167,14 @@ def test_given_output_is_replayed_and_must_fit():
 @pytest.mark.capability("SO-1")
 def test_a_grammar_that_breaks_allows_only_an_end_and_says_so():
     for grammar, sentence in ((regex("(a"), "cannot be compiled"), (Grammar(kind="x", text=""), "no kind of grammar")):
-        town = Town(request("a", grammar), request("b", regex("[xy]")))
-        masks = town.masks("aa", "")
+        loop = StepLoop(request("a", grammar), request("b", regex("[xy]")))
+        masks = loop.masks("aa", "")
         assert masks[0] == {EOS}
         assert spell("x")[0] in masks[max(masks)], "the others go on"
-        assert sentence in town.emit(0, [EOS])
-        assert len(town.grammars) == 1
-    town = Town(request("a", regex("aaa")))
-    assert town.emit(0, "ab") == "a token was sampled that the grammar does not allow"
+        assert sentence in loop.emit(0, [EOS])
+        assert len(loop.grammars) == 1
+    loop = StepLoop(request("a", regex("aaa")))
+    assert loop.emit(0, "ab") == "a token was sampled that the grammar does not allow"
 
 
 JSON = Grammar(
@@ -192,7 +192,7 @@ JSON = Grammar(
 def test_random_draws_within_the_masks_always_end_in_a_valid_text(drafting):
     """The step loop with a worker that samples evenly from what is allowed, and drafts from what was allowed before."""
     dice = random.Random(5)
-    town = Town(request("j", JSON), request("free", None), request("r", regex("(ab|ba){2,20}!")))
+    loop = StepLoop(request("j", JSON), request("free", None), request("r", regex("(ab|ba){2,20}!")))
     texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
     done: set[int] = set()
     for _ in range(200):
@@ -200,8 +200,8 @@ def test_random_draws_within_the_masks_always_end_in_a_valid_text(drafting):
             [] if not drafting or row in done else dice.choices(range(3, V), k=dice.randrange(3)) for row in texts
         ]
         if drafting and 0 not in done:
-            drafts[0] = sorted(town.masks([], [], [])[0])[:2]
-        masks = town.masks(*drafts)
+            drafts[0] = sorted(loop.masks([], [], [])[0])[:2]
+        masks = loop.masks(*drafts)
         first = 0
         for row, draft in enumerate(drafts):
             kept: list[int] = []
@@ -222,7 +222,7 @@ def test_random_draws_within_the_masks_always_end_in_a_valid_text(drafting):
                 continue
             texts[row] += kept
             ends = EOS in kept
-            assert town.emit(row, kept, FinishReason.STOP if ends else None) == ""
+            assert loop.emit(row, kept, FinishReason.STOP if ends else None) == ""
             done |= {row} if ends else set()
         if done == {0, 2}:
             break

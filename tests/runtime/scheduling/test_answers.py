@@ -72,7 +72,7 @@ def test_an_answer_begun_elsewhere_goes_on_as_if_it_had_been_here(given):
 
 
 @pytest.mark.parametrize(("given", "reason"), [(12, FinishReason.LENGTH), (3, FinishReason.STOP)])
-def test_an_answer_that_was_complete_elsewhere_only_lost_its_last_word(given, reason):
+def test_an_answer_that_was_complete_on_another_replica_only_gets_its_final_output(given, reason):
     whole = continuation(PROMPT, 12)
     play = Play(eos=[whole[2]])
     play.add("a", PROMPT, max_tokens=12, output_token_ids=tuple(whole[:given]), ignore_eos=given == 12)

@@ -1,4 +1,4 @@
-"""Who is served next when not everybody can be."""
+"""Which waiting request is scheduled next when there is no room for all."""
 
 import pytest
 

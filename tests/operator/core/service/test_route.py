@@ -1,4 +1,4 @@
-"""Who has a name: the older of two services, and the younger one is told."""
+"""Which service serves a name that two ask for: the older one; the status of the younger one says so."""
 
 from datetime import datetime
 
