@@ -25,6 +25,7 @@ BENCHMARKS = (
     "soak",
     "cluster",
     "operator_scale",
+    "kubeai",
 )
 
 
