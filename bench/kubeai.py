@@ -25,7 +25,7 @@ from e2e.slipway import Load, NotInTimeError, Slipway, wait_for
 NAME, NODE, MOST = "chat", "node-a", 3
 USERS = 24  # one replica computes 16 sequences at once, and its cache holds fewer
 TARGET_REQUESTS = 8  # of KubeAI, for one replica; its own default, 100, is above this load
-PATIENCE = 300.0  # seconds for a second pod
+PATIENCE = 360.0  # seconds for a second pod
 ENGINE = [
     "serve", "file:///opt/slipway/models/tiny", "--served-name", NAME, "--dtype", "fp32", "--max-model-len", "512",
     "--max-num-seqs", "16", "--max-num-batched-tokens", "512", "--kv-cache-bytes", "6Mi",

@@ -109,6 +109,8 @@ def engine_patches(arguments: Sequence[str]) -> list[Json]:
     environment = [{"name": name, "value": value} for name, value in variables.items()]
     folders = [{"name": f"own-{index}", "mountPath": path} for index, path in enumerate(WRITABLE)]
     return [
+        {"op": "remove", "path": f"{server}/volumeMounts/0"},  # /dev/shm, which one GPU does not need
+        {"op": "remove", "path": "/spec/volumes/0"},
         *({"op": "add", "path": "/spec/volumes/-", "value": {"name": one["name"], "emptyDir": {}}} for one in folders),
         *({"op": "add", "path": f"{server}/volumeMounts/-", "value": one} for one in folders),
         {"op": "remove", "path": f"{server}/command"},  # the image's own
@@ -190,6 +192,4 @@ def running(cluster: Cluster, node: str, built: Path, config: Mapping[str, Any])
         yield
     finally:
         started.stop()
-        cluster.kubectl(
-            "patch", "configmap", STATE, "-n", NAMESPACE, "--type=json", "-p", '[{"op":"remove","path":"/data"}]'
-        )
+        cluster.kubectl("patch", "configmap", STATE, "-n", NAMESPACE, "--type=merge", "-p", '{"data": null}')

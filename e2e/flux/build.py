@@ -30,7 +30,7 @@ class ModulesNotReachedError(RuntimeError):
 
 
 def ensure() -> Path:
-    """The folder of the build of this checkout's module; made now when it is not there; raises ModulesNotReachedError."""
+    """The folder of the build of this checkout's module; made now if needed; raises ModulesNotReachedError."""
     digest = hashlib.sha256((HERE / "go.mod").read_bytes() + b"\0" + (HERE / "go.sum").read_bytes())
     out = cache_folder() / "build" / f"flux-{digest.hexdigest()[:12]}"
     if not (out / PROGRAM).exists():
