@@ -10,6 +10,7 @@ tarball, and the object's status names its address and digest.
 """
 
 import contextlib
+import gzip
 import hashlib
 import io
 import signal
@@ -40,6 +41,37 @@ SECONDS_TO_STOP = 20
 Json = dict[str, Any]
 
 
+class ArtifactServer:
+    """An HTTP server on loopback with tarballs of manifests, each at a path made of its digest."""
+
+    def __init__(self) -> None:
+        self._tarballs: dict[str, bytes] = {}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self._tarballs))
+
+    def start(self) -> None:
+        """Serve, in a thread of its own."""
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        """Serve no more; only after `start`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def add(self, files: Mapping[str, str]) -> Json:
+        """Serve a tarball of these files (name -> content); returns it as Flux's `status.artifact` describes it."""
+        tarball = _tarball(files)
+        digest = hashlib.sha256(tarball).hexdigest()
+        self._tarballs[f"/{digest}.tar.gz"] = tarball
+        return {
+            "url": f"http://127.0.0.1:{self._server.server_port}/{digest}.tar.gz",
+            "path": f"{digest}.tar.gz",
+            "revision": f"main@sha256:{digest}",
+            "digest": f"sha256:{digest}",
+            "size": len(tarball),
+            "lastUpdateTime": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        }
+
+
 class KustomizeController:
     """The running controller, its one source, and the Kustomizations that apply from it."""
 
@@ -47,12 +79,11 @@ class KustomizeController:
         self.access = access
         self.log = access.logs / "kustomize-controller.log"
         self._build = build.ensure()
-        self._tarballs: dict[str, bytes] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self._tarballs))
+        self._artifacts = ArtifactServer()
         self._program: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "KustomizeController":
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._artifacts.start()
         try:
             self.access.serve_kinds(self._build / "crds")
             with contextlib.suppress(ApiError):  # it is there already
@@ -72,8 +103,7 @@ class KustomizeController:
         self._stop()
 
     def _stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._artifacts.stop()
         if self._program is not None:
             self._program.send_signal(signal.SIGTERM)
             try:
@@ -84,18 +114,7 @@ class KustomizeController:
 
     def publish(self, files: Mapping[str, str]) -> str:
         """A new revision of the source, of these files (name -> content); returns the revision."""
-        tarball = _tarball(files)
-        digest = hashlib.sha256(tarball).hexdigest()
-        self._tarballs[f"/{digest}.tar.gz"] = tarball
-        revision = f"main@sha256:{digest}"
-        artifact = {
-            "url": f"http://127.0.0.1:{self._server.server_port}/{digest}.tar.gz",
-            "path": f"{digest}.tar.gz",
-            "revision": revision,
-            "digest": f"sha256:{digest}",
-            "size": len(tarball),
-            "lastUpdateTime": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        }
+        artifact = self._artifacts.add(files)
         source = {
             "apiVersion": "source.toolkit.fluxcd.io/v1",
             "kind": "ExternalArtifact",
@@ -104,7 +123,7 @@ class KustomizeController:
         with contextlib.suppress(ApiError):  # it is there already
             self.access.api("POST", ARTIFACTS, source)
         self.access.api("PATCH", f"{ARTIFACTS}/{SOURCE}/status", {"status": {"artifact": artifact}})
-        return revision
+        return str(artifact["revision"])
 
     def sync(self, name: str, namespace: str, *, timeout: str = "2m", **spec: Any) -> None:
         """Create the Kustomization that keeps `namespace` as the source says, pruning, and waiting for health."""
@@ -160,7 +179,8 @@ class KustomizeController:
 def _tarball(files: Mapping[str, str]) -> bytes:
     """A tar.gz of the files; the same files make the same bytes."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as tar:
+    # Without the time that gzip would write down.
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
         for name, content in sorted(files.items()):
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content.encode()), 0o644
