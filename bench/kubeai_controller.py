@@ -105,7 +105,8 @@ def engine_patches(arguments: Sequence[str]) -> list[Json]:
     """What makes the pod of its engine `VLLM` one of our runtime: the command line, and the probes of our operator."""
     server = "/spec/containers/0"
     ready = {"httpGet": {"path": names.PATH_READY, "port": names.ADMIN_PORT}, "periodSeconds": 1, "timeoutSeconds": 2}
-    variables = {"OMP_NUM_THREADS": "1", "HOME": names.CACHE_DIRECTORY}
+    # With the digest of no token, the admin port, whose /ready the kubelet asks, listens on the pod's address.
+    variables = {"OMP_NUM_THREADS": "1", "HOME": names.CACHE_DIRECTORY, names.ENV_ADMIN_TOKEN_SHA256: "0" * 64}
     environment = [{"name": name, "value": value} for name, value in variables.items()]
     folders = [{"name": f"own-{index}", "mountPath": path} for index, path in enumerate(WRITABLE)]
     return [

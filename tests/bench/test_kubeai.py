@@ -9,11 +9,12 @@ from slipway_runtime.command_line import arguments_of, serve_settings
 
 
 def test_the_engine_that_both_run_is_a_command_line_of_our_runtime():
-    settings = serve_settings(arguments_of(ENGINE), {})
+    patches = {one["path"].rpartition("/")[2]: one.get("value") for one in engine_patches(ENGINE)}
+    environment = {one["name"]: one["value"] for one in patches["env"]}
 
-    assert settings is not None
-    (arguments,) = (one["value"] for one in engine_patches(ENGINE) if one["path"].endswith("/args"))
-    assert arguments == ENGINE
+    settings = serve_settings(arguments_of(patches["args"]), environment)
+
+    assert settings.admin_host == "0.0.0.0", "the kubelet must reach /ready"
 
 
 def test_its_pods_get_the_probes_of_our_operator_and_the_folders_that_the_runtime_writes_to():
