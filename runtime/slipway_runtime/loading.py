@@ -14,10 +14,10 @@ from typing import Final, TypeVar
 
 from slipway_api.runtime_spec import Pooling, Task
 from slipway_runtime.cores import compute_threads
+from slipway_runtime.engine.client import Transport
 from slipway_runtime.engine.launch import BootedEngine, EngineProcess
+from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.thread import EngineThread
-from slipway_runtime.engine.transport import Transport
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipway_runtime.engine.capture import capture_or_say_why_not
+from slipway_runtime.engine.warmup import capture_or_say_why_not
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.offload import HostCopy, tensors_of

@@ -25,8 +25,7 @@ from slipway_api.adapter_conditions import AdapterReason
 from slipway_api.runtime_api import AdapterInfo
 from slipway_runtime.engine.client import Call, EngineDead
 from slipway_runtime.messages import AdapterState, AdapterStatus, EngineFacts, LoadAdapter, Reply, UnloadAdapter
-from slipway_runtime.models.adapter_config import read_adapter_config
-from slipway_runtime.models.adapter_files import AdapterRefusedError, check_adapter_name
+from slipway_runtime.models.adapter_files import AdapterRefusedError, check_adapter_name, read_adapter_config
 from slipway_runtime.server.adapter_source import AdapterSource, Brought, without_paths
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.storage.address import shown

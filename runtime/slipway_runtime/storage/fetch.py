@@ -22,8 +22,7 @@ from typing import Final
 import structlog
 
 from slipway_api.types import parse_quantity
-from slipway_runtime.storage.access import Access
-from slipway_runtime.storage.address import Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
+from slipway_runtime.storage.address import Access, Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
 from slipway_runtime.storage.cache import Cache, content_key, manifest
 from slipway_runtime.storage.download import OnProgress, bring
 from slipway_runtime.storage.errors import (
@@ -164,7 +163,7 @@ def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[
 
             source = S3Source(address, access)
         case WebModel(url):
-            from slipway_runtime.storage.folder import FolderSource
+            from slipway_runtime.storage.web import FolderSource
 
             source = FolderSource(url, access.bearer_for(url), public_only=access.public_only)
         case LocalModel():

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from slipway_runtime.storage.access import Access
-from slipway_runtime.storage.address import S3Model
+from slipway_runtime.storage.address import Access, S3Model
 from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
 from slipway_runtime.storage.source import SUMS, Checksum, RemoteFile, parse_sums, read_whole
 

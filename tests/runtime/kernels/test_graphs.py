@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from slipway_runtime.engine.capture import capture_or_say_why_not
+from slipway_runtime.engine.warmup import capture_or_say_why_not
 from slipway_runtime.kernels import (
     attention_plan,
     gpu,
@@ -31,9 +31,9 @@ from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput
 from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import Capture, CapturedGraph, CudaCapture, DecodeGraphs, batch_sizes
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache

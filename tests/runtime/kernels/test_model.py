@@ -9,9 +9,9 @@ import slipway_runtime
 from slipway_runtime.kernels import gpu, reference
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache

@@ -10,9 +10,9 @@ from slipway_runtime.kernels import fixed_order, reference
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for
 from slipway_runtime.layers.matmul import Dense, MakeMatmul
 from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
