@@ -1,4 +1,6 @@
-"""Parses request bodies: strict JSON, limited in depth and number of containers. Errors never echo the body.
+"""Base class and parser of request bodies: strict JSON, limited in depth and size. Errors never echo the body.
+
+A field is supported or refused, never silently ignored.
 
 Python's own parser accepts `NaN`, accepts a key twice and keeps the last value, and fails on a thousand nested
 brackets; each of these is an error of the client and must not be answered like a valid request.
@@ -9,7 +11,7 @@ import json
 import re
 from typing import Any, Final, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from slipway_runtime.server.errors import ApiError, of_validation
@@ -22,6 +24,12 @@ _BIG: Final = 64 * 1024  # bytes; larger bodies are scanned in a thread
 _TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _M = TypeVar("_M", bound=BaseModel)
+
+
+class RequestBody(BaseModel):
+    """Base class of request bodies: unknown fields are errors, and so are NaN and infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 async def read_body(http: Request, kind: type[_M]) -> _M:

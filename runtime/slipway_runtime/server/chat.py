@@ -8,9 +8,7 @@ from starlette.responses import Response
 
 from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.caller import Caller
 from slipway_runtime.server.calls import Call, answer
-from slipway_runtime.server.dialect import Dialect, OpenAIChunks
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
 from slipway_runtime.server.loaded import LoadedModel
@@ -19,7 +17,8 @@ from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import served_by
+from slipway_runtime.server.request_context import Caller, served_by
+from slipway_runtime.server.sse import Dialect, OpenAIChunks
 from slipway_runtime.server.structured import grammar_of
 from slipway_runtime.server.tool_calls import CallBegins, CallGoesOn, Event, Said
 from slipway_runtime.server.tools import ToolUse, tool_use
