@@ -9,7 +9,7 @@ import torch
 import slipway_runtime
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.matmul import Dense
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
@@ -70,7 +70,8 @@ class Machine:
         plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
-                NewRow(row=w.row, token_ids=tuple(w.tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+                NewSequence(row=w.row, token_ids=tuple(w.tokens), num_prompt_tokens=1,
+                            params=SamplingParams(max_tokens=1))
                 for w in work
             ),
             rows=tuple(w.row for w in work),

@@ -29,7 +29,7 @@ from slipway_runtime.engine.parts import (
 )
 from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.sleep import Sleeper
-from slipway_runtime.engine.warmup import Masks, capture_or_say_why_not, warm_up
+from slipway_runtime.engine.warmup import Masks, try_capture, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
@@ -123,7 +123,7 @@ def build_engine(
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
     if plan.device.type == "cuda" and not options.pooling:  # no step of embeddings is a decode step
-        recorded = capture_or_say_why_not(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
+        recorded = try_capture(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool

@@ -4,7 +4,7 @@ The plain loop uses no thread and no event loop, and of time only a stopwatch. I
 one below: both give the same outputs.
 
 When a step runs out of memory, its requests end, the log says so, and the engine goes on: the memory may be free again
-in the next step. With more than `MOST_SHORTAGES` such steps in a row the engine fails, for a new process to begin with
+in the next step. With more than `MAX_OOM_STEPS` such steps in a row the engine fails, for a new process to begin with
 all of the memory.
 
 The overlapped engine executes steps on a worker thread:
@@ -54,7 +54,7 @@ from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
 
 log = structlog.get_logger()
 
-MOST_SHORTAGES: Final = 3
+MAX_OOM_STEPS: Final = 3
 BLOCKS_CHECKED_WHEN_IDLE: Final = 1024  # some 0.3 ms, after each lone request
 Execute = Callable[[SchedulerOutput], StepResult]
 
@@ -103,11 +103,11 @@ class Engine:
         self._grammars = grammars
         self._adapters = adapters
         self._sleeper = sleeper
-        self._bedtime: Sleep | None = None  # a Sleep that waits for the last final outputs
+        self._pending_sleep: Sleep | None = None  # a Sleep that waits for the last final outputs
         self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
-        self._shortages = 0  # steps in a row that ran out of memory
+        self._oom_steps = 0  # steps in a row that ran out of memory
         self._batch: Batch | None = None  # the last batch that was computed
 
     @property
@@ -118,7 +118,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or report anything. Waiting for an adapter's file or a grammar is no work."""
-        if self._replies or self._bedtime:
+        if self._replies or self._pending_sleep:
             return True
         if any(part is not None and part.has_news for part in (self._adapters, self._grammars)):
             return True
@@ -132,7 +132,7 @@ class Engine:
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue. The client sends none while the engine sleeps."""
-        assert self._bedtime is None
+        assert self._pending_sleep is None
         assert self._sleeper is None or not self._sleeper.level
         compiled = self._grammars is None or self._grammars.start(request)
         self._scheduler.add(request, now)
@@ -203,18 +203,18 @@ class Engine:
             error = f"there is no sleep of level {message.level}"
         elif level and level != message.level:
             error = f"it sleeps at level {level}: wake it up first"
-        elif self._bedtime is not None:
+        elif self._pending_sleep is not None:
             error = "it is about to sleep"
         elif stats.running + stats.waiting:
             error = f"{stats.running + stats.waiting} requests are running or waiting"
         if error or level:
             self._replies.append(Reply(call=message.call, error=error))
         else:
-            self._bedtime = message
+            self._pending_sleep = message
 
-    def _fall_asleep(self, message: Sleep) -> None:
+    def _begin_sleep(self, message: Sleep) -> None:
         assert self._sleeper is not None
-        self._bedtime = None
+        self._pending_sleep = None
         self._scheduler.forget_prefixes()
         self._sleeper.sleep(message.level)
         self._replies.append(Reply(call=message.call))
@@ -235,7 +235,7 @@ class Engine:
         self, plan: SchedulerOutput, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
     ) -> list[Output]:
         """Apply the result of a plan, so many seconds after `now`. `in_flight`: whether another is being executed."""
-        self._shortages = 0
+        self._oom_steps = 0
         if plan.rows:
             self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
         outputs = self._scheduler.update(result, now + seconds)
@@ -243,11 +243,11 @@ class Engine:
 
     def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
         """End the requests whose step ran out of memory; their final outputs. No plan is being executed."""
-        self._shortages += 1
-        if self._shortages > MOST_SHORTAGES:
+        self._oom_steps += 1
+        if self._oom_steps > MAX_OOM_STEPS:
             raise error
         outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
-        log.error("out of memory in a step", ended=len(outputs), in_a_row=self._shortages, reason=str(error))
+        log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
         return self._follow(outputs, now, in_flight=False)
 
     def _follow(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
@@ -256,8 +256,8 @@ class Engine:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
         if self._adapters is not None:
             self._adapters.after_step(now, in_flight=in_flight)
-        if self._bedtime is not None and not self._scheduler.has_work:  # nothing is in flight any more
-            self._fall_asleep(self._bedtime)
+        if self._pending_sleep is not None and not self._scheduler.has_work:  # nothing is in flight any more
+            self._begin_sleep(self._pending_sleep)
         if self._publish is not None and (events := self._scheduler.take_kv_events()):
             self._publish(events)
         return outputs

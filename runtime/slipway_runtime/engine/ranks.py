@@ -49,7 +49,7 @@ from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 from slipway_runtime.worker.sampler import Masks
 
-OBITUARY_SECONDS: Final = 5.0  # to wait, after a failed sum, for the end of the rank that caused it
+RANK_ERROR_WAIT_SECONDS: Final = 5.0  # to wait, after a failed sum, for the end of the rank that caused it
 
 
 class RankStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class Ranks:
             yield
         except (PeerLostError, ConnectionError) as lost:
             try:
-                sentence = self._deaths.get(timeout=OBITUARY_SECONDS).error
+                sentence = self._deaths.get(timeout=RANK_ERROR_WAIT_SECONDS).error
             except queue.Empty:
                 sentence = str(lost)
             raise RankDiedError(sentence) from lost
@@ -259,7 +259,7 @@ def main() -> int:
         return 0
     logs.configure("runtime", "WARNING")  # only warnings of libraries: rank 0 logs the rest
     try:
-        follow(leader)
+        run_rank(leader)
     except PeerLostError:
         leader.wait_for_the_end()
     except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
@@ -271,7 +271,7 @@ def main() -> int:
     return 1
 
 
-def follow(leader: Leader) -> None:
+def run_rank(leader: Leader) -> None:
     """Load the weights, then compute the plans of rank 0 until this process ends."""
     rank, options = leader.start.rank, leader.start.options
     if options.device != "cpu" and torch.cuda.is_available():
@@ -307,8 +307,8 @@ def follow(leader: Leader) -> None:
     before = SchedulerOutput(step=0)
     while True:
         step = leader.expect(RankStep)
-        runner.learn(before, step.sampled)
-        runner.follow(step.plan)
+        runner.record_sampled(before, step.sampled)
+        runner.execute_without_sampling(step.plan)
         before = step.plan
 
 

@@ -112,7 +112,7 @@ def _all_allowed(plan: SchedulerOutput, vocab_size: int) -> TokenMasks | None:
     return TokenMasks(tuple(range(samples)), b"\xff" * (4 * -(-vocab_size // 32) * samples))
 
 
-def capture_or_say_why_not(runner: Runner, capture: Capture, device: torch.device) -> str:
+def try_capture(runner: Runner, capture: Capture, device: torch.device) -> str:
     """Capture the CUDA graphs of decode steps; why that failed, or an empty string. Kernels are warm by then.
 
     Raises DoesNotFitError where memory is short: an engine that serves with none left would fail under load.

@@ -20,7 +20,7 @@ class Adapter:
     pinned: bool = False  # stays in host memory
     draining: bool = False
     slot: int = BASE_SLOT
-    paid_blocks: int = 0
+    reserved_blocks: int = 0
     requests: int = 0  # for it, that have not ended
     rows: int = 0  # that compute with it
     last_used: float = 0.0
@@ -76,7 +76,7 @@ def is_idle(adapter: Adapter) -> bool:
     return adapter.requests == 0 and not adapter.pinned and is_in(adapter)
 
 
-def may_go(adapter: Adapter) -> bool:
+def is_evictable(adapter: Adapter) -> bool:
     """Whether the adapter may be evicted: it is idle, or closed for a claimant and no row computes with it."""
     return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in(adapter))
 
@@ -88,6 +88,6 @@ def least_in_the_way(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | N
     return min(there, key=lambda a: (a.pinned, a.rows, a.requests, a.digest), default=None)
 
 
-def payers(adapters: Iterable[Adapter], besides: Adapter | None = None) -> Iterable[Adapter]:
+def idle_block_holders(adapters: Iterable[Adapter], besides: Adapter | None = None) -> Iterable[Adapter]:
     """The idle adapters whose memory could hold KV blocks."""
-    return (a for a in adapters if a is not besides and a.paid_blocks and is_idle(a))
+    return (a for a in adapters if a is not besides and a.reserved_blocks and is_idle(a))

@@ -311,7 +311,7 @@ class Scheduler:
         self._table.ledger.computed_tokens += row.num_new
         right = max(len(token_ids) - 1, 0)
         if self.speculation is not None and row.samples and row.num_new == 1 + len(row.drafts):
-            self.speculation.learn(sequence, len(row.drafts), right)
+            self.speculation.record_accepted(sequence, len(row.drafts), right)
         if row.preemptions == sequence.preemptions:
             wrong = len(row.drafts) - right if row.drafts else 0
             sequence.num_computed += row.num_new - wrong

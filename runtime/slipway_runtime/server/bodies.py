@@ -9,12 +9,12 @@ brackets; each of these is an error of the client and must not be answered like 
 import asyncio
 import json
 import re
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 
-from slipway_runtime.server.errors import ApiError, of_validation
+from slipway_runtime.server.errors import ApiError, InvalidField, of_validation
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 50_000  # objects and lists
@@ -30,6 +30,20 @@ class RequestBody(BaseModel):
     """Base class of request bodies: unknown fields are errors, and so are NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class UnsupportedItem(RequestBody):
+    """An item of a list whose type this server does not support: refused, because the model cannot read it."""
+
+    model_config = ConfigDict(extra="allow")
+    field: ClassVar[str]  # the list
+    supported: ClassVar[str]  # what it may hold
+
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        raise InvalidField(self.field, f"may hold {self.supported}; no other type")
 
 
 async def read_body(http: Request, kind: type[_M]) -> _M:

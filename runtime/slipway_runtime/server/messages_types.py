@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import RequestBody, checked
+from slipway_runtime.server.bodies import RequestBody, UnsupportedItem, checked
 from slipway_runtime.server.chat_types import MAX_TOOLS
 from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
 from slipway_runtime.server.openai_types import MAX_MESSAGES, ChatRequest, Count, Resume
@@ -62,18 +62,11 @@ class ToolResultBlock(Cacheable):
     is_error: bool | None = None
 
 
-class OtherBlock(RequestBody):
-    """A block of any other type: refused, because the model cannot read it."""
+class UnsupportedBlock(UnsupportedItem):
+    """A block of any other type."""
 
-    model_config: ClassVar[Any] = {"extra": "allow"}
-
-    type: str
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        raise InvalidField(
-            "messages", "may hold text, tool_use and tool_result blocks; this server understands no other"
-        )
+    field = "messages"
+    supported = "text, tool_use and tool_result blocks"
 
 
 def _kind_of(block: Any) -> str:
@@ -85,7 +78,7 @@ Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("other")],
+    | Annotated[UnsupportedBlock, Tag("other")],
     Discriminator(_kind_of),
 ]
 

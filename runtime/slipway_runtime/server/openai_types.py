@@ -69,7 +69,7 @@ class ResumedAnswer(RequestBody):
 
 
 class Resume(RequestBody):
-    """Answers of a request as far as another replica has streamed them. Only from the gateway (`request_context.py`)."""
+    """Answers as far as another replica has streamed them; only from the gateway (`request_context.py`)."""
 
     answers: list[ResumedAnswer]  # all answers of the request, by index
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,160}$")  # id of the response

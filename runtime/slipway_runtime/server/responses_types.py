@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import RequestBody, checked
+from slipway_runtime.server.bodies import RequestBody, UnsupportedItem, checked
 from slipway_runtime.server.chat_types import MAX_TOOLS, StructuredOutputs
 from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
 from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Resume
@@ -69,16 +69,11 @@ class FunctionCallOutputItem(RequestBody):
     status: str | None = None
 
 
-class OtherItem(RequestBody):
-    """An item of any other type: refused, because the model cannot read it."""
+class UnsupportedInputItem(UnsupportedItem):
+    """An item of any other type."""
 
-    model_config: ClassVar[Any] = {"extra": "allow"}
-
-    type: str
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        raise InvalidField("input", "may hold messages, function_call and function_call_output items; no other type")
+    field = "input"
+    supported = "messages, function_call and function_call_output items"
 
 
 def _kind_of(item: Any) -> str:
@@ -90,7 +85,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[UnsupportedInputItem, Tag("other")],
     Discriminator(_kind_of),
 ]
 

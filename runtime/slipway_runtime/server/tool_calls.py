@@ -117,14 +117,14 @@ def _text_of(raw: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Said:
+class TextEvent:
     """Event: text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CallBegins:
+class CallStart:
     """Event: a call begins, and its function is known."""
 
     index: int
@@ -133,14 +133,14 @@ class CallBegins:
 
 
 @dataclass(frozen=True)
-class CallGoesOn:
+class CallDelta:
     """Event: the next part of the arguments, as JSON text."""
 
     index: int
     arguments: str
 
 
-Event = Said | CallBegins | CallGoesOn
+Event = TextEvent | CallStart | CallDelta
 
 
 class Parser(Protocol):
@@ -182,9 +182,9 @@ class _Calls:
             return
         if not self.began:
             self.began = True
-            yield CallBegins(self.count, self.new_id(), call.name or "")
+            yield CallStart(self.count, self.new_id(), call.name or "")
         if len(call.arguments) > self.sent:
-            yield CallGoesOn(self.count, call.arguments[self.sent :])
+            yield CallDelta(self.count, call.arguments[self.sent :])
             self.sent = len(call.arguments)
 
     def end(self, call: CallObject) -> Iterator[Event]:
@@ -192,13 +192,13 @@ class _Calls:
         if self._is_one_too_many:
             return
         if call.name not in self.names or not _is_object(call.arguments or "{}"):
-            yield Said(call.raw)
+            yield TextEvent(call.raw)
             return
         if self.began:
             yield from self.progress(call)
         else:
-            yield CallBegins(self.count, self.new_id(), call.name or "")
-            yield CallGoesOn(self.count, call.arguments or "{}")
+            yield CallStart(self.count, self.new_id(), call.name or "")
+            yield CallDelta(self.count, call.arguments or "{}")
         self.count += 1
 
     @property
@@ -243,10 +243,10 @@ class ToolCallParser:
         if self._call is not None:
             if self.calls.began:
                 return list(self.calls.progress(self._call))
-            return [Said(self._call.raw)] if self._call.raw and not self.calls.live else []
+            return [TextEvent(self._call.raw)] if self._call.raw and not self.calls.live else []
         rest = self._held + self._search.flush()
         self._held = ""
-        return [Said(rest)] if rest and (rest.strip() or not self.calls.count) else []
+        return [TextEvent(rest)] if rest and (rest.strip() or not self.calls.count) else []
 
     def _take(self, char: str) -> Iterator[Event]:
         if self._call is not None:
@@ -262,7 +262,7 @@ class ToolCallParser:
             # White space is held back: before a call it is dropped as layout.
             self._held += each
             if not each.isspace():
-                yield Said(self._held)
+                yield TextEvent(self._held)
                 self._held = ""
         if released.stop is not None:
             self._held, self._where = "", "gap"
@@ -308,7 +308,7 @@ class ToolCallParser:
         if call.is_broken:
             self._call = None
             self._where = "text"
-            yield Said(call.raw)
+            yield TextEvent(call.raw)
         elif call.is_complete:
             self._call = None
             self._where = "gap"
@@ -329,9 +329,9 @@ class NamedCall:
         """More of the arguments."""
         if not text:
             return []
-        begins = [] if self._began else [CallBegins(0, self.id, self.name)]
+        begins = [] if self._began else [CallStart(0, self.id, self.name)]
         self._began = True
-        return [*begins, CallGoesOn(0, text)]
+        return [*begins, CallDelta(0, text)]
 
     def finish(self) -> list[Event]:
         """No events: this parser holds nothing back."""
@@ -363,8 +363,8 @@ def _joined(events: list[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + event.text)
+        if isinstance(event, TextEvent) and isinstance(last, TextEvent):
+            joined[-1] = TextEvent(last.text + event.text)
         else:
             joined.append(event)
     return joined

@@ -103,13 +103,13 @@ class S3Source:
             return None
         return Checksum("sha256", base64.b64decode(encoded).hex())
 
-    def _asked(self, question: Callable[[], _T]) -> _T:
-        """The result of `question`, with the library's exceptions translated to ours."""
+    def _asked(self, operation: Callable[[], _T]) -> _T:
+        """The result of `operation`, with the library's exceptions translated to ours."""
         import aiohttp
         import botocore.exceptions as aws
 
         try:
-            return question()
+            return operation()
         except FileNotFoundError as error:
             raise ModelNotFoundError(f"there is no {self.name}") from error
         except (PermissionError, aws.NoCredentialsError, aws.PartialCredentialsError) as error:
