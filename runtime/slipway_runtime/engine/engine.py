@@ -158,7 +158,7 @@ class Engine:
             case Ping():
                 self._replies.append(Reply(call=message.call))
             case Sleep():
-                self._lie_down(message, now)
+                self._request_sleep(message, now)
             case WakeUp():
                 self._replies.append(Reply(call=message.call, error=self._wake()))
             case _:
@@ -167,7 +167,7 @@ class Engine:
     def step(self, now: float) -> StepReport:
         """Run one step of all running requests. `now`: when it begins."""
         began = self._stopwatch()
-        self._let_in(now)
+        self._resume_compiled(now)
         plan = self._scheduler.schedule(now)
         planned = self._stopwatch()
         try:
@@ -186,7 +186,7 @@ class Engine:
         """The current statistics."""
         return self._scheduler.stats(now)
 
-    def _let_in(self, now: float) -> None:
+    def _resume_compiled(self, now: float) -> None:
         """Resume the requests whose grammars have been compiled."""
         if self._grammars is not None:
             for request_id in self._grammars.take_compiled():
@@ -194,7 +194,7 @@ class Engine:
 
     # --- sleep
 
-    def _lie_down(self, message: Sleep, now: float) -> None:
+    def _request_sleep(self, message: Sleep, now: float) -> None:
         stats, level = self._scheduler.stats(now), self._sleeper.level if self._sleeper is not None else 0
         error = ""
         if self._sleeper is None:
@@ -239,7 +239,7 @@ class Engine:
         if plan.rows:
             self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
         outputs = self._scheduler.update(result, now + seconds)
-        return self._follow(outputs, now + seconds, in_flight=in_flight)
+        return self._after_update(outputs, now + seconds, in_flight=in_flight)
 
     def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
         """End the requests whose step ran out of memory; their final outputs. No plan is being executed."""
@@ -248,9 +248,9 @@ class Engine:
             raise error
         outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
         log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
-        return self._follow(outputs, now, in_flight=False)
+        return self._after_update(outputs, now, in_flight=False)
 
-    def _follow(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
+    def _after_update(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
         """After a step: advance grammars, load and drop adapters, publish KV events; the outputs to report."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
@@ -330,7 +330,7 @@ class OverlappedEngine(Engine):
     def step(self, now: float) -> StepReport:
         """Plan the step after the one that is being executed, then update and report the latter."""
         began = self._stopwatch()
-        self._let_in(now)
+        self._resume_compiled(now)
         if self._in_flight is None:
             self._in_flight = self._plan_next(now)
         following = self._plan_next(now) if self._scheduler.can_overlap else None

@@ -48,7 +48,7 @@ class EvictionCost:
             self._prefixes = LrfuOrder(pool.total, costs.half_life_seconds)
             pool.evict_by(self._prefixes)
 
-    def see_waiting(self, count: int, now: float) -> None:
+    def record_waiting(self, count: int, now: float) -> None:
         """Record how many requests wait for a row now."""
         left = decay(now - self._seen_at, self.costs.half_life_seconds * CROWD_SHARE)
         self._waiting = self._waiting * left + count * (1.0 - left)

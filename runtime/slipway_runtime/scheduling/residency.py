@@ -21,11 +21,11 @@ from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
 from slipway_runtime.scheduling.adapter import (
     BASE_SLOT,
     Adapter,
+    choose_victim,
     holds_memory,
     idle_block_holders,
     is_evictable,
-    is_in,
-    least_in_the_way,
+    is_in_memory,
 )
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction_cost import Costs, EvictionCost
@@ -134,7 +134,7 @@ class Residency:
     def join(self, digest: str, now: float) -> None:
         """Count a new request for an adapter."""
         adapter = self._adapters[digest]
-        self._eviction_cost.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
+        self._eviction_cost.record_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
         self.version += 1
         adapter.popularity = adapter.popularity_at(now, self._eviction_cost.costs.half_life_seconds) + 1.0
@@ -237,7 +237,7 @@ class Residency:
         assert all(0 <= a.rows <= a.requests for a in adapters)
         assert sum(a.reserved_blocks for a in adapters) == self._reserved_blocks <= self.most_blocks
         assert self._pool.reserved == (self._reserved_blocks if self.dependency_aware else self.most_blocks)
-        assert sum(is_in(a) for a in adapters) <= self.most_in_memory
+        assert sum(is_in_memory(a) for a in adapters) <= self.most_in_memory
         if self.dependency_aware:
             assert self.invalid_blocks() == 0, "KV outlived its adapter"
 
@@ -307,7 +307,7 @@ class Residency:
             if adapter.slot != BASE_SLOT:
                 self._leave_slot(adapter)
             self._give_back_memory(adapter)
-            if is_in(adapter):
+            if is_in_memory(adapter):
                 self._dropped.append(adapter.digest)
             del self._adapters[adapter.digest]
             self.version += 1
@@ -330,10 +330,10 @@ class Residency:
     def _claim(self, adapter: Adapter, serial: int) -> None:
         if self._claimant is not None:
             return
-        in_the_way = least_in_the_way(adapter, self._adapters.values())
-        if in_the_way is not None:
+        victim = choose_victim(adapter, self._adapters.values())
+        if victim is not None:
             self._claimant = adapter.digest
-            in_the_way.closed_for = serial
+            victim.closed_for = serial
 
     def _open_again(self) -> None:
         self._claimant = None
@@ -352,4 +352,4 @@ class Residency:
 
     def _is_in_memory(self, digest: str) -> bool:
         adapter = self._adapters.get(digest)
-        return adapter is not None and is_in(adapter)
+        return adapter is not None and is_in_memory(adapter)

@@ -44,7 +44,7 @@ def find_prefix(sequence: Sequence, most: int, pool: BlockPool) -> Prefix:
     return Prefix(keys[: len(blocks)], blocks)
 
 
-def bring_back(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: BlockPool, tier: HostTier) -> list[int]:
+def promote_prefix(sequence: Sequence, prefix: Prefix, fresh: list[int], pool: BlockPool, tier: HostTier) -> list[int]:
     """The blocks of a held prefix, in order; those in host memory are promoted into the first of the fresh ones.
 
     These are published at once: a sequence that finds them computes in the same plan or later, after the copies.
@@ -139,7 +139,7 @@ def admit(
         fresh = pool.allocate(need)
         found = prefix.blocks
         if tier is not None:
-            found = bring_back(sequence, prefix, fresh, pool, tier)
+            found = promote_prefix(sequence, prefix, fresh, pool, tier)
             tier.count(most // pool.block_size - len(device_blocks) if looks_up else 0, len(host_keys))
         if sequence.preemptions == 0:
             pool.count_use(found)

@@ -301,7 +301,7 @@ async def _listen(
     path: Path, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ) -> asyncio.Server | None:
     try:
-        _make_room(path)
+        _remove_stale_socket(path)
         server = await asyncio.start_unix_server(answer, path)
     except OSError as error:
         log.info("no drain socket", path=str(path), error=error.strerror)
@@ -309,5 +309,5 @@ async def _listen(
     return server
 
 
-def _make_room(path: Path) -> None:
+def _remove_stale_socket(path: Path) -> None:
     path.unlink(missing_ok=True)  # left by a killed process

@@ -74,7 +74,7 @@ def parse_json(raw: bytes) -> Any:
     """Parse one JSON value; raises ApiError 400 with a sentence."""
     _check_shape(raw)
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_constant)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_with_unique_keys, parse_constant=_no_constant)
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate, which is no character
     except UnicodeError:
@@ -109,7 +109,7 @@ def _check_shape(raw: bytes) -> None:
             depth -= 1
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     whole = dict(pairs)
     if len(whole) != len(pairs):
         raise ApiError(400, "the body names a key twice")

@@ -110,7 +110,7 @@ class InvalidField(ValueError):  # noqa: N818  reads as a sentence where it is r
 
 def unavailable(message: str, retry_after_seconds: float | None = 1.0, *, started: bool = False) -> ApiError:
     """A 503: this replica cannot serve now; another one may. `started`: the engine had accepted the request."""
-    return ApiError(503, message, headers=_come_back(retry_after_seconds) | ({} if started else NOT_STARTED))
+    return ApiError(503, message, headers=_retry_headers(retry_after_seconds) | ({} if started else NOT_STARTED))
 
 
 def unknown_model(name: str) -> ApiError:
@@ -135,7 +135,7 @@ def of_engine(error: Exception) -> ApiError:
         case Draining():
             return unavailable(error.reason, error.retry_after_seconds)
         case Overloaded():
-            return ApiError(429, error.reason, headers=_come_back(error.retry_after_seconds) | NOT_STARTED)
+            return ApiError(429, error.reason, headers=_retry_headers(error.retry_after_seconds) | NOT_STARTED)
         case Refused():
             return ApiError(400, str(error))
         case EngineDead():
@@ -144,7 +144,7 @@ def of_engine(error: Exception) -> ApiError:
             raise error
 
 
-def _come_back(seconds: float | None) -> dict[str, str]:
+def _retry_headers(seconds: float | None) -> dict[str, str]:
     """Retry headers: `Retry-After` in whole seconds, at least one; `retry-after-ms` is exact."""
     if seconds is None:
         return {}
