@@ -181,6 +181,17 @@ async def started_over(replica: Process, http: httpx.AsyncClient, reason: str) -
             await asyncio.sleep(0.02)
 
 
+def exists(path: str | Path) -> bool:
+    return Path(path).exists()
+
+
+def pretend_that_a_tebibyte_less_was_in_use(stored: Path) -> None:
+    """Change the figures of the first start."""
+    first = json.loads(stored.read_text())
+    assert first["host_bytes"] > 50 << 20, "torch alone takes more"
+    stored.write_bytes(encode(BootMemory(first["device_bytes"], first["host_bytes"] - (1 << 40))))
+
+
 async def drain(replica: Process, http: httpx.AsyncClient) -> None:
     await http.post(f"{replica.admin_url}/drain", json={"timeoutSeconds": 30})
 
@@ -206,15 +217,13 @@ async def test_a_drained_process_gives_its_model_back_starts_over_and_serves_ano
 
         assert not replica.is_over(), "the container goes on"
         assert children(replica.process.pid) != [engine]
-        assert not Path(f"/proc/{engine}").exists(), "the engine that had the model has ended"
-        assert not (replica.run_directory / "model.json").exists(), "a restart would bring no model back"
+        assert not exists(f"/proc/{engine}"), "the engine that had the model has ended"
+        assert not exists(replica.run_directory / "model.json"), "a restart would bring no model back"
         assert (await http.get(f"{replica.url}/v1/models")).status_code == 503, "and asks for no token of the service"
 
         other = SPEC.model_copy(update={"served_name": "second", "max_model_len": 256})
         assert (await http.post(f"{replica.admin_url}/model", content=other.wire())).status_code == 202
-        async with asyncio.timeout(120):
-            while (await http.get(f"{replica.admin_url}/ready")).status_code != 200:
-                await asyncio.sleep(0.02)
+        await started_over(replica, http, "Ready")
         (card, *_) = (await http.get(f"{replica.url}/v1/models")).json()["data"]
         assert (card["id"], card["max_model_len"]) == ("second", 256)
 
@@ -240,10 +249,7 @@ async def test_a_process_whose_old_model_left_memory_in_use_says_so_and_waits_fo
         assert await reason_when_booted(http, replica.admin_url) == (503, "NoModel")
         await http.post(f"{replica.admin_url}/model", content=SPEC.wire())
         await replica.ready()
-        stored = json.loads((replica.run_directory / STORED).read_text())
-        assert stored["host_bytes"] > 50 << 20, "torch alone takes more"
-        less = BootMemory(stored["device_bytes"], stored["host_bytes"] - (1 << 40))  # as if 1 TiB were in use now
-        (replica.run_directory / STORED).write_bytes(encode(less))
+        pretend_that_a_tebibyte_less_was_in_use(replica.run_directory / STORED)
         await drain(replica, http)
         await http.delete(f"{replica.admin_url}/model")
 
