@@ -121,9 +121,7 @@ def test_a_returned_pod_that_cannot_be_claimed_again_is_replaced(starting, after
 
 @pytest.mark.capability("AS-5")
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["booted", "starting", "returned", "older"]), st.integers(0, 1200)), max_size=6
-    ),
+    st.lists(st.tuples(st.sampled_from(["booted", "starting", "returned", "older"]), st.integers(0, 1200)), max_size=6),
     st.integers(0, 4),
     st.integers(0, 1200),
 )
