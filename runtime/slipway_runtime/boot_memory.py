@@ -55,7 +55,10 @@ def find_excess(first: BootMemory, now: BootMemory) -> str:
 
 
 def compare_with_first_start(run_directory: Path, now: BootMemory) -> str:
-    """`find_excess` over the stored figures; without any, stores these. Without a run directory, nothing is compared."""
+    """`find_excess` over the stored figures; without any, stores these.
+
+    Where they cannot be stored, as on a laptop without a run directory, nothing is compared.
+    """
     path = run_directory / STORED
     try:
         first = decode(path.read_bytes())

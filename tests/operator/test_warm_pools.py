@@ -322,10 +322,10 @@ def test_a_return_whose_request_or_reply_is_lost_is_made_once(tmp_path, is_lost_
                 pod = cluster.server.get(PODS, NAMESPACE, "pool-warm-0")
                 is_draining = pod is not None and names.ANNOTATION_DRAIN_STARTED in pod["metadata"]["annotations"]
                 is_return = pod is not None and names.ANNOTATION_RETURNED_AT in pod["metadata"]["annotations"]
-                if what.startswith("PATCH") and what.endswith("/pods/pool-warm-0") and len(lost) < 1:
-                    if is_draining if is_lost_on_the_way else is_return:
-                        lost.append(what)
-                        raise Unreachable("cut off")
+                is_the_moment = is_draining if is_lost_on_the_way else is_return
+                if what == f"PATCH /api/v1/namespaces/{NAMESPACE}/pods/pool-warm-0" and is_the_moment and not lost:
+                    lost.append(what)
+                    raise Unreachable("cut off")
 
             if is_lost_on_the_way:
                 cluster.on_write = lose

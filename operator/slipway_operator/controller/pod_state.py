@@ -27,7 +27,7 @@ REASONS_SHOWN = 200  # characters of a drain reason that go into an annotation
 def state_metadata(*, drain_started: datetime | None = None, drain_reason: str = "") -> dict[str, dict[str, str]]:
     """All labels and annotations that slipway-operator-meta sets on a pod; without a drain, those of a serving one."""
     if drain_started is None:
-        return {"labels": {names.LABEL_STATE: names.STATE_SERVING}, "annotations": {}}
+        return {"labels": {names.LABEL_STATE: names.STATE_SERVING}}
     return {
         "labels": {names.LABEL_STATE: names.STATE_DRAINING},
         "annotations": {
