@@ -82,6 +82,7 @@ class ReadyReason(StrEnum):
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
     STANDBY = "Standby"
+    MEMORY_NOT_FREED = "MemoryNotFreed"
     READY = "Ready"
     DRAINING = "Draining"
     SLEEPING = "Sleeping"

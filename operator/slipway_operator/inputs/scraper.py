@@ -39,6 +39,8 @@ BATCH_SECONDS = 0.01  # calls that are due within so short a time begin together
 CALLS, CALLS_OF_A_SERVICE = 256, 32
 SILENT_CALLS, SILENT_CALLS_OF_A_SERVICE = 32, 2
 
+_WAITING = (ReadyReason.NO_MODEL, ReadyReason.STANDBY)  # a pod of a WarmPool until it is claimed
+
 AddressT = TypeVar("AddressT")
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -267,8 +269,10 @@ class Scraper(Generic[AddressT, KeyT]):
             self._demanded_until.pop(known.service, None)
 
     def _interval(self, target: Target[AddressT, KeyT], sample: Sample | None) -> float:
-        waits_for_a_model = sample is not None and sample.starting == ReadyReason.NO_MODEL
-        is_moving = target.is_draining or (target.is_starting and not waits_for_a_model)
+        starting = sample.starting if sample is not None else ""
+        # A container that has returned to its pool starts anew without the kubelet's knowledge: its word counts.
+        is_starting = (target.is_starting or bool(starting)) and starting not in _WAITING
+        is_moving = target.is_draining or is_starting
         is_demanded = _loop_time() < self._demanded_until.get(target.service, 0.0)
         if not is_moving and not is_demanded and self._is_learned(target.uid):
             return IDLE_SECONDS

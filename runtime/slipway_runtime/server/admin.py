@@ -200,6 +200,14 @@ async def load_model(http: Request) -> Response:
     return _wire(info, 200 if info.loaded else 202)
 
 
+@routes.delete(names.PATH_MODEL)
+async def give_model_back(http: Request) -> Response:
+    """Give the model of POST /model back: 202, then the process starts over; 200 where there is none. After a drain."""
+    choice: ModelChoice = http.app.state.model_choice
+    is_accepted = choice.give_back()
+    return _wire(choice.info(), 202 if is_accepted else 200)
+
+
 @routes.post(names.PATH_SLEEP)
 async def sleep(http: Request) -> Response:
     """Free the device's memory; only without open requests."""

@@ -8,6 +8,7 @@
 | not loaded    | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
 | unclaimed     | any      | –                                  | no    | Standby         | yes    |
+| no model      | any      | –, and the last one left memory    | no    | MemoryNotFreed  | yes    |
 | loaded        | no       | few                                | yes   | Ready           | yes    |
 | loaded        | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
@@ -51,6 +52,7 @@ _STARTING: Final = {
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
+    ReadyReason.MEMORY_NOT_FREED: "memory of the model that was given back is still in use",
     ReadyReason.STANDBY: "the model is here and answers after POST /model",
 }
 _BROKEN: Final = frozenset({ReadyReason.STEP_LOOP_STALLED, ReadyReason.ENGINE_DEAD})
@@ -103,6 +105,11 @@ class Replica:
         """Note that the engine process has imported torch and the kernels, and waits for a model."""
         if self._phase is ReadyReason.BOOTING:
             self._phase = ReadyReason.NO_MODEL
+
+    def memory_not_freed(self, excess: str) -> None:
+        """Note that the model which was given back has left memory in use; `excess` says how much."""
+        self._phase = ReadyReason.MEMORY_NOT_FREED
+        self._progress = f": {excess}"
 
     def downloading(self) -> None:
         """Note that the model is being downloaded."""
@@ -353,9 +360,14 @@ class Replica:
         running = max(stats.running, len(self._open) - stats.waiting)
         return DrainStatus(draining=self._draining, running=running, waiting=stats.waiting)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether new requests are refused and no request is left."""
+        return self._refusing and self.drain_status().is_drained
+
     async def drained(self) -> None:
         """Wait until new requests are refused and no request is left."""
-        while not (self._refusing and self.drain_status().is_drained):  # noqa: ASYNC110  counters of engine and server
+        while not self.is_drained:  # noqa: ASYNC110  counters of engine and server
             await asyncio.sleep(0.05)  # the engine's statistics come with its steps, not as an event
 
     async def all_closed(self) -> None:
