@@ -6,7 +6,7 @@ The variable of a field is SLIPWAY_ and the field's name in capitals; an empty v
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -53,6 +53,7 @@ class GatewaySettings(BaseSettings):
     key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias=AliasChoices("SLIPWAY_GATEWAY_KEY_DIR"))
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()  # empty: all
     log_level: str = "INFO"
+    event_loop: Literal["uvloop", "asyncio"] = "uvloop"  # asyncio: the standard library's, to rule uvloop out
     propagation_seconds: NonNegativeFloat = (
         5.0  # after SIGTERM, until clients and load balancers have noticed that this gateway is not ready
     )

@@ -101,8 +101,7 @@ async def test_a_killed_gateway_serves_again_while_the_api_server_is_away(tmp_pa
         uid = server.put(INFERENCE_SERVICES, a_service_object(served_name="tiny", r1=100))["metadata"]["uid"]
         server.put(PODS, a_pod_object("p1", owner_uid=uid, address=ADDRESS))
         await process.start(session)
-        while not (tmp_path / "state" / FILE_NAME).exists():
-            await asyncio.sleep(0.05)
+        await until((tmp_path / "state" / FILE_NAME).exists)
 
         server.down = True
         await process.kill()
@@ -126,7 +125,7 @@ async def test_a_killed_gateway_serves_again_while_the_api_server_is_away(tmp_pa
 
         server.down = False
         while json.loads((await process.get(session, "/debug/routes"))[1])["fromSnapshot"]:
-            await asyncio.sleep(0.05)
+            pass
         await client.chat.completions.create(model="tiny", messages=[])
         assert "slipway_gateway_routes_from_snapshot 0.0" in (await process.get(session, "/metrics"))[1]
 
