@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 
 QUERIES = 8  # tokens of a sequence per tile, which share each read of a key; as in attention.cpp
 TOKENS = 4  # tokens of an adapter per tile, which share each read of its matrices; as in lora.cpp
-_KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of a cache; as in attention.cpp
+_KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}  # of a cache; as in attention.cpp
 
 _found = native.library()
 assert _found is not None, "dispatch asks for this only where there is a library"
@@ -47,9 +47,10 @@ _native = _found
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight."""
     assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x = x.contiguous()  # named, so that it lives until the call has ended
+    out = torch.empty_like(x)
     size = x.shape[-1]
-    _native.rms_norm(x.contiguous().data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    _native.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
 
 
@@ -92,6 +93,7 @@ def rope_and_store(
         sin.data_ptr(),
         cos.stride(0),
         cache.data_ptr() if plain else None,
+        _KINDS[cache.dtype],
         slots.data_ptr(),
         None if of_queries is None else of_queries.data_ptr(),
         None if of_keys is None else of_keys.data_ptr(),
@@ -206,8 +208,9 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None
     if not weights.slots & plan.slots:
         return  # none of the step's adapters changes this layer
     num_parts, max_rank, num_slots, in_size = weights.a.shape
+    x = x.contiguous()
     _native.add_lora(
-        x.contiguous().data_ptr(),
+        x.data_ptr(),
         y.data_ptr(),
         weights.a.data_ptr(),
         weights.b.data_ptr(),

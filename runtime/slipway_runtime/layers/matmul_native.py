@@ -30,14 +30,15 @@ class NativePacked:
         self.out_features, self.in_features = weight.shape
         self._native = native
         self._packed = torch.empty(native.padded_outputs(self.out_features) * self.in_features)
-        native.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), *weight.shape)
+        plain = weight.contiguous()  # named, so that it lives until the call has ended
+        native.pack(plain.data_ptr(), self._packed.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        rows = x.shape[0]
+        rows, x = x.shape[0], x.contiguous()
         y = x.new_empty(rows, self.out_features)
         self._native.linear(
-            x.contiguous().data_ptr(),
+            x.data_ptr(),
             self._packed.data_ptr(),
             y.data_ptr(),
             rows,
@@ -52,6 +53,46 @@ class NativePacked:
         return self._packed.nbytes
 
 
+class NativeBf16:
+    """bfloat16 weights times float32 rows, packed for the compiled kernels.
+
+    On processors that multiply bfloat16 the rows are rounded to it; on others the weights become float32 in registers.
+    """
+
+    __slots__ = ("_native", "_packed", "in_features", "out_features")
+    rows_are_independent = True
+
+    def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in), rounded to bfloat16
+        self.out_features, self.in_features = weight.shape
+        self._native = native
+        padded = native.padded_bf16_outputs(self.out_features) * native.padded_bf16_inputs(self.in_features)
+        self._packed = torch.empty(padded, dtype=torch.bfloat16)
+        rounded = weight.to(torch.bfloat16).contiguous()
+        native.pack_bf16(rounded.data_ptr(), self._packed.data_ptr(), *weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+        rows, x = x.shape[0], x.contiguous()
+        y = x.new_empty(rows, self.out_features)
+        scratch = torch.empty(self._native.bf16_scratch(rows, self.in_features), dtype=torch.uint8)
+        self._native.linear_bf16(
+            x.data_ptr(),
+            self._packed.data_ptr(),
+            y.data_ptr(),
+            scratch.data_ptr(),
+            rows,
+            self.in_features,
+            self.out_features,
+        )
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, padding included."""
+        return self._packed.nbytes
+
+
 class NativeInt8:
     """int8 weights times rows of x quantized to int8, each by its own scale; integer sums are exact."""
 
@@ -62,20 +103,20 @@ class NativeInt8:
         self.out_features, self.in_features = weight.shape
         self._native = native
         codes, scales = rounded_rows(weight, torch.int8)
-        padded = native.padded_outputs(self.out_features)
+        padded = native.padded_byte_outputs(self.out_features)
         self._scales = torch.zeros(padded)
         self._scales[: self.out_features] = scales
         self._offsets = torch.zeros(padded, dtype=torch.int32)
-        self._packed = torch.empty(padded * -(-self.in_features // 4) * 4, dtype=torch.int8)
+        self._packed = torch.empty(padded * native.padded_byte_inputs(self.in_features), dtype=torch.int8)
         native.pack_bytes(codes.data_ptr(), self._packed.data_ptr(), self._offsets.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        rows = x.shape[0]
+        rows, x = x.shape[0], x.contiguous()
         y = x.new_empty(rows, self.out_features)
-        scratch = torch.empty(rows * (self.in_features + 8), dtype=torch.uint8)  # the rounded rows and their scales
+        scratch = torch.empty(self._native.bytes_scratch(rows, self.in_features), dtype=torch.uint8)
         self._native.linear_bytes(
-            x.contiguous().data_ptr(),
+            x.data_ptr(),
             self._packed.data_ptr(),
             self._scales.data_ptr(),
             self._offsets.data_ptr(),

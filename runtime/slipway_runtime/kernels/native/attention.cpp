@@ -26,8 +26,8 @@ constexpr int64_t WORTH_A_THREAD = 1 << 16;  // scores
 struct Cache {
     const uint8_t *bytes;  // (blocks, 2, kv heads, page bytes)
     int64_t kv_heads, page, size;
-    int kind;  // 0: float32, else codes with a scale behind a page's codes: 1 int8, 2 float8_e4m3fn
-    int64_t page_bytes() const { return kind == 0 ? page * size * 4 : page * (size + 4); }
+    int kind;  // 0: float32, 3: bfloat16, else codes with a scale behind a page's codes: 1 int8, 2 float8_e4m3fn
+    int64_t page_bytes() const { return page * (kind == 0 ? size * 4 : kind == 3 ? size * 2 : size + 4); }
 };
 
 float FLOAT8[256];
@@ -48,6 +48,14 @@ INLINE void read_tile(const Cache &cache, const int64_t *table, int64_t first, i
         }
         float *row = buffer + j * padded;
         rows[j] = row;
+        if (cache.kind == 3) {
+            const uint16_t *halves_of = (const uint16_t *)of_head + place * cache.size;
+            for (int64_t d = 0; d < padded; d += LANES) {
+                int64_t room = cache.size - d;
+                store(row + d, room >= LANES ? from_bf16(halves_of + d, LANES) : from_bf16(halves_of + d, room));
+            }
+            continue;
+        }
         const uint8_t *codes = of_head + place * cache.size;
         float scale = 1;
         if (cache.kind) std::memcpy(&scale, of_head + cache.page * cache.size + 4 * place, 4);
