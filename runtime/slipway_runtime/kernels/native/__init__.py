@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "swiglu": (_P, _P, _I, _I),
     "geglu": (_P, _P, _I, _I),
     "rope_and_store": (_P, _P, _P, _I, _P, _I, _P, _P, _P, _F, _I, _I, _I, _I, _I),
+    "decoder_layer": (_P, _P, _P, _P, _P, _P, _I, _P),
     "add_lora": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _P, _I),
     "attend_pages": (_P, _I, _P, _I, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _F, _I, _F, _P, _I),
 }
@@ -40,6 +41,7 @@ _SIZES: dict[str, tuple[type, ...]] = {
     "padded_bf16_outputs": (_I,),
     "padded_bf16_inputs": (_I,),
     "bf16_scratch": (_I, _I),
+    "layer_scratch": (_P, _I),
 }
 _BYTES_SIZES: dict[str, tuple[type, ...]] = {
     "padded_byte_outputs": (_I,),

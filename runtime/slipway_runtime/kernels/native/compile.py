@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("linear.cpp", "linear_bf16.cpp", "linear_bytes.cpp", "rows.cpp", "attention.cpp", "lora.cpp")
+SOURCES = ("linear.cpp", "linear_bf16.cpp", "linear_bytes.cpp", "rows.cpp", "attention.cpp", "lora.cpp", "layer.cpp")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")
 LIBRARIES = {  # the best first
     "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
