@@ -18,6 +18,7 @@ BENCHMARKS = (
     "handover",
     "runtime",
     "linears",
+    "cpu_steps",
     "engine",
     "features",
     "eviction",
