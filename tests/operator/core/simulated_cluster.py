@@ -54,6 +54,7 @@ from tests.operator.core.simulated_traffic import SimulatedTraffic
 from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
+HANG_LIMIT = timedelta(seconds=120)  # the runtime's --hang-seconds
 _FACTS = {
     names.ANNOTATION_NODE_LEAVING_SINCE: "leaving_since",
     names.ANNOTATION_NODE_DRAIN_FORCED: "drain_forced",
@@ -471,6 +472,8 @@ class SimulatedCluster(Faults):
             pod.running -= 1
         if pod.drains:
             pod.waiting = 0  # what waits gets its turn
+            if pod.is_hung and self.now >= pod.hung_since + HANG_LIMIT:
+                pod.running = 0  # its runtime ends what cannot finish
         if pod.answers and pod.loads_for <= 0:
             answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
             for ago in reversed(range(min(seconds, pod.late_by + 1))):

@@ -205,6 +205,37 @@ def test_a_hung_engine_is_replaced_after_the_stated_time():
     assert len(world.pods) == 2
 
 
+@pytest.mark.capability("RD-9")
+def test_a_hung_engine_with_streams_does_not_stay_until_the_deadline_of_its_drain():
+    """ADR 81: its runtime ends the streams, because none of them can finish."""
+    world = running(2, drain={"timeoutSeconds": 3600})
+    name = next(iter(world.pods))
+    world.pods[name].running = 3
+    world.hang(name)
+    world.run(240)
+    assert name not in world.pods
+    assert len(world.ready) == len(world.pods) == 2
+    assert "DrainTimedOut" not in world.event_reasons()
+
+
+@pytest.mark.capability("RD-2", "RD-9")
+def test_a_drain_during_a_short_stall_is_not_shortened():
+    """ADR 81: the engine goes on, and so do its streams."""
+    world = running(2, drain={"timeoutSeconds": 3600})
+    for pod in world.pods.values():
+        pod.running = 30
+    world.service = edited(world.service, replicas=1)
+    world.run(5)
+    (leaving,) = world.draining
+    world.hang(leaving.replica.name)
+    world.run(60)
+    assert (leaving.running > 0, leaving.replica.deleted_at) == (True, None)
+    leaving.is_hung = False
+    world.run(120)
+    assert leaving.replica.name not in world.pods
+    assert "DrainTimedOut" not in world.event_reasons()
+
+
 @pytest.mark.capability("RD-9", "RD-10")
 def test_engines_that_all_hang_are_replaced_one_at_a_time():
     """Chaos C2: a cause outside of them must not empty the service."""
