@@ -65,6 +65,7 @@ class Faults:
             started=False,
             waiting_reason="CrashLoopBackOff",
             restarts=restarts,
+            running_since=self.now,
             last_word=last_word,
         )
 
