@@ -235,13 +235,19 @@ def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str
 
 
 def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
-    """The probes: startup (loading takes minutes), readiness and liveness."""
+    """The probes: startup (loading takes minutes), readiness and liveness.
+
+    A container that fails startup or liveness has nothing to finish: it does not get the grace of a whole drain.
+    """
+    failed = {"terminationGracePeriodSeconds": GRACE_AFTER_DRAIN_SECONDS}
     ready = {"httpGet": {"path": names.PATH_READY, "port": "admin"}}
     health = {"httpGet": {"path": names.PATH_HEALTH, "port": "admin"}}
     return {
-        "startupProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": startup_timeout_seconds},
+        "startupProbe": ready
+        | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": startup_timeout_seconds}
+        | failed,
         "readinessProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 3},
-        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
+        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3} | failed,
     }
 
 

@@ -100,6 +100,15 @@ def test_startup_readiness_and_liveness_are_three_different_questions():
     assert server["lifecycle"]["preStop"]["exec"]["command"] == ["slipway-runtime", "drain"]
 
 
+@pytest.mark.capability("RD-9")
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe"])
+def test_a_container_that_failed_is_restarted_without_the_grace_of_a_drain(probe: str):
+    """ADR 81: a hung server would stay for the hour that its streams may take to drain."""
+    server = server_of(a_service(drain={"timeoutSeconds": 3600}))
+
+    assert server[probe]["terminationGracePeriodSeconds"] == 30
+
+
 def test_grace_covers_the_whole_drain():
     assert pod_of(a_service(drain={"timeoutSeconds": 600}))["spec"]["terminationGracePeriodSeconds"] == 630
 
