@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,6 +154,7 @@ class ControlPlane:
         """Of each adapter, by replicas that start from now on."""
         self._kubeconfig = kubeconfig
         self._folder = folder
+        self._numbers = count()
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.pods.on_change.append(self._tend)
@@ -207,10 +209,10 @@ class ControlPlane:
     async def all_ready(self, services: int, replicas: int) -> None:
         """Wait until so many services have so many ready replicas each."""
 
-        def count() -> int:
+        def ready() -> int:
             return sum((one.get("status") or {}).get("readyReplicas") == replicas for one in self.services.now.values())
 
-        await self.services.first(lambda _one: count() == services)
+        await self.services.first(lambda _one: ready() == services)
 
     def pods_of(self, service: str) -> list[str]:
         """The names of a service's pods."""
@@ -239,11 +241,11 @@ class ControlPlane:
             self.spawn(self._run(pod, self.replicas[name]))
 
     async def _run(self, pod: Object, replica: FakeReplica) -> None:
-        index = len(self._servers)
-        ip, path = f"127.20.{index // 500}.{1 + index // 2 % 250}", PODS.path(NAMESPACE, pod["metadata"]["name"])
+        number = next(self._numbers)
+        ip, path = f"127.20.{number // 250}.{1 + number % 250}", PODS.path(NAMESPACE, pod["metadata"]["name"])
         for port in (names.ADMIN_PORT, names.SERVING_PORT):
             self._servers.append(await listen(lambda _address: replica, ip, port))
-        node = {"apiVersion": "v1", "kind": "Node", "name": f"node-{index // 2 % NODE_COUNT}"}
+        node = {"apiVersion": "v1", "kind": "Node", "name": f"node-{number % NODE_COUNT}"}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod["metadata"]["name"]}, "target": node}
         with suppress(NotFound, Conflict):
             await self.client.create(f"{path}/binding", binding)

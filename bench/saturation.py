@@ -12,7 +12,7 @@ from slipway_kube.resources import INFERENCE_SERVICES
 
 SERVICES = 12
 BUSY, SATURATED = {"running": 4, "kv_usage": 0.3}, {"running": 8, "waiting": 9, "kv_usage": 0.95}
-SETTLE_SECONDS = 6.0  # so long after the start all replicas are known as busy, and asked every 2 s
+SETTLE_SECONDS = 17.0  # an idle replica is asked every 15 s: after that all are known as busy, and asked every 2 s
 
 
 def measure(services: int = SERVICES) -> Section:
