@@ -28,6 +28,7 @@ BENCHMARKS = (
     "saturation",
     "failover",
     "adapters_at_scale",
+    "warm_claim",
 )
 
 

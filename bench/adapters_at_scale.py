@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections import Counter
 
-from bench.control_plane import NAMESPACE, SERVICE_SPEC, Changes, ControlPlane, Object, OperatorProcess, a_control_plane
+from bench.changes import Changes, Object
+from bench.control_plane import NAMESPACE, SERVICE_SPEC, ControlPlane, OperatorProcess, a_control_plane
 from bench.figures import Figure, Section, share_of
 from slipway_api import names
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS
@@ -65,11 +66,12 @@ async def _many(plane: ControlPlane, resources: Changes, operator: OperatorProce
     applied = time.monotonic()
     routed = max([await _routed(plane, pod, wanted, began) for pod in pods])
 
-    def are_loaded(_one: Object) -> bool:
+    def are_loaded() -> bool:
         found = [resources.now.get((NAMESPACE, name)) or {} for name in wanted]
         return all((one.get("status") or {}).get("loaded") == f"{len(pods)}/{len(pods)}" for one in found)
 
-    said = await resources.first(are_loaded)
+    await resources.until(are_loaded)
+    said = time.monotonic()
     await asyncio.sleep(5)  # what the operator writes after that belongs to it too
     cpu = operator.cpu_seconds() - cpu
     calls = Counter(call.split()[0] for pod in pods for call in plane.replicas[pod].adapters.calls)

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -21,75 +21,24 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from bench.changes import PATIENCE_SECONDS, Changes, Object, service_of
 from bench.fake_replicas import FakeReplica, listen
 from e2e.cluster.launch import Cluster
 from e2e.cluster.paths import CHECKOUT, cluster_folder
 from slipway_api import names
 from slipway_kube import auth
 from slipway_kube.client import Client
-from slipway_kube.errors import Conflict, KubeError, NotFound
+from slipway_kube.errors import Conflict, NotFound
 from slipway_kube.resources import INFERENCE_SERVICES, LEASES, NODES, PODS, Resource
 
 SYSTEM: Final = "slipway-system"
 NAMESPACE: Final = "bench"
 NODE_COUNT: Final = 4
-PATIENCE_SECONDS: Final = 120.0
 SERVICE_SPEC: Final[Mapping[str, Any]] = {
     "model": {"uri": "file:///opt/slipway/models/tiny"},
     "resources": {"gpu": {"count": 0}},
     "drain": {"timeoutSeconds": 20, "endpointPropagationSeconds": 0},
 }
-
-Object = dict[str, Any]
-
-
-class Changes:
-    """The objects of one kind as a watch shows them, each version with the time at which it arrived."""
-
-    def __init__(self, client: Client, resource: Resource) -> None:
-        self._client = client
-        self._path = resource.path()
-        self.now: dict[tuple[str, str], Object] = {}  # by namespace and name
-        self.on_change: list[Callable[[str, Object], None]] = []
-        self._seen: list[tuple[float, str, Object]] = []
-        self._news = asyncio.Event()
-
-    async def run(self) -> None:
-        """Watch for ever; a watch that ends begins anew with all objects."""
-        while True:
-            with suppress(KubeError):
-                async with aclosing(self._client.watch(self._path, resource_version="")) as lines:
-                    async for line in lines:
-                        self._saw(time.monotonic(), msgspec.json.decode(line))
-            await asyncio.sleep(0.1)
-
-    async def first(
-        self, matches: Callable[[Object], bool], *, since: float = 0.0, patience: float = PATIENCE_SECONDS
-    ) -> float:
-        """When the first version came for which `matches` is true, among those that came at `since` or later."""
-        index = 0
-        async with asyncio.timeout(patience):
-            while True:
-                news = self._news
-                for at, kind, one in self._seen[index:]:
-                    if at >= since and kind != "DELETED" and matches(one):
-                        return at
-                index = len(self._seen)
-                await news.wait()
-
-    def _saw(self, at: float, event: Object) -> None:
-        kind, one = event["type"], event["object"]
-        if kind not in ("ADDED", "MODIFIED", "DELETED"):
-            return
-        where = one["metadata"].get("namespace", ""), one["metadata"]["name"]
-        self.now.pop(where, None)
-        if kind != "DELETED":
-            self.now[where] = one
-        self._seen.append((at, kind, one))
-        for tell in self.on_change:
-            tell(kind, one)
-        news, self._news = self._news, asyncio.Event()
-        news.set()
 
 
 class OperatorProcess:
@@ -212,7 +161,7 @@ class ControlPlane:
         def ready() -> int:
             return sum((one.get("status") or {}).get("readyReplicas") == replicas for one in self.services.now.values())
 
-        await self.services.first(lambda _one: ready() == services)
+        await self.services.until(lambda: ready() == services)
 
     def pods_of(self, service: str) -> list[str]:
         """The names of a service's pods."""
@@ -303,11 +252,6 @@ def _install(cluster: Cluster) -> Path:
 def typed(resource: Resource, body: Object) -> Object:
     """The object with its kind."""
     return {"apiVersion": resource.api_version, "kind": resource.kind} | body
-
-
-def service_of(pod: Object) -> str:
-    """The service of a pod, by its label."""
-    return str(pod["metadata"].get("labels", {}).get(names.LABEL_SERVICE, ""))
 
 
 def running_status(ip: str) -> Object:

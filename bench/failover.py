@@ -4,7 +4,8 @@ import asyncio
 import signal
 import time
 
-from bench.control_plane import SERVICE_SPEC, ControlPlane, Object, a_control_plane, service_of
+from bench.changes import Object, service_of
+from bench.control_plane import SERVICE_SPEC, ControlPlane, a_control_plane
 from bench.figures import Figure, Section
 from slipway_kube.resources import INFERENCE_SERVICES
 

@@ -6,7 +6,8 @@ Services are busy below their target; one after the other gets a queue, at momen
 import asyncio
 import time
 
-from bench.control_plane import SERVICE_SPEC, ControlPlane, Object, a_control_plane, service_of
+from bench.changes import Object, service_of
+from bench.control_plane import SERVICE_SPEC, ControlPlane, a_control_plane
 from bench.figures import Figure, Section, share_of
 from slipway_kube.resources import INFERENCE_SERVICES
 
