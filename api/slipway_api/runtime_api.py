@@ -43,7 +43,7 @@ class Body(BaseModel):
 
 
 class Signals(Body):
-    """The load of one replica; below 300 bytes of JSON, because it is scraped every two seconds.
+    """The load of one replica; below 300 bytes of JSON, because it is scraped every one or two seconds.
 
     The counters are a ledger since `boot_id`:
     `admitted == finished + aborted + handed_over + running + waiting` at every moment.
