@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 from bench.changes import Changes, Object
-from bench.control_plane import NAMESPACE, SERVICE_SPEC, ControlPlane, OperatorProcess, a_control_plane
+from bench.control_plane import NAMESPACE, SERVICE_SPEC, ControlPlane, OperatorProcess, a_control_plane, writes_in
 from bench.figures import Figure, Section, share_of
 from slipway_api import names
 from slipway_kube.resources import INFERENCE_SERVICES, LORA_ADAPTERS
@@ -60,7 +60,7 @@ async def _many(plane: ControlPlane, resources: Changes, operator: OperatorProce
     pods, wanted = plane.pods_of("many"), {f"many-{number}" for number in range(count)}
     # Settled, or the writes of before would be counted.
     await asyncio.sleep(3)
-    writes = _writes(operator)
+    before = writes_in(operator.metrics())
     cpu, began = operator.cpu_seconds(), time.monotonic()
     await asyncio.gather(*(_apply(plane, name, "many") for name in wanted))
     applied = time.monotonic()
@@ -76,7 +76,8 @@ async def _many(plane: ControlPlane, resources: Changes, operator: OperatorProce
     cpu = operator.cpu_seconds() - cpu
     calls = Counter(call.split()[0] for pod in pods for call in plane.replicas[pod].adapters.calls)
     placements = count * len(pods)
-    made = _writes(operator) - writes
+    made = writes_in(operator.metrics()) - before
+    written = ", ".join(f"{what} {number}" for what, number in made.most_common())
     return (
         Figure(
             f"{count} adapters: apply → all routed", routed - began, "s", f"{applied - began:.1f} s of them to apply"
@@ -85,7 +86,7 @@ async def _many(plane: ControlPlane, resources: Changes, operator: OperatorProce
         Figure("loads for each placement", calls["load"] / placements, "", f"{placements} placements", at_most=1.0),
         Figure("probes for each placement", calls["probe"] / placements, "", at_most=1.0),
         Figure("lists for each replica", calls["list"] / len(pods), "", "shared by all adapters"),
-        Figure("writes for each adapter", made / count, "", f"status, finalizers, routes, events: {made:.0f}"),
+        Figure("writes for each adapter", made.total() / count, "", written),
         Figure("the operator's CPU", cpu, "s"),
     )
 
@@ -107,8 +108,3 @@ async def _routed(plane: ControlPlane, pod: str, adapters: set[str], since: floa
 
 def _ready(service: Object) -> int:
     return int((service.get("status") or {}).get("readyReplicas") or 0)
-
-
-def _writes(operator: OperatorProcess) -> float:
-    made = operator.metric("slipway_operator_writes_total")
-    return made - operator.metric("slipway_operator_writes_total", code="skipped")

@@ -30,13 +30,29 @@ class Changes:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """Watch for ever; a watch that ends begins anew with all objects."""
+        """List and watch, for ever; a watch that ends begins anew with a list."""
         while True:
             with suppress(KubeError):
-                async with aclosing(self._client.watch(self._path, resource_version="")) as lines:
+                version = await self._list()
+                async with aclosing(self._client.watch(self._path, resource_version=version)) as lines:
                     async for line in lines:
-                        self._saw(time.monotonic(), msgspec.json.decode(line))
+                        event = msgspec.json.decode(line)
+                        self._saw(event["type"], event["object"])
             await asyncio.sleep(0.1)
+
+    async def _list(self) -> str:
+        """Take over what is there now; returns the version of the list."""
+        version, left = "", dict(self.now)
+        async for page in self._client.list_pages(self._path):
+            version = page.metadata.resource_version
+            for raw in page.items or ():
+                one = msgspec.json.decode(raw)
+                before = left.pop(_where(one), None)
+                if before is None or before["metadata"]["resourceVersion"] != one["metadata"]["resourceVersion"]:
+                    self._saw("ADDED", one)
+        for gone in left.values():
+            self._saw("DELETED", gone)
+        return version
 
     async def first(
         self, matches: Callable[[Object], bool], *, since: float = 0.0, patience: float = PATIENCE_SECONDS
@@ -61,19 +77,21 @@ class Changes:
                     return
                 await news.wait()
 
-    def _saw(self, at: float, event: Object) -> None:
-        kind, one = event["type"], event["object"]
+    def _saw(self, kind: str, one: Object) -> None:
         if kind not in ("ADDED", "MODIFIED", "DELETED"):
             return
-        where = one["metadata"].get("namespace", ""), one["metadata"]["name"]
-        self.now.pop(where, None)
+        self.now.pop(_where(one), None)
         if kind != "DELETED":
-            self.now[where] = one
-        self._seen.append((at, kind, one))
+            self.now[_where(one)] = one
+        self._seen.append((time.monotonic(), kind, one))
         for tell in self.on_change:
             tell(kind, one)
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+def _where(one: Object) -> tuple[str, str]:
+    return one["metadata"].get("namespace", ""), one["metadata"]["name"]
 
 
 def service_of(pod: Object) -> str:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
@@ -59,12 +60,9 @@ class OperatorProcess:
                     raise RuntimeError(f"{self.identity} ended: {self.log.read_text()[-2000:]}")
                 await asyncio.sleep(0.1)
 
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
-        pattern = re.compile(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
-        found = pattern.findall(self._get("/metrics").text)
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(float(value) for labelled, value in found if all(one in labelled for one in wanted))
+    def metrics(self) -> str:
+        """Its metrics as text."""
+        return self._get("/metrics").text
 
     def cpu_seconds(self) -> float:
         """CPU time of the process so far."""
@@ -247,6 +245,16 @@ def _install(cluster: Cluster) -> Path:
     path = cluster.folder / "operator.kubeconfig"
     path.write_text(json.dumps(config))
     return path
+
+
+def writes_in(metrics: str) -> Counter[str]:
+    """The writes that an operator's metrics count, by verb and resource."""
+    made: Counter[str] = Counter()
+    for labels, value in re.findall(r"^slipway_operator_writes_total\{(.*)\} (\S+)$", metrics, re.MULTILINE):
+        found = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if found["code"] != "skipped":
+            made[f"{found['verb']} {found['resource']}"] += int(float(value))
+    return made
 
 
 def typed(resource: Resource, body: Object) -> Object:
