@@ -19,7 +19,6 @@ from bench.figures import Figure, Section
 from e2e.cluster.launch import Cluster
 from e2e.cluster.paths import cluster_folder
 from e2e.slipway import EXAMPLES, USER_NAMESPACE, Slipway
-from slipway_api import names
 from slipway_kube import auth
 from slipway_kube.client import Client
 from slipway_kube.errors import NotFound
@@ -77,15 +76,17 @@ async def _starts(kubeconfig: str, rounds: int, levels: tuple[str, ...]) -> dict
         try:
             starts["cold"] = [await stage.start(f"cold-{number}", cold) for number in range(rounds)]
             for level in levels:
-                spec = pool["spec"] | {"level": level, "refill": {"delaySeconds": 0}}
+                name = f"standby-{level.lower()}"
+                spec = pool["spec"] | {"level": level}
                 if level != "Booted":
                     spec |= {"models": [service["spec"]["model"]], "runtime": service["spec"]["runtime"]}
-                await stage.put(WARM_POOLS, "standby", spec)
+                await stage.put(WARM_POOLS, name, spec)
                 starts[level] = []
                 for number in range(rounds):
-                    await stage.pool_is_ready()
-                    starts[level].append(await stage.start(f"{level.lower()}-{number}", service["spec"]))
-                await stage.remove(WARM_POOLS, "standby")
+                    await stage.pool_is_ready(name)
+                    warm = service["spec"] | {"warmPool": {"name": name}}
+                    starts[level].append(await stage.start(f"{level.lower()}-{number}", warm, pool=name))
+                await stage.remove(WARM_POOLS, name)
         finally:
             stage.end()
     return starts
@@ -113,26 +114,24 @@ class _Stage:
         """Delete the object and wait until it and its pods are gone."""
         with suppress(NotFound):
             await self._client.delete(resource.path(USER_NAMESPACE, name), propagation="Foreground")
-        label = names.LABEL_POOL if resource is WARM_POOLS else names.LABEL_SERVICE
-        pods = self._pods.now
+        pods, pools = self._pods.now, self._pools.now
+        if resource is WARM_POOLS:  # it goes after its pods
+            await self._pools.until(lambda: (USER_NAMESPACE, name) not in pools, patience=PATIENCE_SECONDS)
+        else:
+            await self._pods.until(lambda: name not in map(service_of, pods.values()), patience=PATIENCE_SECONDS)
 
-        def is_gone() -> bool:
-            return all(one["metadata"].get("labels", {}).get(label) != name for one in pods.values())
-
-        await self._pods.until(is_gone, patience=PATIENCE_SECONDS)
-
-    async def pool_is_ready(self) -> None:
+    async def pool_is_ready(self, name: str) -> None:
         """Wait until a pod can be claimed."""
         pools = self._pools.now
 
         def is_ready() -> bool:
-            return bool(((pools.get((USER_NAMESPACE, "standby")) or {}).get("status") or {}).get("ready"))
+            return bool(((pools.get((USER_NAMESPACE, name)) or {}).get("status") or {}).get("ready"))
 
         await self._pools.until(is_ready, patience=PATIENCE_SECONDS)
         await asyncio.sleep(1.0)  # its start takes no more CPU
 
-    async def start(self, name: str, spec: Mapping[str, Any]) -> Start:
-        """Apply the service, wait until it is Ready, delete it."""
+    async def start(self, name: str, spec: Mapping[str, Any], *, pool: str = "") -> Start:
+        """Apply the service, wait until it is Ready, delete it; its pod must be of the pool, where one is given."""
         began = time.monotonic()
         await self.put(INFERENCE_SERVICES, name, spec)
 
@@ -144,6 +143,8 @@ class _Stage:
         service = await self._services.first(
             lambda one: one["metadata"]["name"] == name and _is_ready(one), since=began
         )
+        (found,) = (one["metadata"]["name"] for one in self._pods.now.values() if is_ours(one))
+        assert found.startswith(f"{pool or name}-"), f"{found} is not of {pool or name}"
         await self.remove(INFERENCE_SERVICES, name)
         return Start(pod - began, ready - began, service - began)
 
