@@ -6,9 +6,9 @@ whose SHA-256 the pod was given; without any digest the port listens on localhos
 
 import asyncio
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from slipway_api import names
@@ -29,6 +29,7 @@ from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.state import state_of
 
+MOST_WAIT_SECONDS = 2.0  # of an answer to a startup probe
 ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and continues
 
 _B = TypeVar("_B", bound=Body)
@@ -58,9 +59,12 @@ async def _asked(http: Request, kind: type[_B], shape: str, *, or_empty: bool = 
 
 
 @open_routes.get(names.PATH_READY)
-async def ready(http: Request) -> Response:
-    """Readiness: 200 where the replica takes new requests, else 503."""
+async def ready(
+    http: Request, wait_seconds: Annotated[float, Query(alias=names.PARAMETER_WAIT, ge=0, le=MOST_WAIT_SECONDS)] = 0.0
+) -> Response:
+    """Readiness: 200 where the replica takes new requests, else 503; before its first time, after `waitSeconds`."""
     replica: Replica = http.app.state.replica
+    await replica.wait_until_started(wait_seconds)
     body = replica.ready()
     return _wire(body, 200 if body.ready else 503)
 
