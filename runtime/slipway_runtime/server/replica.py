@@ -8,6 +8,7 @@
 | not loaded    | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
 | unclaimed     | any      | –                                  | no    | Standby         | yes    |
+| no model      | any      | –, and the last one left memory    | no    | MemoryNotFreed  | yes    |
 | loaded        | no       | few                                | yes   | Ready           | yes    |
 | loaded        | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
@@ -50,9 +51,11 @@ _STARTING: Final = {
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
+    ReadyReason.MEMORY_NOT_FREED: "memory of the model that was given back is still in use",
     ReadyReason.STANDBY: "the model is here and answers after POST /model",
 }
 _BROKEN: Final = frozenset({ReadyReason.STEP_LOOP_STALLED, ReadyReason.ENGINE_DEAD})
+MOST_WAITING: Final = 8  # callers of the open /ready that wait at the same time
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
 HUNG: Final = "the replica is going away and its engine hangs"
 
@@ -77,6 +80,8 @@ class Replica:
         self.serving_token_digests: tuple[str, ...] = ()  # set by POST /model; the serving port requires one of them
         self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.BOOTING
         self._progress = ""
+        self._started_once = asyncio.Event()  # ready for the first time, or drained before
+        self._waiting = 0  # callers of `wait_until_started`
         self._draining = False
         self._refusing = False  # whether new requests are refused: from some seconds after the drain began
         self.drain_timeout = drain_timeout
@@ -102,6 +107,11 @@ class Replica:
         """Note that the engine process has imported torch and the kernels, and waits for a model."""
         if self._phase is ReadyReason.BOOTING:
             self._phase = ReadyReason.NO_MODEL
+
+    def memory_not_freed(self, excess: str) -> None:
+        """Note that the model which was given back has left memory in use; `excess` says how much."""
+        self._phase = ReadyReason.MEMORY_NOT_FREED
+        self._progress = f": {excess}"
 
     def downloading(self) -> None:
         """Note that the model is being downloaded."""
@@ -129,6 +139,7 @@ class Replica:
         )
         self.startup = startup
         self._phase = ReadyReason.READY
+        self._started_once.set()
         if self._refusing:
             loaded.engine.drain()
 
@@ -139,6 +150,19 @@ class Replica:
         """The `system_fingerprint` of answers: `model/revision/tokenizer`."""
         tokenizer = self.loaded.tokenizer_sha256[:12] if self.loaded else ""
         return "/".join(part for part in (self.identity.model, self.identity.revision, tokenizer) if part)
+
+    async def wait_until_started(self, seconds: float) -> None:
+        """Return when the replica is ready for the first time or begins to drain, or after so long."""
+        if seconds <= 0 or self._started_once.is_set() or self._waiting >= MOST_WAITING:
+            return
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await self._started_once.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting -= 1
 
     def ready(self) -> Ready:
         """Whether the replica takes new requests, and if not, why."""
@@ -313,6 +337,7 @@ class Replica:
             refuse_after_seconds = 0.0  # it was never ready: no router sends it anything
         seconds = self.drain_timeout if timeout_seconds is None else timeout_seconds
         self._draining = True
+        self._started_once.set()
         self._deadline = _earlier(self._deadline, seconds, self._end_what_is_left)
         if min(seconds, refuse_after_seconds) <= 0:
             self._refuse_new_requests()
@@ -342,9 +367,14 @@ class Replica:
         running, waiting = self._requests()
         return DrainStatus(draining=self._draining, running=max(running, len(self._open) - waiting), waiting=waiting)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether new requests are refused and no request is left."""
+        return self._refusing and self.drain_status().is_drained
+
     async def drained(self) -> None:
         """Wait until new requests are refused and no request is left."""
-        while not (self._refusing and self.drain_status().is_drained):  # noqa: ASYNC110  counters of engine and server
+        while not self.is_drained:  # noqa: ASYNC110  counters of engine and server
             await asyncio.sleep(0.05)  # the engine's statistics come with its steps, not as an event
 
     async def all_closed(self) -> None:

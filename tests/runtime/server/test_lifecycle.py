@@ -11,10 +11,10 @@ import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
 from slipway_api.runtime_api import DrainStatus, Ready, ReadyReason, Signals, StartupTimes, State
-from slipway_runtime.drain import ask_for_drain
-from slipway_runtime.engine.step_times import StepTimes
-from slipway_runtime.server.control import serve_control
-from slipway_runtime.server.replica import DRAINED_OUT, HUNG
+from slipway_runtime.engine.client import StepTimes
+from slipway_runtime.main import ask_for_drain
+from slipway_runtime.server.admin import serve_control
+from slipway_runtime.server.replica import DRAINED_OUT, HUNG, MOST_WAITING
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 
 
@@ -49,6 +49,32 @@ async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers(
         assert await ready_of(replica) == (200, ReadyReason.READY)
         assert replica.replica.signals().starting == ""
         assert (await replica.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.capability("RD-3", "AS-5")
+async def test_the_answer_to_a_startup_probe_waits_until_the_replica_is_ready():
+    async with a_replica(load=False) as replica:
+        waiting = asyncio.create_task(replica.admin("/ready?waitSeconds=2"))
+        async with asyncio.timeout(60):
+            while not replica.replica._waiting:  # noqa: ASYNC110  the request takes its way through a socket
+                await asyncio.sleep(0)
+        replica.replica.ready_with(replica.models[0], StartupTimes())
+        assert (await waiting).status_code == 200
+        assert (await replica.admin("/ready?waitSeconds=2")).status_code == 200
+
+
+@pytest.mark.capability("RD-3")
+async def test_the_answer_to_a_startup_probe_waits_no_longer_than_it_may_nor_when_a_drain_begins():
+    async with a_replica(load=False) as replica:
+        for wait, status in (("0.01", 503), ("-1", 400), ("3", 400), ("long", 400), ("nan", 400)):
+            assert (await replica.admin(f"/ready?waitSeconds={wait}")).status_code == status
+        waiting = [asyncio.create_task(replica.replica.wait_until_started(3600)) for _ in range(MOST_WAITING)]
+        await asyncio.sleep(0)
+        assert (await replica.admin("/ready?waitSeconds=2")).status_code == 503, "one more is answered at once"
+        assert not any(one.done() for one in waiting)
+
+        replica.replica.drain(60, "the pod is deleted")
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
 
 
 @pytest.mark.capability("RD-3", "RD-9")

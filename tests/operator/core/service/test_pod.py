@@ -93,7 +93,8 @@ def test_startup_readiness_and_liveness_are_three_different_questions():
     server = server_of(a_service(runtime={"startupTimeoutSeconds": 900}))
 
     startup, readiness, liveness = (server[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe"))
-    assert startup["httpGet"] == readiness["httpGet"] == {"path": "/ready", "port": "admin"}
+    assert readiness["httpGet"] == {"path": "/ready", "port": "admin"}
+    assert startup["httpGet"] == {"path": "/ready?waitSeconds=0.9", "port": "admin"}
     assert liveness["httpGet"] == {"path": "/health", "port": "admin"}
     assert startup["periodSeconds"] * startup["failureThreshold"] == 900
     assert readiness["periodSeconds"] * readiness["failureThreshold"] <= 5
