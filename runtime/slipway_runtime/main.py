@@ -11,8 +11,8 @@ that a replica would write.
 
 import json
 import os
-import socket
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -238,26 +238,16 @@ def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str
 def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
     """The probes: startup (loading takes minutes), readiness and liveness.
 
-<<<<<<< HEAD
-    A container that fails startup or liveness has nothing to finish: it does not get the grace of a whole drain.
+    A container that fails startup or liveness has nothing to finish: it does not get the grace of a whole drain. The
+    answer to a startup probe waits: a replica that becomes ready does not wait for the next one.
     """
     failed = {"terminationGracePeriodSeconds": GRACE_AFTER_DRAIN_SECONDS}
-    ready = {"httpGet": {"path": names.PATH_READY, "port": "admin"}}
-    health = {"httpGet": {"path": names.PATH_HEALTH, "port": "admin"}}
-    return {
-        "startupProbe": ready
-        | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": startup_timeout_seconds}
-        | failed,
-=======
-    The answer to a startup probe waits: a replica that becomes ready does not wait for the next one.
-    """
     started = {"path": f"{names.PATH_READY}?{names.PARAMETER_WAIT}={STARTUP_WAIT_SECONDS}", "port": "admin"}
     startup = {"httpGet": started, "periodSeconds": 1, "timeoutSeconds": 2}
     ready = {"httpGet": {"path": names.PATH_READY, "port": "admin"}}
     health = {"httpGet": {"path": names.PATH_HEALTH, "port": "admin"}}
     return {
-        "startupProbe": startup | {"failureThreshold": startup_timeout_seconds},
->>>>>>> opbench
+        "startupProbe": startup | {"failureThreshold": startup_timeout_seconds} | failed,
         "readinessProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 3},
         "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3} | failed,
     }
