@@ -130,7 +130,7 @@ def test_flux_says_at_once_what_failed_and_at_its_timeout_what_is_still_in_progr
     broken = static("broken", 1)
     broken["spec"]["runtime"]["image"] = "registry.invalid/slipway/runtime:none"
     waiting: dict[str, Any] = static("waiting", 1)
-    waiting["spec"]["resources"]["gpu"]["count"] = 16  # a node has eight
+    waiting["spec"]["resources"]["gpu"] = {"count": 1, "resourceName": "nvidia.com/gpu-of-tomorrow"}  # no node has one
     flux.publish({"broken/service.yaml": as_yaml(broken), "waiting/service.yaml": as_yaml(waiting)})
     flux.sync("broken", USER_NAMESPACE, path="./broken", timeout="10m")
     flux.sync("waiting", USER_NAMESPACE, path="./waiting", timeout="20s")
