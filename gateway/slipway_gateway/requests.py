@@ -51,6 +51,7 @@ from slipway_gateway.overload import Ladder, Step
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
+from slipway_gateway.resolve import may_use_all
 from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import Tenancy, internal_headers, set_max_tokens
 from slipway_gateway.tenants import Caller
@@ -175,7 +176,7 @@ class Requests:
             raise not_synced()
         caller = self.tenancy.authenticate(request)
         record.tenant, record.key = caller.tenant.label, caller.key
-        record.internal_headers = internal_headers(caller)
+        record.internal_headers, record.may_use = internal_headers(caller), caller.tenant.may_use
         body = await self._bodies.read(request, caller.tenant.max_body_bytes)
         try:
             record.arrived = time.monotonic()
@@ -221,6 +222,7 @@ class Requests:
             record.fallback_from, record.finish, record.error, record.failures = asked, "", "", []
             body.content = body.with_model(inference.routing.model, following.key)
             inference = msgspec.structs.replace(inference, routing=replace(inference.routing, model=following.key))
+            record.may_use = may_use_all  # the chain has asked, by the name that the tenant's patterns may name
             route = self._resolve(inference, record)
 
     def _degrade(self, caller: Caller, inference: InferenceRequest, body: Body, record: RequestRecord) -> Step:
@@ -411,7 +413,7 @@ class Requests:
     def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""
         key = inference.routing.cohort or record.request_key
-        route = self._fleet.table.resolve(inference.routing.model, key)
+        route = self._fleet.table.resolve(inference.routing.model, key, record.may_use)
         if route is None:
             raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key
