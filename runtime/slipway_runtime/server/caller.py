@@ -6,6 +6,7 @@ from typing import Final
 from starlette.requests import Request as HttpRequest
 
 from slipway_api import names, stream_marks
+from slipway_api.text_blocks import TextBlocks
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import GenerationRequest
 
@@ -21,6 +22,7 @@ class Caller:
     seconds: float | None = None  # until the deadline
     wants_token_ids: bool = False  # token marks in the stream, so that another replica can resume it
     may_resume: bool = False  # whether `slipway_resume` in the body comes from the gateway
+    text_blocks: TextBlocks | None = None  # by which the gateway names the beginnings of the prompt
 
     @classmethod
     def of(cls, request: HttpRequest) -> "Caller":
@@ -43,6 +45,7 @@ class Caller:
             seconds=seconds,
             wants_token_ids=asked in {stream_marks.REPORT, stream_marks.RESUME},
             may_resume=asked == stream_marks.RESUME,
+            text_blocks=_text_blocks(headers.get(names.HEADER_TEXT_BLOCKS, "")),
         )
 
     def check(self, body: GenerationRequest) -> None:
@@ -63,3 +66,11 @@ class Caller:
     def salted(self, own: str | None) -> str:
         """The cache salt of the tenant combined with the client's salt `own`."""
         return f"{self.tenant}\x1f{own or ''}" if self.tenant or own else ""
+
+
+def _text_blocks(header: str) -> TextBlocks | None:
+    """The text blocks in this header. One that cannot be read counts as absent: the answer does not depend on it."""
+    try:
+        return TextBlocks.of_header(header) if header else None
+    except ValueError:
+        return None

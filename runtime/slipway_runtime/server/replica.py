@@ -38,6 +38,7 @@ from slipway_runtime.engine.client import EngineDead
 from slipway_runtime.messages import EngineStats, FinishReason, Ping, Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
 from slipway_runtime.server.loaded import Identity, LoadedModel
+from slipway_runtime.server.text_blocks import TextBlockLog
 
 log = structlog.get_logger()
 
@@ -71,6 +72,7 @@ class Replica:
     ) -> None:
         self.identity = identity
         self.boot_id = secrets.token_hex(6)
+        self.text_blocks = TextBlockLog(self.boot_id)
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
