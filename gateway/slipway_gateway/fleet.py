@@ -78,7 +78,8 @@ class Fleet:
         self._policy = policy or BreakerPolicy()
         self._clock = clock
         self._draw = draw
-        self._prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex()
+        self.on_endpoint: Callable[[str, Endpoint | None], None] = lambda _name, _endpoint: None  # see `kv_feeds`
         self._destinations: dict[str, Destination] = {}
 
     def set_service(self, key: str, service: Service | None) -> None:
@@ -106,10 +107,12 @@ class Fleet:
         is_changed = self.table.set_endpoint(name, endpoint)
         if is_changed and endpoint is not None:
             self.on_change(endpoint.service)
+        if is_changed:
+            self.on_endpoint(name, endpoint)
         if not is_changed or old is None:
             return
         if endpoint is None:
-            self._prefixes.remove(name)
+            self.prefixes.remove(name)
         destination = self._destinations.get(old.service)
         if destination is None:
             return
@@ -130,7 +133,7 @@ class Fleet:
             request,
             loads=destination.loads,
             reports=destination.reports.fresh(now),
-            prefixes=self._prefixes,
+            prefixes=self.prefixes,
             ejected={
                 *(name for name, health in destination.health.items() if health.is_ejected(now)),
                 *destination.slowness.ejected(now),
@@ -144,7 +147,7 @@ class Fleet:
             name = picked.endpoint.name
             destination.picks += 1
             destination.slowness.record_pick(name, now)
-            self._prefixes.add(name, request.blocks)
+            self.prefixes.add(name, request.blocks)
             if (health := destination.health.get(name)) is not None:
                 destination.health[name] = after_probe(health, now, self._policy)
         return picked

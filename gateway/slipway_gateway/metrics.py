@@ -90,6 +90,13 @@ class Metrics:
         self.handover_bytes = Gauge(
             "slipway_gateway_handover_bytes", "Memory of requests and tokens kept for a handover", registry=registry
         )
+        self.kv_feeds = Gauge(
+            "slipway_gateway_kv_feeds", "Replicas whose KV events are being followed now", registry=registry
+        )
+        self.kv_events = Counter(
+            "slipway_gateway_kv_events", "Blocks of prompts that replicas said were stored or removed; resets of feeds",
+            ["event"], registry=registry,
+        )  # fmt: skip
         self.open_streams = Gauge(
             "slipway_gateway_open_streams", "Answers being forwarded now", _REVISION, registry=registry
         )

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_TOKEN_IDS
+from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_TEXT_BLOCKS, HEADER_TOKEN_IDS
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.apis import GENERATING_PATHS, limit_field, refusal_response
@@ -44,6 +44,7 @@ from slipway_gateway.forwarding import Forwarder, uncancel
 from slipway_gateway.handover import DEADLINE_GRACE_SECONDS, Handover, Interrupted
 from slipway_gateway.health import AttemptFailure, RetryPolicy
 from slipway_gateway.journal import JournalMemory
+from slipway_gateway.kv_feeds import KvFeeds
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.mirror import Mirror
 from slipway_gateway.outcomes import Outcomes
@@ -94,6 +95,7 @@ class Requests:
         tenancy: Tenancy | None = None,
         tracing: Tracing | None = None,
         ladder: Ladder | None = None,
+        kv_feeds: KvFeeds | None = None,
     ) -> None:
         self._fleet = fleet
         self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
@@ -115,6 +117,7 @@ class Requests:
         self.tenancy = tenancy or Tenancy(Accounting(metrics.registry))
         self.tracing = tracing or Tracing("")
         self._ladder = ladder or Ladder()
+        self._kv_feeds = kv_feeds or KvFeeds(fleet)
         self._forwarder = Forwarder(metrics)
         self._handover = Handover(
             fleet, upstream, self._forwarder, metrics, memory=journals, wait_seconds=handover_seconds
@@ -331,6 +334,7 @@ class Requests:
         content = body.with_model(inference.routing.model, served_name)
         headers = request_headers(request.headers, record.request_id) | record.internal_headers
         headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, record.error)
+        headers |= self._kv_feeds.headers(endpoint, inference.routing)
         headers[HEADER_DEADLINE] = f"{max(deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
         journal = self._handover.journal(content, answers, record.service, headers)
         wait = self._first_byte_wait(inference, deadline, until)
@@ -391,7 +395,7 @@ class Requests:
                 record.revision,
                 request.path_qs,
                 lambda one: body.with_model(inference.routing.model, record.adapter or one.served_name or record.model),
-                {name: value for name, value in headers.items() if name != HEADER_TOKEN_IDS},
+                {name: value for name, value in headers.items() if name not in (HEADER_TOKEN_IDS, HEADER_TEXT_BLOCKS)},
                 is_stream=inference.stream,
                 is_comparable=inference.is_greedy,
             )

@@ -44,10 +44,11 @@ class TextBlockLog:
         """Add the changes of one engine step."""
         for one in changes.removed:
             self._cached.pop(one, None)
-        for one in changes.stored:
-            self._cached[one] = None
-        self._changes.append(changes)
-        self._number += 1
+        self._cached |= dict.fromkeys(changes.stored)
+        for start in range(0, max(len(changes.stored), len(changes.removed)), HASHES_OF_LINE):
+            part = slice(start, start + HASHES_OF_LINE)
+            self._changes.append(TextBlockChanges(stored=changes.stored[part], removed=changes.removed[part]))
+            self._number += 1
         self._num_hashes += len(changes.stored) + len(changes.removed)
         while self._num_hashes > self._most_hashes:
             oldest = self._changes.popleft()
