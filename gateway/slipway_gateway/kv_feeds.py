@@ -44,7 +44,7 @@ class KvFeeds:
         count: Callable[[str, int], None] = lambda _event, _number: None,
         most: int = MAX_FEEDS,
     ) -> None:
-        """`serving_headers` prove to a replica that a gateway asks. `count` counts what was stored, removed and reset."""
+        """`serving_headers` prove that a gateway asks. `count` counts the blocks stored and removed, and the resets."""
         self.live: set[str] = set()  # replicas whose feed is connected
         self._fleet = fleet
         self._serving_headers = serving_headers
