@@ -14,6 +14,7 @@ from typing import Final, Self
 import structlog
 
 from slipway_gateway.demand import Demand
+from slipway_gateway.first_token_times import FirstTokenTimes
 from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
@@ -48,7 +49,7 @@ class View:
 class Destination:
     """The gateway's load, health and retry state for one service; nothing in it is shared with another service."""
 
-    __slots__ = ("health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
+    __slots__ = ("first_token_times", "health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}  # only endpoints with something outstanding
@@ -57,6 +58,7 @@ class Destination:
         self.retry_budget = RetryBudget()
         self.reports = LoadReports()
         self.slowness = LatencyOutliers()
+        self.first_token_times = FirstTokenTimes()
         self.picks = 0
 
 
