@@ -190,6 +190,14 @@ class Fleet:
         """Record that the replica refused requests for a while."""
         self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
 
+    def record_late(self, endpoint: Endpoint, seconds: float) -> None:
+        """Record that another replica answered a request that this one was silent about for so long.
+
+        It gets no more requests for as long again, unless it answers one: its cancelled request is no load any more, so
+        that it would look idle. It is no failure.
+        """
+        self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
+
     def record_load(self, endpoint: Endpoint, report: str) -> None:
         """Record what the replica reported of its load beside an answer; text that is no report changes nothing."""
         destination = self.destination(endpoint.service)

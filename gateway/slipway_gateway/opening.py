@@ -98,7 +98,9 @@ class Opener:
             self._count(record, outcome)
         if outcome is HedgeOutcome.WON:
             # How slow the first one is, at least: hedging must not hide it from the comparison with its peers.
-            self._fleet.record_latency(endpoint, ttft=time.monotonic() - record.sent)
+            late = time.monotonic() - record.sent
+            self._fleet.record_latency(endpoint, ttft=late)
+            self._fleet.record_late(endpoint, late)
             record.trace.start_attempt(other.name, other.revision, "hedged")
         if error is not None:
             self._record_error(endpoint if outcome is HedgeOutcome.WON else other, error)

@@ -30,11 +30,12 @@ def test_a_request_is_late_after_the_95th_percentile_of_the_last_ones():
         assert times.delay() is None, "too little is known"
     times.record(1.0)
     assert times.delay() == 1.0
-    for number in range(1, 101):
-        times.record(number / 100)
-    for number in range(1, 101):
-        times.record(number / 100)
-    assert times.delay() == 0.96, "old ones count no more; 96 and above are five of a hundred"
+    for number in range(200):
+        times.record(0.1 if number < 180 else number / 100)
+    assert times.delay() == 1.9, "old ones count no more; 1.9 and above are a twentieth"
+    for _ in range(200):
+        times.record(0.5)
+    assert times.delay() == 1.0, "where all take equally long, none is late before twice as long"
 
 
 def test_what_hedges_cut_short_does_not_lower_the_delay():
@@ -54,7 +55,7 @@ async def a_hedging_gateway(
     *runtimes: Runtime, service: Service | None = None, delay: float = 0.0
 ) -> AsyncIterator[Gateway]:
     """Replicas in the order of preference: the gateway always tries the first one first."""
-    fleet = Fleet(draw=lambda: 0.0)
+    fleet = Fleet(clock=lambda: 0.0, draw=lambda: 0.0)  # time stands still: what is left out stays so
     fleet.set_service("ns/chat", service or Service("ns/chat", "tiny", hedged_prompt_tokens=512))
     for number, runtime in enumerate(runtimes):
         name = f"ns/chat-{number}"
@@ -89,6 +90,7 @@ async def test_the_second_replica_answers_when_the_first_is_late_and_the_first_i
             assert (late.requests, well.requests) == (1, 1)
             assert late.bodies[0]["seed"] == well.bodies[0]["seed"], "both would give the same answer"
             assert hedges(gateway) == {"won": 1.0}
+            assert gateway.fleet.is_ejected(gateway.fleet.table.endpoint("ns/chat-0")), "it is still silent"
             assert gateway.fleet.load(gateway.fleet.table.endpoint("ns/chat-0")).requests == 0
             assert gateway.requests.open == 0
 
@@ -151,7 +153,9 @@ async def test_hedges_spend_the_retry_budget_and_end_with_it():
         async with a_hedging_gateway(late, well) as gateway, a_caller(gateway) as caller:
             gateway.fleet.destination("ns/chat").retry_budget = RetryBudget(ratio=0.0, burst=2.0)
             for _ in range(2):
+                gateway.fleet.record_success(gateway.fleet.table.endpoint("ns/chat-0"))
                 assert await _text(caller) == STORY
+            gateway.fleet.record_success(gateway.fleet.table.endpoint("ns/chat-0"))
             asking = asyncio.create_task(_text(caller))
             await until(lambda: hedges(gateway).get("denied"))
             late.allow(100)
