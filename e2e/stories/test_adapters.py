@@ -81,8 +81,8 @@ def test_an_adapter_comes_to_running_replicas_survives_a_restart_changes_its_sou
 
     clean.access.kubectl("delete", "lora", "sailor", "-n", USER_NAMESPACE, "--timeout=60s")
     assert routed(clean, "many", "sailor") == set()
-    reasons = {event.reason for event in clean.events("sailor", kind="LoRAAdapter")}
-    assert {"AdapterLoaded", "AdapterSwapped", "AdapterUnloaded"} <= reasons
+    expected = {"AdapterDownloaded", "AdapterLoaded", "AdapterSwapped", "AdapterUnloaded"}
+    wait_for("its events", lambda: expected <= {one.reason for one in clean.events("sailor", kind="LoRAAdapter")})
 
 
 def restarts(slipway: Slipway, name: str) -> int:

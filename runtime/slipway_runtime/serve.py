@@ -33,21 +33,19 @@ from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.loading import LOADER, Fetched, boot_engine, bring, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
-from slipway_runtime.server.adapter_source import AdapterSource, adapter_roots
-from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource, adapter_roots
+from slipway_runtime.server.admin import serve_control
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.boot import load_adapters, load_boot_list, prefill, read_boot_list
-from slipway_runtime.server.control import serve_control
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
-from slipway_runtime.server.model_choice import ModelChoice
+from slipway_runtime.server.model_choice import ModelChoice, StandbyError, stand_by
 from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.standby import StandbyError, stand_by
 from slipway_runtime.storage.fetch import (
     Access,
     FetchError,

@@ -187,6 +187,8 @@ class Demand:
     """Requests that gateways hold because no replica is ready."""
     waiting_bytes: int = 0
     longest_wait: timedelta = timedelta()
+    refused_requests: int = 0
+    """Requests that gateways refused because their waiting rooms were full, since these were last empty."""
     open_requests: int = 0
     """Requests sent to replicas and unfinished."""
     idle_since: datetime | None = None
@@ -266,6 +268,8 @@ class ScalingMemory:
     """Since when not every gateway reports; None: they do."""
     waiting: int = 0
     """Requests that gateways held in the last pass."""
+    refused: int = 0
+    """Requests that full gateways had refused by the last pass."""
     asked_back: Mapping[str, datetime] = field(default_factory=dict)
     """uid of a draining replica -> when it was first asked to serve again."""
 

@@ -5,11 +5,17 @@ loads the same model: the restart of a replica must not depend on the operator.
 
 A process in standby has loaded the model of its command line, and answers no requests. The first POST /model with
 the same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
+
+| --standby | while the process waits                             | on the claim                               |
+|-----------|-----------------------------------------------------|--------------------------------------------|
+| loaded    | weights and KV cache are on the device              | name, tokens and warm prompts are set      |
+| sleeping  | the weights are in host memory, no KV cache is kept | weights are copied back, then as above     |
 """
 
 import asyncio
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +23,8 @@ import structlog
 from pydantic import ValidationError
 
 from slipway_api.runtime_api import CLAIMED_FIELDS, LoadModelRequest, ModelInfo
+from slipway_runtime.engine.client import EngineClient, EngineDead
+from slipway_runtime.messages import Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.loaded import Identity
 from slipway_runtime.server.replica import Replica
@@ -145,3 +153,44 @@ def _read(path: Path) -> LoadModelRequest | None:
         return LoadModelRequest.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+HOST_MEMORY: Final = 1  # the level of sleep that keeps the weights
+
+
+class StandbyError(Exception):
+    """The engine could not free its memory, or could not allocate it again."""
+
+
+async def stand_by(
+    settings: RuntimeSettings, choice: ModelChoice, replica: Replica, client: EngineClient
+) -> RuntimeSettings | None:
+    """Wait for the claim; returns its settings, or None where the engine died. Raises StandbyError."""
+    sleeps = settings.standby == "sleeping" and not choice.is_claimed
+    claim = asyncio.create_task(choice.claimed())
+    death = asyncio.create_task(client.wait_dead())
+    try:
+        if sleeps:
+            await _ask(client, Sleep(call=0, level=HOST_MEMORY))
+        if not choice.is_claimed:
+            replica.standing_by()
+            log.info("standing by", level=settings.standby)
+        await asyncio.wait({claim, death}, return_when=asyncio.FIRST_COMPLETED)
+        if not claim.done():
+            return None
+        began = time.monotonic()
+        if sleeps:
+            await _ask(client, WakeUp(call=0))
+        log.info("claimed", model=claim.result().model_name, wake_seconds=round(time.monotonic() - began, 3))
+        return claim.result()
+    except EngineDead:
+        return None
+    finally:
+        claim.cancel()
+        death.cancel()
+
+
+async def _ask(client: EngineClient, message: Sleep | WakeUp) -> None:
+    reply = await client.call(message)
+    if reply.error:
+        raise StandbyError(reply.error)

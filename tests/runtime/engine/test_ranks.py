@@ -24,8 +24,8 @@ from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.ranks import RankDiedError, Ranks
 from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, Sleep, StepResult
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
@@ -55,7 +55,7 @@ def ranks_of(engine: int) -> list[int]:
     found = []
     for child in children(engine):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"engine.ranks" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found
 

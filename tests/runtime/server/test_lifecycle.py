@@ -11,9 +11,9 @@ import pytest
 
 from slipway_api.admin_token import admin_token, token_digest
 from slipway_api.runtime_api import DrainStatus, Ready, ReadyReason, Signals, StartupTimes, State
-from slipway_runtime.drain import ask_for_drain
-from slipway_runtime.engine.step_times import StepTimes
-from slipway_runtime.server.control import serve_control
+from slipway_runtime.engine.client import StepTimes
+from slipway_runtime.main import ask_for_drain
+from slipway_runtime.server.admin import serve_control
 from slipway_runtime.server.replica import DRAINED_OUT
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 

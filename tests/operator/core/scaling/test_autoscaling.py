@@ -151,7 +151,7 @@ def test_input_is_requests_only_never_cpu_gpu_or_memory_utilization():
     assert set(Readings.__dataclass_fields__) == of_the_replicas | of_the_gateways
     assert set(Demand.__dataclass_fields__) == {
         *("at", "waiting_requests", "waiting_bytes", "longest_wait"),
-        *("open_requests", "idle_since", "complete"),
+        *("refused_requests", "open_requests", "idle_since", "complete"),
     }
 
 

@@ -1,4 +1,7 @@
-"""Request headers of the gateway: tenant, priority, deadline, token ids. It removes them from clients' requests."""
+"""Context of a request: the caller, from the gateway's headers, and the base model or adapter that its model names.
+
+The gateway sets tenant, priority, deadline and token ids, and removes these headers from clients' requests.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -7,8 +10,11 @@ from starlette.requests import Request as HttpRequest
 
 from slipway_api import names, stream_marks
 from slipway_api.text_blocks import TextBlocks
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.messages import AdapterState
+from slipway_runtime.server.errors import ApiError, unavailable
+from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import GenerationRequest
+from slipway_runtime.server.replica import Replica
 
 LONGEST_DEADLINE_SECONDS: Final = 86_400.0  # no answer takes a day
 
@@ -66,6 +72,37 @@ class Caller:
     def salted(self, own: str | None) -> str:
         """The cache salt of the tenant combined with the client's salt `own`."""
         return f"{self.tenant}\x1f{own or ''}" if self.tenant or own else ""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that serves a request, alone or with an adapter."""
+
+    model: LoadedModel
+    name: str  # the `model` field of the response
+    digest: str = ""  # of the adapter; empty: the base model alone
+
+    def fingerprint(self, replica: Replica) -> str:
+        """The `system_fingerprint` of its answers."""
+        return (
+            f"{replica.fingerprint}/{self.digest.removeprefix('sha256:')[:12]}" if self.digest else replica.fingerprint
+        )
+
+
+def served_by(replica: Replica, name: str, http: HttpRequest | None = None) -> Served:
+    """The base model or adapter named `name`. Raises ApiError where it cannot be served."""
+    registry = replica.loaded.adapters if replica.loaded is not None else None
+    adapter = None if replica.identity.answers_to(name) or registry is None else registry.find(name)
+    if adapter is None:
+        return Served(replica.model_for(name), replica.identity.model)
+    model = replica.model_for("")
+    if adapter.state is AdapterState.LOADING:
+        raise unavailable(f"the adapter {adapter.name} is loading")
+    if adapter.state is AdapterState.FAILED:
+        raise unavailable(f"the adapter {adapter.name} could not be loaded: {adapter.error}", retry_after_seconds=None)
+    if http is not None:
+        http.scope["state"]["adapter"] = adapter.name
+    return Served(model, adapter.name, adapter.digest)
 
 
 def _text_blocks(header: str) -> TextBlocks | None:
