@@ -18,6 +18,7 @@ BENCHMARKS = (
     "handover",
     "runtime",
     "linears",
+    "cpu_steps",
     "engine",
     "features",
     "eviction",
@@ -25,6 +26,10 @@ BENCHMARKS = (
     "soak",
     "cluster",
     "operator_scale",
+    "saturation",
+    "failover",
+    "adapters_at_scale",
+    "warm_claim",
 )
 
 

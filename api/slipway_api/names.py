@@ -105,6 +105,8 @@ ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the 
 
 # Paths of the admin port.
 PATH_READY: Final = "/ready"
+# Of PATH_READY: how long the answer of a process that starts may wait for it to be ready.
+PARAMETER_WAIT: Final = "waitSeconds"
 PATH_HEALTH: Final = "/health"
 PATH_METRICS: Final = "/metrics"
 PATH_SIGNALS: Final = "/signals"

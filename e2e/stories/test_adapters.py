@@ -43,7 +43,7 @@ def routed(slipway: Slipway, base: str, name: str) -> set[str]:
 
 
 def said(slipway: Slipway, pod: str, model: str) -> str:
-    """What the pod answers under this model name."""
+    """The pod's answer to a request for this model name."""
     path = f"/api/v1/namespaces/{USER_NAMESPACE}/pods/{pod}:{names.SERVING_PORT}/proxy/v1/completions"
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
     answer = slipway.access.api("POST", path, body)

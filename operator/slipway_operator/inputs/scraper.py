@@ -2,7 +2,7 @@
 
 A replica's capacity does not change while it runs, so it is read once, after the first answer of the replica.
 
-Busy and draining replicas are asked every 2 s, idle ones every 15 s, each at its own moment within the interval so
+Busy and draining replicas are asked every 1.5 s, idle ones every 15 s, each at its own moment within the interval so
 that a fleet's calls spread out. What a gateway says of new requests wakes the idle replicas of the service at once: the
 first reaction to a burst does not wait for the end of an idle interval. When a replica does not answer, its last sample
 stays and grows old; the core decides what that means. Calls are shared fairly between services, and replicas that were
@@ -28,7 +28,7 @@ from slipway_operator.core.observed import Capacity, Sample
 
 log = structlog.get_logger()
 
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 1.5  # so that from a saturated replica to the pod of the next one it is less than 2 s
 IDLE_SECONDS = 15.0
 DEMANDED_SECONDS = 10.0  # at the busy pace after a gateway said that there are requests
 REPLACES_WITHIN = timedelta(seconds=10)  # load from another source that is as fresh replaces calls at the busy pace
@@ -220,7 +220,7 @@ class Scraper(Generic[AddressT, KeyT]):
         self._in_flight.pop(uid, None)
         target = self._targets.get(uid)
         if target is not None:
-            # Was it idle when it fell silent? Ask at the idle pace: a dead address must not cost a call every 2 s.
+            # Was it idle when it fell silent? Ask at the idle pace: a dead address must not cost a call every 1.5 s.
             self._plan_visit(uid, _loop_time() + self._interval(target, self._samples.get(uid)))
 
     async def _visit(self, target: Target[AddressT, KeyT]) -> None:
