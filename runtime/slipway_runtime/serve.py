@@ -176,11 +176,6 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         booted = await boot_engine(choice.process_settings, on_booted)
     try:
         settings = await choice.chosen()
-        if settings.standby and booted is not None:
-            if await booted.wait() is not None:
-                await is_measured.wait()
-            if excess:
-                await asyncio.Event().wait()  # the operator deletes the pod
     except asyncio.CancelledError:
         if booted is not None:
             await booted.stop()
@@ -197,6 +192,11 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         if not settings.model_uri.startswith(("file:", "/")):
             replica.downloading()
         fetched = await in_daemon_thread(lambda: bring(settings))
+        if settings.standby and booted is not None:
+            if await booted.wait() is not None:
+                await is_measured.wait()
+            if excess:
+                await asyncio.Event().wait()  # nothing is loaded beside what is left: the operator deletes the pod
         replica.loading()
         transport = await load_engine(settings, fetched, hear, booted)
     except (FetchError, ModelRefusedError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
