@@ -15,7 +15,7 @@ from typing import Any, Final
 import uvloop
 
 
-class UvLoop(uvloop.Loop):  # type: ignore[misc]  # uvloop has no types
+class UvLoop(uvloop.Loop):
     """uvloop, where the socket that a connection was made from forgets its descriptor."""
 
     async def create_connection(self, *arguments: Any, sock: socket.socket | None = None, **options: Any) -> Any:
