@@ -21,6 +21,7 @@ BENCHMARKS = (
     "idle",
     "runtime",
     "linears",
+    "cpu_steps",
     "engine",
     "features",
     "eviction",
@@ -28,6 +29,10 @@ BENCHMARKS = (
     "soak",
     "cluster",
     "operator_scale",
+    "saturation",
+    "failover",
+    "adapters_at_scale",
+    "warm_claim",
 )
 
 

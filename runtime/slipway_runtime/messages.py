@@ -337,7 +337,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 News = Loading | WarmingUp | Loaded | EngineFailed | StepReport  # from an engine in a process of its own
 
 
-class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+class NewSequence(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence that enters a row of the worker's input batch, with all data that the worker needs."""
 
     row: int
@@ -389,7 +389,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduler output: what one step computes. Rows of one new token come first; all tuples run parallel to `rows`."""
 
     step: int
-    new_rows: tuple[NewRow, ...] = ()
+    new_rows: tuple[NewSequence, ...] = ()
     adapter_loads: tuple[AdapterLoad, ...] = ()
     host_moves: tuple[HostMove, ...] = ()  # in order, before anything else
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block), before anything is computed

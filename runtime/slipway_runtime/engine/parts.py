@@ -1,7 +1,7 @@
 """The parts of an engine, each built as the plan says: weights, slots for adapters, KV memory on device and host."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -14,11 +14,11 @@ from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
 from slipway_runtime.models.adapters import HostAdapter, read_adapter
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.quantize import head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.storage.fetch import weights_digest
@@ -56,6 +56,7 @@ def load_weights(
             on_news(Loading(bytes_done=done, bytes_total=total))
 
     options = plan.options
+    maker = partial(matmul_maker, deterministic=options.deterministic, device=plan.device)
     with Checkpoint(plan.model_path, plan.dtype, plan.device, on_progress=tell) as checkpoint:
         return load_decoder(
             plan.config,
@@ -64,11 +65,16 @@ def load_weights(
             plan.max_model_len,
             plan.dtype,
             plan.device,
-            matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
-            head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
+            maker(options.quantization, dtype=plan.weight_dtype),
+            head_maker(
+                options.quantization,
+                deterministic=options.deterministic,
+                device=plan.device,
+                dtype=plan.weight_dtype,
+            ),
             share,
             scores_tokens=not options.pooling,
-            make_router=matmul_maker("none", deterministic=options.deterministic, device=plan.device),
+            make_router=maker("none"),
         )
 
 

@@ -18,8 +18,7 @@ offloading stops and the memory is given back. It starts again after a rest, whi
 from collections.abc import Iterable, Sequence
 
 from slipway_runtime.messages import Demote, GiveBack, HostMove, Medium, Promote
-from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
+from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
 
 WORTH_KEEPING = 0.2  # least share of hits among the blocks asked for
 ENOUGH = 256  # blocks demoted and asked for, before judging

@@ -39,18 +39,15 @@ from slipway_runtime.messages import (
     StepResult,
     TokenLogprobs,
 )
-from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
-from slipway_runtime.scheduling.kv_events import KvEvent, KvEventLog
-from slipway_runtime.scheduling.prefixes import publish_computed
 from slipway_runtime.scheduling.request_table import RequestTable
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
-from slipway_runtime.scheduling.sequence import Sequence, State
+from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_embedding
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
-from slipway_runtime.scheduling.start import MAX_PREEMPTIONS, AdmissionResult, admit
-from slipway_runtime.scheduling.stop_check import accept, with_embedding
+from slipway_runtime.scheduling.start import MAX_PREEMPTIONS, AdmissionResult, admit, publish_computed
 
 MAX_IN_FLIGHT = 2
 
@@ -314,7 +311,7 @@ class Scheduler:
         self._table.ledger.computed_tokens += row.num_new
         right = max(len(token_ids) - 1, 0)
         if self.speculation is not None and row.samples and row.num_new == 1 + len(row.drafts):
-            self.speculation.learn(sequence, len(row.drafts), right)
+            self.speculation.record_accepted(sequence, len(row.drafts), right)
         if row.preemptions == sequence.preemptions:
             wrong = len(row.drafts) - right if row.drafts else 0
             sequence.num_computed += row.num_new - wrong

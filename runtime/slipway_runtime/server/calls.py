@@ -18,14 +18,13 @@ from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
 from slipway_runtime.messages import EngineFacts, FinishReason, Grammar, Output, Request, SamplingParams
 from slipway_runtime.server import sampling
 from slipway_runtime.server.answering import Answering, Shape
-from slipway_runtime.server.caller import Caller
-from slipway_runtime.server.dialect import Dialect, OpenAIChunks
 from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import Served
+from slipway_runtime.server.request_context import Caller, Served
+from slipway_runtime.server.sse import Dialect, OpenAIChunks
 
 
 @dataclass(frozen=True, kw_only=True)

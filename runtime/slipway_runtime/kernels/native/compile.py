@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels for two generations of x86: run when the package is built, and by hand after an edit.
+"""Compiles the CPU kernels for four generations of x86: run when the package is built, and by hand after an edit.
 
 Without a compiler, or on another processor, nothing is built, and the package works without. No torch: it is not
 installed at build time. OpenMP's symbols are left undefined, and resolve in the process to torch's own OpenMP.
@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("linear.cpp", "rows.cpp", "attention.cpp", "lora.cpp")
-LIBRARIES = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+SOURCES = ("linear.cpp", "linear_bf16.cpp", "linear_bytes.cpp", "rows.cpp", "attention.cpp", "lora.cpp", "layer.cpp")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")
+LIBRARIES = {  # the best first
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 # No flag that lets sums be reordered: a row's result must not depend on how the compiler unrolled a loop.

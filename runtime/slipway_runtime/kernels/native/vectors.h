@@ -37,6 +37,22 @@ INLINE vec load_some(const float *from, int count) {
 
 INLINE void store_some(float *to, vec x, int count) { std::memcpy(to, &x, sizeof(float) * count); }
 
+// bfloat16: the upper half of a float32. Rounds to the nearest, halves to even, as torch does.
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+INLINE vec from_bf16(const uint16_t *from, int count) {
+    halves x{};
+    std::memcpy(&x, from, sizeof(uint16_t) * count);
+    return (vec)(__builtin_convertvector(x, ivec) << 16);
+}
+
+INLINE void store_bf16(uint16_t *to, vec x, int count) {
+    ivec bits = (ivec)x, kept = (bits >> 16) & 1;
+    ivec rounded = (ivec)choose(x == x, (vec)(bits + 0x7fff + kept), (vec)(ivec{} + 0x7fc00000));
+    halves upper = __builtin_convertvector((rounded >> 16) & 0xffff, halves);
+    std::memcpy(to, &upper, sizeof(uint16_t) * count);
+}
+
 // Halves on each other until one number is left: the order is the same for every vector.
 #if defined(__AVX512F__)
 typedef float half __attribute__((vector_size(32)));
