@@ -17,8 +17,12 @@ BENCHMARKS = (
     "routing",
     "hedging",
     "handover",
+    "capacity",
+    "flood",
+    "idle",
     "runtime",
     "linears",
+    "cpu_steps",
     "engine",
     "features",
     "eviction",
@@ -26,6 +30,10 @@ BENCHMARKS = (
     "soak",
     "cluster",
     "operator_scale",
+    "saturation",
+    "failover",
+    "adapters_at_scale",
+    "warm_claim",
 )
 
 

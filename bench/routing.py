@@ -58,7 +58,7 @@ class Replica:
     evicted: list[int] = field(default_factory=list)  # by the last request
 
     def cached_tokens(self, blocks: tuple[int, ...]) -> int:
-        """What of the prompt is in the cache; the prompt is in it from now on."""
+        """Tokens of the prompt that are in the cache; the prompt is in it from now on."""
         matched = 0
         while matched < len(blocks) and blocks[matched] in self.cache:
             matched += 1
@@ -73,7 +73,7 @@ class Replica:
 
 @dataclass
 class Outcome:
-    """What one run of a mix gave."""
+    """The results of one run of a mix."""
 
     ttft: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -121,7 +121,7 @@ MIXES: dict[str, Callable[[random.Random], Iterator[Arrival]]] = {
 
 
 class Simulation:
-    """One mix, one strategy, so many replicas."""
+    """Simulates replicas that get the requests of a mix by one routing strategy."""
 
     def __init__(
         self, strategy: RoutingStrategy, replicas: int, *, with_sessions: bool = False, kv_events: bool = False
@@ -225,7 +225,7 @@ def simulate(
     requests: int = REQUESTS,
     warm_up: int = WARM_UP,
 ) -> Outcome:
-    """One run; the same requests for every strategy."""
+    """Run one case; every strategy gets the same requests."""
     simulation = Simulation(strategy, replicas, with_sessions=with_sessions, kv_events=kv_events)
     return simulation.run(MIXES[mix](random.Random(1)), requests, warm_up)
 

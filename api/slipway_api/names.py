@@ -41,6 +41,9 @@ ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
 # a replica that was started cold, the pool that had no pod for it.
 ANNOTATION_WARM_SHAPE: Final = f"{GROUP}/warm-shape"
 ANNOTATION_CLAIMED_AT: Final = f"{GROUP}/claimed-at"
+ANNOTATION_WARM_TEMPLATE: Final = f"{GROUP}/warm-template"  # digest of the pod's spec as the operator builds it
+ANNOTATION_RETURNED_AT: Final = f"{GROUP}/returned-at"  # RFC 3339: when a replica became a pod of its pool again
+ANNOTATION_CLAIMS: Final = f"{GROUP}/claims"  # how many services have claimed and returned the pod
 ANNOTATION_POOL_MISSED: Final = f"{GROUP}/pool-missed"
 
 # On a pod that brings image and model to a node: what it brings, as a digest, and to which node.
@@ -103,6 +106,8 @@ ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the 
 
 # Paths of the admin port.
 PATH_READY: Final = "/ready"
+# Of PATH_READY: how long the answer of a process that starts may wait for it to be ready.
+PARAMETER_WAIT: Final = "waitSeconds"
 PATH_HEALTH: Final = "/health"
 PATH_METRICS: Final = "/metrics"
 PATH_SIGNALS: Final = "/signals"

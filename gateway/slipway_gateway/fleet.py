@@ -44,6 +44,7 @@ class View:
 
     synced: bool  # everything has been listed once
     age_seconds: float  # since the last event, bookmark or list of the API server
+    from_snapshot: bool = False  # the table is that of the last process: the API server has not answered this one yet
 
 
 class Destination:
@@ -73,6 +74,7 @@ class Fleet:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.table = RoutingTable()
+        self.changes = 0  # of the table
         self.boot_id = uuid.uuid4().hex
         self.demand = Demand(self.boot_id, clock=clock)
         self.on_change: Callable[[str], None] = lambda _service: None  # replaced by the waiting room
@@ -90,12 +92,14 @@ class Fleet:
         if service is None:
             self._destinations.pop(key, None)
         if is_changed:
+            self.changes += 1
             self.on_change(key)
 
     def set_adapter(self, key: str, adapter: Adapter | None) -> None:
         """Add, replace or remove an adapter."""
         old = self.table.adapter(key)
         if self.table.set_adapter(key, adapter):
+            self.changes += 1
             for service in {one.service for one in (old, adapter) if one is not None}:
                 self.on_change(service)
 
@@ -107,6 +111,7 @@ class Fleet:
         """
         old = self.table.endpoint(name)
         is_changed = self.table.set_endpoint(name, endpoint)
+        self.changes += is_changed
         if is_changed and endpoint is not None:
             self.on_change(endpoint.service)
         if is_changed:

@@ -101,6 +101,10 @@ class Metrics:
             "slipway_gateway_kv_events", "Blocks of prompts that replicas said were stored or removed; resets of feeds",
             ["event"], registry=registry,
         )  # fmt: skip
+        self.snapshot_writes = Counter(
+            "slipway_gateway_snapshot_writes", "Writes of the routing table to its file: written, failed", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
         self.open_streams = Gauge(
             "slipway_gateway_open_streams", "Answers being forwarded now", _REVISION, registry=registry
         )
@@ -277,7 +281,11 @@ class _FleetCollector(Collector):
         for service, count in self._fleet.demand.waiting_by_service().items():
             waiting.add_metric([service], count)
         yield waiting
-        age = self._fleet.view().age_seconds
+        view = self._fleet.view()
         yield GaugeMetricFamily(
-            "slipway_gateway_view_age_seconds", "Since the API server last gave a sign of life", value=age
+            "slipway_gateway_view_age_seconds", "Since the API server last gave a sign of life", value=view.age_seconds
         )
+        yield GaugeMetricFamily(
+            "slipway_gateway_routes_from_snapshot", "1 while the routing table is that of the last process",
+            value=int(view.from_snapshot),
+        )  # fmt: skip

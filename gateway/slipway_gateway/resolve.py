@@ -85,6 +85,11 @@ class RoutingTable:
         """Every endpoint by its name."""
         return self._endpoints
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Every adapter by its key."""
+        return self._adapters
+
     def set_service(self, key: str, service: Service | None) -> bool:
         """Add, replace or remove a service. False: nothing that routing needs has changed."""
         old = self._services.get(key)

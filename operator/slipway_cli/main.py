@@ -26,6 +26,7 @@ from slipway_cli.explain import explain_plan, explain_scaling, explain_status
 from slipway_cli.routes import NotExportedError, Options, export_routes
 from slipway_cli.simulation import ReplicaModel, Result, simulate
 from slipway_cli.traces import BadInputError, read_service, read_trace
+from slipway_operator.core.scaling.limits import LIMIT_NAMES
 
 NOTHING_TO_DO: Final = 3  # exit code of a verb that would have no effect
 
@@ -86,7 +87,8 @@ def why_scale(name: Name, namespace: Namespace = "", context: Context = "", outp
     out.print(f"{found['name']}: {found['desired']} replicas, decided by {found['decidedBy']}")
     out.print(found["because"], soft_wrap=True)
     if found["limitedBy"]:
-        out.print(f"the metrics ask for {found['recommended']}; limited by {found['limitedBy']}")
+        limit = LIMIT_NAMES[found["limitedBy"]]
+        out.print(f"the metrics ask for {found['recommended']}; limited by {limit}", soft_wrap=True)
     _print_table(("METRIC", "VALUE", "TARGET", "REPLICAS"), found["metrics"], _values)
     return _print_table(("TIME", "FROM", "TO", "REASON"), found["history"], _values)
 
