@@ -24,7 +24,7 @@ _ARM = {
     "neon_dotprod": ("-march=armv8.2-a+dotprod",),
     "neon": ("-march=armv8-a",),
 }
-_BY_MACHINE = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
+_BY_MACHINE: dict[str, dict[str, tuple[str, ...]]] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 LIBRARIES: dict[str, tuple[str, ...]] = _BY_MACHINE.get(platform.machine(), {})
 # No flag that lets sums be reordered: a row's result must not depend on how the compiler unrolled a loop.
 _FLAGS = (
