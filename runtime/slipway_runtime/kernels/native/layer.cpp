@@ -9,7 +9,7 @@ extern "C" {
 void linear(const float *, const float *, float *, int64_t, int64_t, int64_t);
 int64_t bf16_scratch(int64_t, int64_t);
 void linear_bf16(const float *, const uint16_t *, float *, uint8_t *, int64_t, int64_t, int64_t);
-#if defined(__AVX512VNNI__)
+#if MULTIPLIES_BYTES
 int64_t bytes_scratch(int64_t, int64_t);
 void linear_bytes(const float *, const int8_t *, const float *, const int32_t *, float *, uint8_t *, int64_t, int64_t,
                   int64_t);
@@ -53,7 +53,7 @@ struct Step {
 
 int64_t scratch_of(const Matrix &matrix, int64_t rows) {
     if (matrix.form == 1) return bf16_scratch(rows, matrix.in);
-#if defined(__AVX512VNNI__)
+#if MULTIPLIES_BYTES
     if (matrix.form == 2) return bytes_scratch(rows, matrix.in);
 #endif
     return 0;
@@ -64,7 +64,7 @@ int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, int64_t rows) {
     if (matrix.form == 0) linear(x, (const float *)matrix.packed, y, rows, matrix.in, matrix.out);
     if (matrix.form == 1) linear_bf16(x, (const uint16_t *)matrix.packed, y, scratch, rows, matrix.in, matrix.out);
-#if defined(__AVX512VNNI__)
+#if MULTIPLIES_BYTES
     if (matrix.form == 2)
         linear_bytes(x, (const int8_t *)matrix.packed, matrix.scales, matrix.offsets, y, scratch, rows, matrix.in,
                      matrix.out);
