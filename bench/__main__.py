@@ -15,6 +15,7 @@ from bench.machine import this_machine
 BENCHMARKS = (
     "gateway",
     "routing",
+    "hedging",
     "handover",
     "capacity",
     "flood",

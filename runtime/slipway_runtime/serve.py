@@ -133,6 +133,7 @@ async def serve(settings: RuntimeSettings) -> int:
             code = 0
         if control is not None:
             control.close()
+        replica.text_blocks.close()
     return code
 
 
@@ -207,6 +208,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         return _refuse(settings, error, trace=traceback.format_exc())
     limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
+    client.on_text_blocks = replica.text_blocks.apply
     await client.start()
     try:
         if settings.standby:
