@@ -15,7 +15,11 @@ from bench.machine import this_machine
 BENCHMARKS = (
     "gateway",
     "routing",
+    "hedging",
     "handover",
+    "capacity",
+    "flood",
+    "idle",
     "runtime",
     "linears",
     "cpu_steps",
@@ -26,6 +30,10 @@ BENCHMARKS = (
     "soak",
     "cluster",
     "operator_scale",
+    "saturation",
+    "failover",
+    "adapters_at_scale",
+    "warm_claim",
 )
 
 

@@ -20,7 +20,7 @@ from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput, TokenMasks
+from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput, TokenMasks
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.config import ModelConfig, parse_config
 from slipway_runtime.models.decoder import load_decoder
@@ -122,9 +122,13 @@ class Machine:
     def step(self, new: list[int], computed: list[int], params: SamplingParams = GREEDY, **more: Any) -> Record:
         """Rows 0, 1, … get so many new tokens after so many computed ones; what that asked of the device.
 
-        more: fields of the plan; `slot`, of every row's adapter; `follow`: as a rank that does not sample.
+        more: fields of the plan; `slot`, of every row's adapter; `without_sampling`: as a rank that samples nothing.
         """
-        slot, follow, grammar = more.pop("slot", -1), more.pop("follow", False), more.pop("grammar", False)
+        slot, without_sampling, grammar = (
+            more.pop("slot", -1),
+            more.pop("without_sampling", False),
+            more.pop("grammar", False),
+        )
         order = sorted(range(len(new)), key=lambda row: new[row] != 1)
         drafts = more.get("drafts")
         known = [computed[row] + new[row] - (len(drafts[row]) if drafts else 0) for row in range(len(new))]
@@ -133,8 +137,8 @@ class Machine:
             step=0,
             adapter_loads=(AdapterLoad(slot, f"adapter-{slot}"),) if slot >= 0 else (),
             new_rows=tuple(
-                NewRow(row=row, token_ids=(1,) * known[row], num_prompt_tokens=max(known[row] - 5, 1), params=params,
-                       adapter_slot=slot, grammar=grammar)
+                NewSequence(row=row, token_ids=(1,) * known[row], num_prompt_tokens=max(known[row] - 5, 1),
+                            params=params, adapter_slot=slot, grammar=grammar)
                 for row in order
             ),
         )  # fmt: skip
@@ -156,7 +160,7 @@ class Machine:
         }
         self.runner.execute(before)  # new rows are not in a step of decode
         with self.gpu.step() as record:
-            self.runner.follow(plan) if follow else self.runner.execute(plan)
+            self.runner.execute_without_sampling(plan) if without_sampling else self.runner.execute(plan)
         return record
 
     def _attention(self, new: list[int], computed: list[int], *, decode: bool) -> tuple[int, int]:
@@ -226,8 +230,8 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "int8 weights, fp16": ({"quantization": "int8", "dtype": torch.float16}, MIXED, {}),
     "int8 KV": ({"kv_dtype": "int8"}, MIXED, {}),
     "fp8 KV": ({"kv_dtype": "fp8"}, MIXED, {}),
-    "rank 1 of 2": ({"ranks": 2}, DECODE, {"follow": True}),
-    "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"follow": True}),
+    "rank 1 of 2": ({"ranks": 2}, DECODE, {"without_sampling": True}),
+    "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"without_sampling": True}),
     "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
 }  # fmt: skip
 

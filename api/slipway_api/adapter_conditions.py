@@ -41,6 +41,7 @@ class AdapterReason(StrEnum):
 class AdapterEvent(StrEnum):
     """Why an event about an adapter is posted; `type` says whether it is a warning."""
 
+    ADAPTER_DOWNLOADED = "AdapterDownloaded"
     ADAPTER_LOADED = "AdapterLoaded"
     ADAPTER_SWAPPED = "AdapterSwapped"
     ADAPTER_UNLOADED = "AdapterUnloaded"
@@ -114,6 +115,7 @@ _MEANINGS: Final = {
 CONDITIONS: Final = tuple((type, *row) for type, rows in _MEANINGS.items() for row in rows)
 
 EVENTS: Final = {
+    AdapterEvent.ADAPTER_DOWNLOADED: "The first replica has fetched its files; their size, rank and digest.",
     AdapterEvent.ADAPTER_LOADED: "All chosen replicas answer requests for it; how many, and after how long.",
     AdapterEvent.ADAPTER_SWAPPED: "All chosen replicas answer with the new source.",
     AdapterEvent.ADAPTER_UNLOADED: "Replicas dropped it; why.",

@@ -131,6 +131,7 @@ class EventReason(StrEnum):
     DRAIN_TIMED_OUT = "DrainTimedOut"
     NAME_CONFLICT = "NameConflict"
     ACTIVATION_TIMED_OUT = "ActivationTimedOut"
+    ACTIVATION_QUEUE_FULL = "ActivationQueueFull"
     BUDGET_EXCEEDED = "BudgetExceeded"
     CANARY_ANALYSIS_FAILED = "CanaryAnalysisFailed"
     CANARY_INCONCLUSIVE = "CanaryInconclusive"

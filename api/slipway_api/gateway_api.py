@@ -42,6 +42,8 @@ class ServiceDemand(Body):
     """Memory of their bodies."""
     longest_wait_seconds: float = Field(default=0.0, ge=0)
     """How long the oldest of them has waited."""
+    refused_requests: int = Field(default=0, ge=0)
+    """Requests refused because the waiting room of the service was full, since it was last empty."""
     open_requests: int = Field(default=0, ge=0)
     """Requests sent to replicas and unfinished."""
     idle_seconds: float | None = Field(default=None, ge=0)
@@ -56,7 +58,7 @@ class DemandReport(Body):
 
     The version changes when a service gets its first waiting or open request after having none, when the last waiting
     one is gone, when the open requests of a service have doubled, and when an adapter gets its first waiting request or
-    has none any more: never with every request.
+    has none any more, and at the first refused request and each doubling of their number: never with every request.
     """
 
     boot_id: str

@@ -137,6 +137,7 @@ EVENTS: Final = {
     EventReason.DRAIN_TIMED_OUT: "A drain took longer than drain.timeoutSeconds; what was left.",
     EventReason.NAME_CONFLICT: "An older service has the served name, or another owner's pod has a replica's name.",
     EventReason.ACTIVATION_TIMED_OUT: "Requests waited for the first replica of a service and gave up; how many.",
+    EventReason.ACTIVATION_QUEUE_FULL: "Requests were refused while the first replica starts; how many, which limit.",
     EventReason.BUDGET_EXCEEDED: "budget.maxGPUs keeps the number below what is wanted.",
     EventReason.SLO_EXCEEDED: "The last hour is above a limit of spec.slo; which, with its numbers.",
     EventReason.ERROR_BUDGET_BURNING: "An error budget is spent much faster than it lasts; the burn rates.",

@@ -14,7 +14,7 @@ from bench.shapes import cache_directory
 
 @dataclass(frozen=True)
 class Peer:
-    """How to install and start one."""
+    """Commands that install and start a peer."""
 
     driver: str  # file beside this one
     requirements: tuple[str, ...] = ()  # none: our own environment has it
@@ -52,7 +52,7 @@ def interpreter(name: str) -> Path | None:
 
 
 def environment(name: str) -> dict[str, str]:
-    """What its process needs beside the usual."""
+    """Environment variables that its process needs."""
     library = PEERS[name].preload
     found = sorted(_folder(name).rglob(library)) if library else []
     return {"LD_PRELOAD": str(found[0])} if found else {}

@@ -24,7 +24,7 @@ Wave = Callable[[Sequence[list[int]], int, Callable[[int], None]], None]
 
 @dataclass
 class Timings:
-    """When the tokens of one wave came."""
+    """Arrival times of the tokens of one wave."""
 
     begun: float
     clock: Callable[[], float]

@@ -4,16 +4,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e import checks
+from e2e import checks, user_fields
 from e2e.cluster.launch import Cluster
+from e2e.manifests import as_yaml
 from e2e.slipway import Slipway
 
 
 @pytest.fixture(scope="session")
 def slipway(cluster: Cluster) -> Slipway:
-    """Slipway, installed with helm as the README says."""
+    """Slipway, installed with helm as the README says, where the API server refuses it any write of users' fields."""
     installation = Slipway(cluster)
     installation.install()
+    for one in (user_fields.POLICY, user_fields.BINDING):
+        installation.apply(as_yaml(one))
     return installation
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from e2e import user_fields
+from e2e.cluster.access import CommandError
 from e2e.manifests import as_yaml, chat, static
-from e2e.slipway import EXAMPLES, Slipway
+from e2e.slipway import EXAMPLES, RELEASE_NAMESPACE, Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -76,6 +78,26 @@ def test_the_operator_never_writes_what_belongs_to_the_user(clean: Slipway) -> N
         assert "f:spec" not in fields
         assert set(fields.get("f:metadata", {})) <= {"f:finalizers"}
     assert set(service["metadata"].get("annotations", {})) <= {"kubectl.kubernetes.io/last-applied-configuration"}
+
+
+@pytest.mark.capability("OP-7")
+def test_the_policy_of_these_stories_refuses_the_operator_a_write_of_spec(clean: Slipway) -> None:
+    clean.apply(as_yaml(chat("guarded") | {"spec": chat("guarded")["spec"] | {"suspend": True}}))
+
+    def refusal(patch: str) -> str:
+        account = f"--as=system:serviceaccount:{RELEASE_NAMESPACE}:slipway-operator"
+        arguments = ("patch", "infsvc", "guarded", "--type=merge", "--dry-run=server", account, "-p", patch)
+        try:
+            clean.access.kubectl(*arguments)
+        except CommandError as error:
+            return str(error)
+        return ""
+
+    wait_for(
+        "the policy is enforced", lambda: user_fields.REFUSAL in refusal('{"spec": {"suspend": false}}'), timeout=60
+    )
+    assert user_fields.REFUSAL in refusal('{"metadata": {"annotations": {"a": "b"}}}')
+    assert refusal('{"metadata": {"finalizers": ["slipway.dev/drain"]}}') == "", "finalizers are the operator's"
 
 
 @pytest.mark.capability("SE-3")

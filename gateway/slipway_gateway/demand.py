@@ -10,6 +10,7 @@ version must change soon after idle services get work, and rarely otherwise:
 | the first open request                                         | after 5 idle seconds |
 | open requests have doubled, and doubled again, since it was idle | always             |
 | the first or last waiting request of an adapter in mode OnDemand | always             |
+| the waiting room is full: the 1st, 2nd, 4th … refused request  | always               |
 | anything else                                                  | no                   |
 """
 
@@ -46,6 +47,7 @@ class _Counts:
     waiting_bytes: int = 0
     waiting_since: deque[float] = field(default_factory=deque)  # of each waiting request, the oldest first
     adapters: Counter[str] = field(default_factory=Counter)  # by adapter: requests that wait until a replica has it
+    refused: int = 0  # because the waiting room was full, since it was last empty
 
 
 class Demand:
@@ -84,12 +86,22 @@ class Demand:
             counts.waiting_since.remove(since)  # mostly the first one
             counts.waiting_bytes -= held.size
             was_last = not counts.waiting_since
+            if was_last:
+                counts.refused = 0
         if held.adapter:
             counts.adapters[held.adapter] -= 1
             if not counts.adapters[held.adapter]:
                 del counts.adapters[held.adapter]
                 was_last = True
         if was_last:
+            self._change()
+
+    def refuse(self, service: str) -> None:
+        """Count a request that was refused because the waiting room of its service is full."""
+        counts = self._counts(service)
+        counts.last_request = self._clock()
+        counts.refused += 1
+        if counts.refused.bit_count() == 1:  # 1, 2, 4, 8 …
             self._change()
 
     def start_request(self, service: str) -> None:
@@ -163,6 +175,7 @@ def _service_demand(name: str, counts: _Counts, now: float) -> ServiceDemand:
         waiting_requests=len(counts.waiting_since),
         waiting_bytes=counts.waiting_bytes,
         longest_wait_seconds=now - counts.waiting_since[0] if counts.waiting_since else 0.0,
+        refused_requests=counts.refused,
         open_requests=counts.open,
         idle_seconds=0.0 if _is_busy(counts) else max(0.0, now - counts.last_request),
         adapters=tuple(AdapterDemand(adapter=one, waiting_requests=count) for one, count in counts.adapters.items()),

@@ -155,6 +155,8 @@ class WaitingRoom:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if exceeded := queue.add(waiter, size, limits):
             self.changed(service.key)
+            if not route.has_base:
+                self._demand.refuse(service.key)
             raise waiting_room_full(route.name, exceeded, FULL_RETRY_AFTER)
         # A request that only an adapter is missing for needs no further replica of the service.
         held_for = Held(

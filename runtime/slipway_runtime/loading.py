@@ -1,10 +1,13 @@
 """Loads a model: the download, the tokenizer, and the warm engine, in its own process or in a thread.
 
 All of it is slow and runs beside the event loop, which answers probes meanwhile.
+
+The engine computes with as many threads as the container's CPU quota and the physical cores allow.
 """
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,15 +16,45 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from slipway_api.runtime_spec import Pooling, Task
-from slipway_runtime.cores import compute_threads
+from slipway_runtime.boot_memory import BootMemory
+from slipway_runtime.engine.client import Transport
 from slipway_runtime.engine.launch import BootedEngine, EngineProcess
+from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.thread import EngineThread
-from slipway_runtime.engine.transport import Transport
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage.fetch import check_digest, fetch
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CPUINFO = Path("/proc/cpuinfo")
+SPARE_FROM = 4  # threads; from this number on, one is left to HTTP and scheduling
+
+
+def compute_threads(cpu_max: Path = _CPU_MAX, cpuinfo: Path = _CPUINFO, allowed: frozenset[int] | None = None) -> int:
+    """The cgroup's CPU quota, rounded down, or the number of physical cores if that is smaller; at least 1.
+
+    More threads wait for each other at every barrier, for a tick of the kernel's scheduler each time. `allowed`: the
+    processors that this process may run on; None: ask the kernel.
+    """
+    processors = os.sched_getaffinity(0) if allowed is None else allowed
+    threads = _physical_cores(cpuinfo.read_text() if cpuinfo.exists() else "", frozenset(processors))
+    if cpu_max.exists():
+        quota, period = cpu_max.read_text().split()
+        if quota != "max":
+            threads = min(threads, int(quota) // int(period))
+    return max(1, threads - 1 if threads >= SPARE_FROM else threads)
+
+
+def _physical_cores(cpuinfo: str, processors: frozenset[int]) -> int:
+    """Physical cores of these processors: two hyperthreads share a core. Without core numbers each processor is one."""
+    cores = set()
+    for block in cpuinfo.split("\n\n"):
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
+        if "processor" in fields and int(fields["processor"]) in processors:
+            cores.add((fields.get("physical id", "0"), fields.get("core id", fields["processor"])))
+    return len(cores) or len(processors)
+
 
 LOADER: Final = "load"  # the name of threads that the process does not join at its end
 _T = TypeVar("_T")
@@ -54,21 +87,27 @@ def bring(settings: RuntimeSettings) -> Fetched:
     return Fetched(directory, beside, tokenizer, seconds)
 
 
-async def boot_engine(settings: RuntimeSettings, on_booted: Callable[[], object]) -> BootedEngine | None:
-    """Start an engine process, or import its modules, before a model is known; calls `on_booted` on the event loop."""
+async def boot_engine(
+    settings: RuntimeSettings, on_booted: Callable[[BootMemory | None], object]
+) -> BootedEngine | None:
+    """Start an engine process, or import its modules, before a model is known; calls `on_booted` on the event loop.
+
+    With the memory in use then; None in in-process mode, where it cannot be told from the caller's.
+    """
     if settings.in_process:
 
         def load_modules() -> None:
             import slipway_runtime.engine.build  # noqa: F401  torch costs seconds, and the ports are open meanwhile
 
         await in_daemon_thread(load_modules)
-        on_booted()
+        on_booted(None)
         return None
     booted = await BootedEngine.start()
 
     async def tell() -> None:
-        if await booted.wait():
-            on_booted()
+        memory = await booted.wait()
+        if memory is not None:
+            on_booted(memory)
 
     task = asyncio.create_task(tell(), name="boot")
     _TASKS.add(task)

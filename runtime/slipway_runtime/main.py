@@ -2,36 +2,51 @@
 
 Each verb imports only the modules that it needs: `drain` runs in a preStop hook, where a second of imports is taken
 from the pod's termination grace period.
+
+`drain` asks the replica of this pod to drain, through its socket (the other end is in `server/admin.py`), and waits for
+the end of the drain. `pull` brings a model into the cache. In a pod that pre-pulls a model to its node, the result is
+the termination message, which the operator reads: `{"bytes": 16060522496, "path": "..."}`, or on failure the message
+that a replica would write.
 """
 
 import json
 import os
+import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from slipway_api import names
-from slipway_runtime.command_line import arguments_of, cache_directory, run_directory, serve_settings
 
 
 def main() -> None:
     """The console script."""
+    end_at_once_on_sigterm()
     sys.exit(run(sys.argv[1:]))
+
+
+def end_at_once_on_sigterm() -> None:
+    """End at SIGTERM until the server handles it: the kernel ignores a signal that process 1 of a container does not.
+
+    The imports take a second, or many on a busy node. A container that is told to end meanwhile would stay for the
+    whole termination grace period, which is that of a drain.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb of the command line; returns the exit code."""
+    from slipway_runtime.command_line import arguments_of, cache_directory, run_directory, serve_settings
+
     arguments = arguments_of(argv)
     if arguments.verb == "drain":
-        from slipway_runtime.drain import drain
-
         return drain(run_directory(os.environ) / "drain.sock", arguments.timeout or None, arguments.refuse_after)
     if arguments.verb == "pull":
         cache = cache_directory(os.environ)
         tokenizer = os.environ.get(names.ENV_PRE_PULL_TOKENIZER)
         if tokenizer is not None:
-            from slipway_runtime.pre_pull import pre_pull
-
             return pre_pull(arguments.model_uri, tokenizer, cache)
         return pull(arguments.model_uri, cache)
     try:
@@ -58,6 +73,55 @@ def pull(uri: str, cache: Path) -> int:
     found = {"path": str(directory), "digest": weights_digest(directory, cache), "tokenizerSha256": tokenizer.sha256}
     print(json.dumps(found, indent=2))
     return 0
+
+
+def pre_pull(uri: str, tokenizer_uri: str, cache: Path) -> int:
+    """Fetch the model, and its tokenizer where that has another address, into the cache; returns the exit code."""
+    from slipway_runtime.storage.fetch import FetchError, fetch, shown
+    from slipway_runtime.termination import termination_message, write_termination_message
+
+    try:
+        directory = fetch(uri, cache=cache)
+        if tokenizer_uri:
+            fetch(tokenizer_uri, cache=cache, weights=False)
+    except FetchError as error:
+        message = termination_message(uri, error)
+        print(f"slipway-runtime: cannot bring {shown(uri)}: {error}", file=sys.stderr)
+        write_termination_message(message)
+        return 1
+    size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+    result = json.dumps({"bytes": size, "path": str(directory)})
+    print(result)
+    write_termination_message(result)
+    return 0
+
+
+def drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: float = 0.0) -> int:
+    """Drain the replica, for at most `timeout_seconds` where given; returns the exit code.
+
+    0 where no server runs: then nothing is left to drain, and Kubernetes would report a failing preStop hook.
+    """
+    try:
+        ask_for_drain(control, timeout_seconds, refuse_after_seconds)
+    except (FileNotFoundError, ConnectionError) as error:
+        print(f"slipway-runtime: nothing to drain: no server answers at {control}: {error.strerror}", file=sys.stderr)
+    except OSError as error:
+        print(f"slipway-runtime: cannot ask for a drain at {control}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def ask_for_drain(control: Path, timeout_seconds: float | None, refuse_after_seconds: float = 0.0) -> dict[str, Any]:
+    """Send the drain request; returns the replica's answer at the end of the drain. Blocks."""
+    body = {"refuseAfterSeconds": refuse_after_seconds}
+    if timeout_seconds is not None:
+        body["timeoutSeconds"] = timeout_seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(str(control))
+        connection.sendall(json.dumps(body).encode() + b"\n")
+        with connection.makefile("rb") as answers:
+            answer: dict[str, Any] = json.loads(answers.readline() or b"{}")
+            return answer
 
 
 if __name__ == "__main__":

@@ -1,13 +1,39 @@
-"""The termination message of the container, which the operator turns into a condition."""
+"""The termination message of the container, which the operator turns into a condition.
+
+It tells CUDA errors that mean a failed GPU from bugs in the program. An illegal memory access or a failed assertion is
+a bug of ours: the same GPU computes on after a restart. The faults listed here survive a restart in place: the operator
+replaces the replica, preferably on another node.
+"""
 
 import contextlib
 from pathlib import Path
 from typing import Final
 
 from slipway_api import names
-from slipway_runtime.gpu_faults import is_gpu_fault
 from slipway_runtime.storage.address import shown
 from slipway_runtime.storage.errors import AccessDeniedError, ModelNotFoundError
+
+# In the words of `cudaGetErrorString`, and of the drivers for the corresponding Xids.
+_FAULTS: Final = (
+    "uncorrectable ecc error",  # Xid 48, 63, 64, 94, 95
+    "uncorrectable nvlink error",  # Xid 74
+    "hardware stack error",
+    "gpu is lost",
+    "gpu has fallen off the bus",  # Xid 79
+    "no cuda-capable device is detected",
+    "cuda-capable device(s) is/are busy or unavailable",
+    "device requires reset",
+    "unable to determine the device handle",
+    "system not yet initialized",  # the fabric manager is not running
+    "contained memory error",
+)
+
+
+def is_gpu_fault(error: str) -> bool:
+    """Whether an error message names a failure of the GPU."""
+    lowered = error.lower()
+    return any(fault in lowered for fault in _FAULTS)
+
 
 TERMINATION_MESSAGE: Final = Path("/dev/termination-log")  # Kubernetes' default path; exists only in a pod
 

@@ -56,6 +56,22 @@ def test_the_first_request_after_a_quiet_time_is_news_and_the_next_ones_are_not(
     assert demand.version == before + 2
 
 
+@pytest.mark.capability("AS-9", "RG-7")
+def test_refusals_of_a_full_waiting_room_are_news_at_each_doubling_and_end_with_the_waiting():
+    demand, _ = a_demand()
+    held = Held("ns/chat", size=10)
+    since = demand.start_waiting(held)
+    before = demand.version
+    for _ in range(100):
+        demand.refuse("ns/chat")
+
+    assert report_of(demand).refused_requests == 100
+    assert demand.version == before + 7, "1, 2, 4 … 64"
+
+    demand.stop_waiting(held, since)
+    assert report_of(demand).refused_requests == 0
+
+
 @pytest.mark.capability("AS-9")
 def test_a_burst_is_news_at_each_doubling_and_a_number_that_swings_is_announced_once():
     demand, _ = a_demand()

@@ -112,6 +112,8 @@ async def test_beyond_the_count_or_the_bytes_is_503_with_a_time_to_come_back():
                 assert response.status == 503
                 assert response.headers["Retry-After"] == "10"
                 assert response.headers["retry-after-ms"] == "10000"
+            [demand] = gateway.fleet.demand.report(gateway.fleet.table.services).services
+            assert (demand.waiting_requests, demand.refused_requests) == (1, 1)
             add(gateway, runtime)
             assert (await first).status == 200
 

@@ -89,6 +89,9 @@ def test_an_adapter_is_loaded_probed_and_routed_on_live_replicas_and_then_nothin
             assert [(one["name"], one["state"]) for one in found["pods"]] == [(pod, "Loaded") for pod in sorted(pods)]
             assert found["resolvedDigest"] == "sha256:file:///models/sailor"
             assert found["rank"] == 8
+            (fetched,) = events(cluster, "AdapterDownloaded")
+            assert fetched.startswith("the first replica has fetched sailor from file:///models/sailor: ")
+            assert fetched.endswith("rank 8, sha256:file:///models/sailor")
             assert len(events(cluster, "AdapterLoaded")) == 1
             await cluster.until(lambda: cluster.status("chat").get("adapters") == {"desired": 1, "ready": 1})
             assert cluster.condition("chat", "AdaptersReady")["status"] == "True"

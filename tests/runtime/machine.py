@@ -9,12 +9,12 @@ import torch
 import slipway_runtime
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.matmul import Dense
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import activation_dtype, choose_kv_dtype, head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share, part_of
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
@@ -72,7 +72,8 @@ class Machine:
         plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
-                NewRow(row=w.row, token_ids=tuple(w.tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+                NewSequence(row=w.row, token_ids=tuple(w.tokens), num_prompt_tokens=1,
+                            params=SamplingParams(max_tokens=1))
                 for w in work
             ),
             rows=tuple(w.row for w in work),

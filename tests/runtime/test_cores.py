@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipway_runtime.cores import compute_threads
+from slipway_runtime.loading import compute_threads
 
 
 def cpuinfo(processors: int, *, threads_per_core: int) -> str:

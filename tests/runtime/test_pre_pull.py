@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipway_api import names
-from slipway_runtime import pre_pull, termination
+from slipway_runtime import termination
+from slipway_runtime.main import pre_pull
 from slipway_runtime.storage.fetch import fetch
 from tests.runtime.storage.origin import Origin, a_model, an_origin
 
@@ -35,7 +36,7 @@ def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_pod_has_pulled_a_replica_does_not_download(origin: Origin, tmp_path: Path, message: Path):
     cache = tmp_path / "cache"
 
-    assert pre_pull.pre_pull(origin.url + "/tiny", "", cache) == 0
+    assert pre_pull(origin.url + "/tiny", "", cache) == 0
 
     sent = origin.total_sent
     directory = fetch(origin.url + "/tiny", cache=cache)
@@ -47,7 +48,7 @@ def test_what_a_pod_has_pulled_a_replica_does_not_download(origin: Origin, tmp_p
 
 
 def test_a_model_that_is_not_there_is_told_as_a_replica_would(origin: Origin, tmp_path: Path, message: Path):
-    assert pre_pull.pre_pull(origin.url + "/missing", "", tmp_path / "cache") == 1
+    assert pre_pull(origin.url + "/missing", "", tmp_path / "cache") == 1
 
     assert message.read_text().startswith(names.WORD_MODEL_NOT_FOUND)
 

@@ -7,7 +7,7 @@ import pytest
 from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.models.config_values import DoesNotFitError
 from slipway_runtime.serve import engine_death_message, termination_message
-from slipway_runtime.storage.fetch import Access, AccessDeniedError, FetchError, Patience, fetch
+from slipway_runtime.storage.fetch import Access, AccessDeniedError, FetchError, RetryPolicy, fetch
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hunter2"}
 NOBODY_THERE = Access.of({**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
@@ -15,7 +15,7 @@ NOBODY_THERE = Access.of({**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
 
 def why_not(uri: str, cache: Path) -> str:
     with pytest.raises(FetchError) as refused:
-        fetch(uri, cache=cache, access=NOBODY_THERE, patience=Patience(attempts=1))
+        fetch(uri, cache=cache, access=NOBODY_THERE, retry=RetryPolicy(attempts=1))
     return termination_message(uri, refused.value)
 
 

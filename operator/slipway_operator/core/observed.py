@@ -130,6 +130,10 @@ class Replica:
     safe_to_evict: str = ""  # annotation of cluster-autoscaler; "": absent
     do_not_disrupt: str = ""  # annotation of Karpenter; "": absent
     claimed_at: datetime | None = None  # annotation slipway.dev/claimed-at; None: it was created for the service
+    pool: str = ""  # label: the WarmPool that made it; "": none did
+    warm_shape: str = ""  # annotation slipway.dev/warm-shape
+    claims: int = 0  # annotation slipway.dev/claims: how often it was claimed and returned before
+    pod_created_at: datetime | None = None  # metadata.creationTimestamp, also of a claimed pod
     serving_digests: tuple[str, ...] = ()  # annotation slipway.dev/serving-token-sha256
     running_since: datetime | None = None  # containerStatuses[server].state.running.startedAt
     sample: Sample | None = None  # the newest one, however old; None: never answered
@@ -187,6 +191,8 @@ class Demand:
     """Requests that gateways hold because no replica is ready."""
     waiting_bytes: int = 0
     longest_wait: timedelta = timedelta()
+    refused_requests: int = 0
+    """Requests that gateways refused because their waiting rooms were full, since these were last empty."""
     open_requests: int = 0
     """Requests sent to replicas and unfinished."""
     idle_since: datetime | None = None
@@ -266,6 +272,8 @@ class ScalingMemory:
     """Since when not every gateway reports; None: they do."""
     waiting: int = 0
     """Requests that gateways held in the last pass."""
+    refused: int = 0
+    """Requests that full gateways had refused by the last pass."""
     asked_back: Mapping[str, datetime] = field(default_factory=dict)
     """uid of a draining replica -> when it was first asked to serve again."""
 

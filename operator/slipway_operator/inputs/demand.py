@@ -75,6 +75,7 @@ class DemandTable:
             waiting_requests=sum(report.waiting_requests for report in reports),
             waiting_bytes=sum(report.waiting_bytes for report in reports),
             longest_wait=timedelta(seconds=max((report.longest_wait_seconds for report in reports), default=0.0)),
+            refused_requests=sum(report.refused_requests for report in reports),
             open_requests=sum(report.open_requests for report in reports),
             idle_since=self._last_request.get(service),
             complete=bool(fresh) and all(name in fresh for name in required),
@@ -96,7 +97,8 @@ class DemandTable:
 
 
 def compare(service: ServiceKey, before: ServiceDemand | None, after: ServiceDemand | None) -> Changed | None:
-    """Whether the service needs a pass: it got its first waiting or open request, twice as many, or lost the last."""
+    """Whether the service needs a pass: it got its first waiting or open request, twice as many, lost the last,
+    or had more requests refused."""
     was = before or NOTHING
     now = after or NOTHING
     adapters = frozenset({one.adapter for one in was.adapters} ^ {one.adapter for one in now.adapters})
@@ -104,7 +106,8 @@ def compare(service: ServiceKey, before: ServiceDemand | None, after: ServiceDem
         return Changed(service, now.waiting_requests > 0, adapters)
     if now.open_requests > was.open_requests and now.open_requests >= 2 * was.open_requests:
         return Changed(service, has_grown=True, adapters=adapters)
-    return Changed(service, has_grown=False, adapters=adapters) if adapters else None
+    is_refused_more = now.refused_requests > was.refused_requests
+    return Changed(service, has_grown=False, adapters=adapters) if adapters or is_refused_more else None
 
 
 def service_key(name: str) -> ServiceKey | None:

@@ -14,13 +14,11 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from slipway_runtime.engine.capture import capture_or_say_why_not
 from slipway_runtime.engine.decide import EnginePlan, decide
-from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.overlap import OverlappedEngine, Worker
 from slipway_runtime.engine.parts import (
     adapter_loading,
     load_weights,
@@ -31,12 +29,12 @@ from slipway_runtime.engine.parts import (
 )
 from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.sleep import Sleeper
-from slipway_runtime.engine.warmup import Masks, warm_up
+from slipway_runtime.engine.warmup import Masks, try_capture, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
-from slipway_runtime.models.lineage import name_of_format, quantization_warnings
 from slipway_runtime.models.pooling import read_embedding_config
+from slipway_runtime.models.quantize import name_of_format, quantization_warnings
 from slipway_runtime.models.sharding import WHOLE
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
@@ -125,7 +123,7 @@ def build_engine(
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
     if plan.device.type == "cuda" and not options.pooling:  # no step of embeddings is a decode step
-        recorded = capture_or_say_why_not(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
+        recorded = try_capture(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool

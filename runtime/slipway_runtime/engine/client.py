@@ -8,6 +8,10 @@
 
 The step loop runs in a process of its own or in a thread beside the event loop; callers do not see which.
 Everything here runs on the event loop.
+
+The client measures the engine's steps, from when the engine has work until the report arrives. A step that takes longer
+than any other so far may be a long prompt on a slow machine, or an engine that hangs. So what counts as too long
+follows the longest step of the last minutes, beginning with the widest one of the warm-up.
 """
 
 import asyncio
@@ -15,18 +19,19 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final, Protocol
 
 import msgspec
 
-from slipway_runtime.engine.step_times import StepTimes
 from slipway_runtime.engine.stream import OutputStream
-from slipway_runtime.engine.transport import Transport
 from slipway_runtime.messages import (
     Abort,
     AdapterStatus,
+    EngineFacts,
     EngineStats,
     FinishReason,
     LoadAdapter,
+    Message,
     Pause,
     Ping,
     Reply,
@@ -34,6 +39,7 @@ from slipway_runtime.messages import (
     ResetPrefixCache,
     Sleep,
     StepReport,
+    TextBlockChanges,
     UnloadAdapter,
     WakeUp,
 )
@@ -47,6 +53,68 @@ from slipway_runtime.scheduling.admission import (
     Refused,
     refuse_impossible,
 )
+
+
+class Transport(Protocol):
+    """A loaded engine, wherever it runs. All methods are called on the event loop, and call back on it."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What was loaded."""
+
+    @property
+    def first_stats(self) -> EngineStats:
+        """The statistics before the first step."""
+
+    def start(self, on_report: Callable[[StepReport], None], on_death: Callable[[str], None]) -> None:
+        """Begin to step. `on_death` is called once, with a sentence, when the loop ends without being asked to."""
+
+    def send(self, message: Message) -> None:
+        """Hand over a message; the engine takes it before its next step. Never blocks, keeps the order."""
+
+    async def stop(self) -> None:
+        """End the step loop, whatever runs. Idempotent."""
+
+
+WINDOW_SECONDS: Final = 300.0  # a step is remembered for one to two of these
+
+
+class StepTimes:
+    """The time of the last report and the longest step of the last minutes."""
+
+    def __init__(self, widest: float, clock: Callable[[], float]) -> None:
+        """`widest`: seconds of the widest step of the warm-up, which is never forgotten."""
+        self._clock = clock
+        self._widest = widest
+        self._recent = self._earlier = 0.0  # the longest of this window, and of the one before
+        self._window_ends = clock() + WINDOW_SECONDS
+        self._work_since = clock()
+        self.reported_at = clock()
+        """When the engine last reported a step."""
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest step that is remembered."""
+        return max(self._widest, self._recent, self._earlier)
+
+    @property
+    def waiting_since(self) -> float:
+        """When the wait for the present step began, where there is work."""
+        return max(self.reported_at, self._work_since)
+
+    def work_came(self) -> None:
+        """Note that the engine has work, after it had none."""
+        self._work_since = self._clock()
+
+    def reported(self) -> None:
+        """Note that the engine reported a step."""
+        now = self._clock()
+        if now >= self._window_ends:
+            self._earlier, self._recent = self._recent, 0.0
+            self._window_ends = now + WINDOW_SECONDS
+        self._recent = max(self._recent, now - self.waiting_since)
+        self.reported_at = now
+
 
 __all__ = [
     "Call",
@@ -89,6 +157,7 @@ class EngineClient:
         self.error: str = ""
         self.adapters: tuple[AdapterStatus, ...] = ()  # all known adapters, as last reported
         self.on_step: Callable[[EngineStats], None] | None = None  # called with the statistics of each step
+        self.on_text_blocks: Callable[[TextBlockChanges], None] = lambda _: None
         self._transport = transport
         self._clock = clock
         self._admission = Admission(limits or QueueLimits(), transport.facts.max_num_seqs)
@@ -246,6 +315,8 @@ class EngineClient:
             self.adapters = report.adapters
         if self.on_step is not None:
             self.on_step(report.stats)
+        if report.text_blocks is not None:
+            self.on_text_blocks(report.text_blocks)
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

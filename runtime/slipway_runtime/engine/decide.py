@@ -8,7 +8,7 @@ import torch
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import refusal
 from slipway_runtime.models.adapters import slot_bytes
-from slipway_runtime.models.checkpoint_files import checkpoint_digest
+from slipway_runtime.models.checkpoint import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
 from slipway_runtime.models.quantize import activation_dtype, choose_dtype, choose_kv_dtype, refusal_of_format
 from slipway_runtime.models.sharding import part_of
@@ -61,7 +61,7 @@ class EnginePlan:
     def content_key(self) -> str:
         """A key of all that changes the KV of equal tokens, beside adapter and salt: equal on all replicas of a model.
 
-        The digest is of a sample of the weights (checkpoint_files.py says which); `model_digest`, if pinned, is of all
+        The digest is of a sample of the weights (checkpoint.py says which); `model_digest`, if pinned, is of all
         weights, and is part of the key too. Reads files: milliseconds.
         """
         options = self.options

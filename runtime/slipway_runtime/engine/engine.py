@@ -1,14 +1,26 @@
-"""The engine: schedule, execute, update. It uses no thread and no event loop, and of time only a stopwatch.
+"""The engine: schedule, execute, update; plain, or with the next step planned while one is executed.
 
-This plain loop is the specification of the overlapped one (overlap.py): both give the same outputs.
+The plain loop uses no thread and no event loop, and of time only a stopwatch. It is the specification of the overlapped
+one below: both give the same outputs.
 
 When a step runs out of memory, its requests end, the log says so, and the engine goes on: the memory may be free again
-in the next step. With more than `MOST_SHORTAGES` such steps in a row the engine fails, for a new process to begin with
+in the next step. With more than `MAX_OOM_STEPS` such steps in a row the engine fails, for a new process to begin with
 all of the memory.
+
+The overlapped engine executes steps on a worker thread:
+
+    step N:    | plan N+1 | wait for N, update N, report N |          on the loop's thread
+    worker:  … execute N ………………………| execute N+1 ……………………            on its own
+
+A plan needs no token that is still being sampled: the worker writes it into its row before it executes the next plan.
+Where a plan does depend on the last result, the scheduler says so, and the loop waits as the plain one does.
 """
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -36,13 +48,13 @@ from slipway_runtime.messages import (
     WakeUp,
 )
 from slipway_runtime.models.config_values import ModelRefusedError
-from slipway_runtime.scheduling.kv_events import KvEvent
+from slipway_runtime.scheduling.block_pool import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
 
 log = structlog.get_logger()
 
-MOST_SHORTAGES: Final = 3
+MAX_OOM_STEPS: Final = 3
 BLOCKS_CHECKED_WHEN_IDLE: Final = 1024  # some 0.3 ms, after each lone request
 Execute = Callable[[SchedulerOutput], StepResult]
 
@@ -91,11 +103,11 @@ class Engine:
         self._grammars = grammars
         self._adapters = adapters
         self._sleeper = sleeper
-        self._bedtime: Sleep | None = None  # a Sleep that waits for the last final outputs
+        self._pending_sleep: Sleep | None = None  # a Sleep that waits for the last final outputs
         self._publish = publish
         self._stopwatch = stopwatch
         self._replies: list[Reply] = []
-        self._shortages = 0  # steps in a row that ran out of memory
+        self._oom_steps = 0  # steps in a row that ran out of memory
         self._batch: Batch | None = None  # the last batch that was computed
 
     @property
@@ -106,7 +118,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute or report anything. Waiting for an adapter's file or a grammar is no work."""
-        if self._replies or self._bedtime:
+        if self._replies or self._pending_sleep:
             return True
         if any(part is not None and part.has_news for part in (self._adapters, self._grammars)):
             return True
@@ -120,7 +132,7 @@ class Engine:
 
     def add(self, request: Request, now: float) -> None:
         """Put a request into the queue. The client sends none while the engine sleeps."""
-        assert self._bedtime is None
+        assert self._pending_sleep is None
         assert self._sleeper is None or not self._sleeper.level
         compiled = self._grammars is None or self._grammars.start(request)
         self._scheduler.add(request, now)
@@ -146,7 +158,7 @@ class Engine:
             case Ping():
                 self._replies.append(Reply(call=message.call))
             case Sleep():
-                self._lie_down(message, now)
+                self._request_sleep(message, now)
             case WakeUp():
                 self._replies.append(Reply(call=message.call, error=self._wake()))
             case _:
@@ -155,7 +167,7 @@ class Engine:
     def step(self, now: float) -> StepReport:
         """Run one step of all running requests. `now`: when it begins."""
         began = self._stopwatch()
-        self._let_in(now)
+        self._resume_compiled(now)
         plan = self._scheduler.schedule(now)
         planned = self._stopwatch()
         try:
@@ -174,7 +186,7 @@ class Engine:
         """The current statistics."""
         return self._scheduler.stats(now)
 
-    def _let_in(self, now: float) -> None:
+    def _resume_compiled(self, now: float) -> None:
         """Resume the requests whose grammars have been compiled."""
         if self._grammars is not None:
             for request_id in self._grammars.take_compiled():
@@ -182,7 +194,7 @@ class Engine:
 
     # --- sleep
 
-    def _lie_down(self, message: Sleep, now: float) -> None:
+    def _request_sleep(self, message: Sleep, now: float) -> None:
         stats, level = self._scheduler.stats(now), self._sleeper.level if self._sleeper is not None else 0
         error = ""
         if self._sleeper is None:
@@ -191,18 +203,18 @@ class Engine:
             error = f"there is no sleep of level {message.level}"
         elif level and level != message.level:
             error = f"it sleeps at level {level}: wake it up first"
-        elif self._bedtime is not None:
+        elif self._pending_sleep is not None:
             error = "it is about to sleep"
         elif stats.running + stats.waiting:
             error = f"{stats.running + stats.waiting} requests are running or waiting"
         if error or level:
             self._replies.append(Reply(call=message.call, error=error))
         else:
-            self._bedtime = message
+            self._pending_sleep = message
 
-    def _fall_asleep(self, message: Sleep) -> None:
+    def _begin_sleep(self, message: Sleep) -> None:
         assert self._sleeper is not None
-        self._bedtime = None
+        self._pending_sleep = None
         self._scheduler.forget_prefixes()
         self._sleeper.sleep(message.level)
         self._replies.append(Reply(call=message.call))
@@ -223,29 +235,29 @@ class Engine:
         self, plan: SchedulerOutput, result: StepResult, now: float, seconds: float, *, in_flight: bool = False
     ) -> list[Output]:
         """Apply the result of a plan, so many seconds after `now`. `in_flight`: whether another is being executed."""
-        self._shortages = 0
+        self._oom_steps = 0
         if plan.rows:
             self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
         outputs = self._scheduler.update(result, now + seconds)
-        return self._follow(outputs, now + seconds, in_flight=in_flight)
+        return self._after_update(outputs, now + seconds, in_flight=in_flight)
 
     def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
         """End the requests whose step ran out of memory; their final outputs. No plan is being executed."""
-        self._shortages += 1
-        if self._shortages > MOST_SHORTAGES:
+        self._oom_steps += 1
+        if self._oom_steps > MAX_OOM_STEPS:
             raise error
         outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
-        log.error("out of memory in a step", ended=len(outputs), in_a_row=self._shortages, reason=str(error))
-        return self._follow(outputs, now, in_flight=False)
+        log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
+        return self._after_update(outputs, now, in_flight=False)
 
-    def _follow(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
+    def _after_update(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
         """After a step: advance grammars, load and drop adapters, publish KV events; the outputs to report."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
         if self._adapters is not None:
             self._adapters.after_step(now, in_flight=in_flight)
-        if self._bedtime is not None and not self._scheduler.has_work:  # nothing is in flight any more
-            self._fall_asleep(self._bedtime)
+        if self._pending_sleep is not None and not self._scheduler.has_work:  # nothing is in flight any more
+            self._begin_sleep(self._pending_sleep)
         if self._publish is not None and (events := self._scheduler.take_kv_events()):
             self._publish(events)
         return outputs
@@ -277,4 +289,70 @@ class Engine:
             ),
             replies=tuple(replies),
             adapters=statuses,
+            text_blocks=self._scheduler.take_text_blocks(),
         )
+
+
+class Worker:
+    """Executes plans one after the other on a thread of its own."""
+
+    def __init__(self, execute: Execute) -> None:
+        self._execute = execute
+        self._calls: queue.SimpleQueue[tuple[Execute, SchedulerOutput, Future[StepResult]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
+
+    def submit(self, plan: SchedulerOutput) -> "Future[StepResult]":
+        """Execute a plan after those before it."""
+        return self.call(self._execute, plan)
+
+    def call(self, execute: Execute, plan: SchedulerOutput) -> "Future[StepResult]":
+        """Execute a plan with another function: the warm-up must run on the thread that later steps run on."""
+        result: Future[StepResult] = Future()
+        self._calls.put((execute, plan, result))
+        return result
+
+    def _run(self) -> None:
+        while True:
+            execute, plan, result = self._calls.get()
+            try:
+                result.set_result(execute(plan))
+            except BaseException as error:  # noqa: BLE001  the thread that waits for the result must get it
+                result.set_exception(error)
+
+
+class OverlappedEngine(Engine):
+    """An Engine with up to two plans in flight."""
+
+    def __init__(self, scheduler: Scheduler, worker: Worker, facts: EngineFacts, **parts: Any) -> None:
+        super().__init__(scheduler, lambda plan: worker.submit(plan).result(), facts, **parts)
+        self._submit = worker.submit
+        self._in_flight: tuple[SchedulerOutput, Future[StepResult]] | None = None
+
+    def step(self, now: float) -> StepReport:
+        """Plan the step after the one that is being executed, then update and report the latter."""
+        began = self._stopwatch()
+        self._resume_compiled(now)
+        if self._in_flight is None:
+            self._in_flight = self._plan_next(now)
+        following = self._plan_next(now) if self._scheduler.can_overlap else None
+        planned = self._stopwatch()
+        (plan, pending), self._in_flight = self._in_flight, following
+        try:
+            result = pending.result()
+        except StepOutOfMemoryError as error:
+            return self._report(self._give_up_both(error, now), now, planning=planned - began)
+        executed = self._stopwatch()
+        outputs = self._update(plan, result, now, executed - began, in_flight=following is not None)
+        return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
+
+    def _plan_next(self, now: float) -> "tuple[SchedulerOutput, Future[StepResult]]":
+        plan = self._scheduler.schedule(now)
+        return plan, self._submit(plan)
+
+    def _give_up_both(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
+        """Give up the plan that failed, and the one after it, which builds on its results."""
+        following, self._in_flight = self._in_flight, None
+        failure = following[1].exception() if following is not None else None
+        if failure is not None and not isinstance(failure, StepOutOfMemoryError):
+            raise failure
+        return self._give_up(error, now)

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored
-from slipway_runtime.scheduling.kv_events import KvEvent
+from slipway_runtime.scheduling.block_pool import KvEvent
 
 KEPT: Final = 10_000
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)

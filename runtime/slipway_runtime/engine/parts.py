@@ -14,11 +14,11 @@ from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
 from slipway_runtime.models.adapters import HostAdapter, read_adapter
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.quantize import head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.storage.fetch import weights_digest

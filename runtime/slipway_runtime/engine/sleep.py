@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipway_runtime.engine.capture import capture_or_say_why_not
+from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.offload import HostCopy, tensors_of
@@ -75,6 +75,6 @@ class Sleeper:
             with oom_refused("the KV cache", self._device):
                 runner.caches = self._allocate_cache()
         if self._recorded:
-            capture_or_say_why_not(runner, CudaCapture(), self._device)
+            try_capture(runner, CudaCapture(), self._device)
             self._recorded = False
         self.level = 0

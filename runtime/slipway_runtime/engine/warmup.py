@@ -4,6 +4,8 @@ What a first call allocates, compiles or pages in happens here, for every path t
 prefill, a context beyond one attention tile and one chunk, few tokens on such a context, full batches and single rows,
 greedy and every kind of sampled sample, scores for logprobs, masks, drafts that are verified, and no, one and all
 adapter slots. The scheduler and its requests are dropped afterwards.
+
+Then the decode steps are captured as CUDA graphs; an engine whose capture fails works without graphs.
 """
 
 import time
@@ -11,9 +13,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
+import torch
 
 from slipway_runtime.messages import Grammar, Request, SamplingParams, SchedulerOutput, StepResult, TokenMasks
 from slipway_runtime.scheduling.scheduler import Scheduler
+from slipway_runtime.worker.graphs import Capture
+from slipway_runtime.worker.out_of_memory import oom_refused
+from slipway_runtime.worker.runner import Runner
 
 LONG_CONTEXT = 1100  # beyond one part of a split attention, whose parts are then merged
 WIDEST_BATCHES = 2  # the first ones begin with a step of max_num_batched_tokens
@@ -104,3 +110,18 @@ def _all_allowed(plan: SchedulerOutput, vocab_size: int) -> TokenMasks | None:
         1 + (len(plan.drafts[index]) if plan.drafts else 0) for index, samples in enumerate(plan.samples) if samples
     )
     return TokenMasks(tuple(range(samples)), b"\xff" * (4 * -(-vocab_size // 32) * samples))
+
+
+def try_capture(runner: Runner, capture: Capture, device: torch.device) -> str:
+    """Capture the CUDA graphs of decode steps; why that failed, or an empty string. Kernels are warm by then.
+
+    Raises DoesNotFitError where memory is short: an engine that serves with none left would fail under load.
+    """
+    try:
+        with oom_refused("the CUDA graphs of decode steps", device):
+            runner.capture_graphs(capture)
+    except RuntimeError as error:
+        runner.graphs = None
+        told = str(error).partition("\n")[0]
+        return f"decode steps could not be captured as CUDA graphs, and are computed one by one: {told}"
+    return ""

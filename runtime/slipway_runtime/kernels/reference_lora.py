@@ -108,7 +108,7 @@ def lora_expand(shrunk: Tensor, weights: LoraWeights, token_slots: Ints, y: Tens
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleAdapterGroup:
     """Group of tokens of one adapter."""
 
     slot: int
@@ -117,7 +117,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class MixedAdapterGroup:
     """Group of tokens of several adapters."""
 
     slots: tuple[int, ...]
@@ -130,8 +130,8 @@ class Plan:
     """LoRA plan of one step, shared by all layers: groups of tokens by adapter slot."""
 
     slots: int  # bit s: any token has slot s
-    alone: tuple[Alone, ...]
-    together: Together | None
+    single: tuple[SingleAdapterGroup, ...]
+    mixed: MixedAdapterGroup | None
 
 
 def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0) -> Plan:
@@ -144,18 +144,18 @@ def plan_lora(token_slots: Ints, num_slots: int, like: Tensor, *, tile: int = 0)
     if tile:
         return Plan(bits, tuple(_tiles(token_slots, used, tile, like)), None)
     few = used if len(used) <= FEW else used[counts >= ALONE]
-    alone = tuple(Alone(int(slot), _tokens(np.flatnonzero(token_slots == slot), like)) for slot in few)
+    single = tuple(SingleAdapterGroup(int(slot), _tokens(np.flatnonzero(token_slots == slot), like)) for slot in few)
     rest = np.setdiff1d(used, few)
     if not len(rest):
-        return Plan(bits, alone, None)
+        return Plan(bits, single, None)
     members = np.flatnonzero(np.isin(token_slots, rest))
     others = np.arange(num_slots)[None, :] != token_slots[members, None]
-    together = Together(
+    mixed = MixedAdapterGroup(
         slots=tuple(rest.tolist()),
         tokens=None if len(members) == len(token_slots) else torch.from_numpy(members).to(like.device),
         others=torch.from_numpy(others[:, None, :]).to(like.device),
     )
-    return Plan(bits, alone, together)
+    return Plan(bits, single, mixed)
 
 
 def _tokens(members: Ints, like: Tensor) -> slice | Tensor:
@@ -164,13 +164,13 @@ def _tokens(members: Ints, like: Tensor) -> slice | Tensor:
     return torch.from_numpy(members).to(like.device)
 
 
-def _tiles(token_slots: Ints, used: Ints, tile: int, like: Tensor) -> list[Alone]:
+def _tiles(token_slots: Ints, used: Ints, tile: int, like: Tensor) -> list[SingleAdapterGroup]:
     found = []
     for slot in used.tolist():
         members = np.flatnonzero(token_slots == slot)
         for start in range(0, len(members), tile):
             some = members[start : start + tile]
-            found.append(Alone(slot, torch.from_numpy(some).to(like.device), padding=tile - len(some)))
+            found.append(SingleAdapterGroup(slot, torch.from_numpy(some).to(like.device), padding=tile - len(some)))
     return found
 
 
@@ -178,14 +178,14 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
     """y += the LoRA output of each token's adapter, in place. x: (T, in)  y: (T, out)."""
     if not weights.slots & plan.slots:
         return  # none of the step's adapters changes this layer
-    for group in plan.alone:
+    for group in plan.single:
         if weights.slots & 1 << group.slot:
-            _add_alone(x, y, weights, group)
-    if plan.together is not None:
-        _add_together(x, y, weights, plan.together)
+            _add_single_adapter(x, y, weights, group)
+    if plan.mixed is not None:
+        _add_mixed_adapters(x, y, weights, plan.mixed)
 
 
-def _add_alone(x: Tensor, y: Tensor, weights: LoraWeights, group: Alone) -> None:
+def _add_single_adapter(x: Tensor, y: Tensor, weights: LoraWeights, group: SingleAdapterGroup) -> None:
     tokens = group.tokens
     rows = x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
     if group.padding:
@@ -202,7 +202,7 @@ def _add_alone(x: Tensor, y: Tensor, weights: LoraWeights, group: Alone) -> None
             outputs.index_add_(0, tokens, added[: len(tokens)])
 
 
-def _add_together(x: Tensor, y: Tensor, weights: LoraWeights, group: Together) -> None:
+def _add_mixed_adapters(x: Tensor, y: Tensor, weights: LoraWeights, group: MixedAdapterGroup) -> None:
     rows = x if group.tokens is None else x.index_select(0, group.tokens)
     num_slots = weights.a.shape[2]
     for part, ranks in enumerate(weights.ranks):

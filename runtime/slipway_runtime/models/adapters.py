@@ -14,19 +14,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from slipway_runtime.models.adapter_config import (
-    MODULES,
-    AdapterConfig,
-    parse_adapter_config,
-    refuse_modules,
-)
 from slipway_runtime.models.adapter_files import (
     MAX_CONFIG_BYTES,
+    MODULES,
     WEIGHTS,
+    AdapterConfig,
     AdapterRefusedError,
     adapter_digest,
     adapter_files,
     digest_of,
+    parse_adapter_config,
+    refuse_modules,
 )
 from slipway_runtime.models.config import ModelConfig
 

@@ -11,11 +11,11 @@ from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.matmul import Dense, MakeMatmul
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.rotary import RopeScaling, Rotary
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.layer_loader import LayerLoader
 from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
 from slipway_runtime.models.sharding import WHOLE, Share
-from slipway_runtime.models.weights import Checkpoint
 
 
 class Decoder:

@@ -19,7 +19,22 @@ quantization is requested, they are dequantized and quantized again.
 The embedding is not quantized. lm_head is quantized to int8 with the layers, a scale for each token; with fp8, whose
 error is 3.5 times larger, it keeps the model's dtype. An lm_head that is tied to the embedding shares its matrix if
 lm_head computes with it unpacked; a packed or quantized head is a second matrix, and `Decoder.nbytes` counts both.
+
+Each rounding costs quality, and evaluations of one miss the other: weights that were quantized twice are warned of.
+
+| the checkpoint holds | its origin, by config.json   | requested | warning                            |
+|----------------------|------------------------------|-----------|------------------------------------|
+| codes                |                              | int8, fp8 | codes are rounded again            |
+| codes                | a model in another format    |           | rounded numbers were rounded again |
+| numbers              | a model in four bits (NF4 …) | int8, fp8 | the same                           |
+| anything else        |                              |           | none                               |
+
+A model that was tuned on NF4 weights (QLoRA) and merged into bfloat16 looks like any other: the only trace is the name
+of its base model in config.json.
 """
+
+import re
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -151,3 +166,38 @@ def _choose(weight: Tensor, quantization: str, *, dynamic: bool, dtype: torch.dt
             return NativeInt8(weight, library)
         return DynamicInt8(weight) if dynamic else WeightOnly(weight, torch.int8)
     return ScaledFp8(weight) if ScaledFp8.fits(weight) else WeightOnly(weight, torch.float8_e4m3fn)
+
+
+_ORIGINS: Final = (
+    ("bitsandbytes NF4", re.compile(r"bnb|nf4|4-?bit|qlora", re.IGNORECASE)),
+    ("AWQ", re.compile(r"awq", re.IGNORECASE)),
+    ("GPTQ", re.compile(r"gptq", re.IGNORECASE)),
+    ("GGUF", re.compile(r"gguf|q4_k|q4_0", re.IGNORECASE)),
+)
+
+
+def name_of_format(config: ModelConfig, asked: str) -> str:
+    """Display name of the weights' quantization: the requested one, else the format of the checkpoint."""
+    form = parse_quantization(config.quantization)
+    return asked if asked != "none" or form is None else form.name
+
+
+def quantization_warnings(config: ModelConfig, asked: str) -> tuple[str, ...]:
+    """Warnings, as sentences, about weights that were quantized more than once."""
+    form = parse_quantization(config.quantization)
+    own = "" if form is None or config.quantization is None else str(config.quantization["quant_method"])
+    found = []
+    if form is not None and asked != "none":
+        found.append(
+            f"the checkpoint is quantized ({own}, {form.name}) and --quantization {asked} rounds it again: "
+            "leave it at none, or use a checkpoint in high precision"
+        )
+    if form is not None or asked != "none":
+        last = asked if asked != "none" else own
+        found.extend(
+            f"the weights were made from {config.derived_from[:120]}, which looks like {name}, and are quantized again "
+            f"({last}): start from the model in high precision"
+            for name, words in _ORIGINS
+            if words.search(config.derived_from) and name.lower() != own
+        )
+    return tuple(found)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config_values import ModelRefusedError, shown
-from slipway_runtime.models.weights import Checkpoint
 
 METHODS: Final = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _FORMATS: Final = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "dense")

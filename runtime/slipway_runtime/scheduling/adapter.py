@@ -20,7 +20,7 @@ class Adapter:
     pinned: bool = False  # stays in host memory
     draining: bool = False
     slot: int = BASE_SLOT
-    paid_blocks: int = 0
+    reserved_blocks: int = 0
     requests: int = 0  # for it, that have not ended
     rows: int = 0  # that compute with it
     last_used: float = 0.0
@@ -61,33 +61,33 @@ class Adapter:
         return self.popularity * decay(now - self.last_used, half_life_seconds)
 
 
-def is_in(adapter: Adapter) -> bool:
+def is_in_memory(adapter: Adapter) -> bool:
     """Whether the adapter is in host memory or in a slot."""
     return adapter.state in (AdapterState.HOST, AdapterState.SLOT)
 
 
 def holds_memory(adapter: Adapter) -> bool:
     """Whether the adapter is in memory, or loading into memory that is reserved for it."""
-    return is_in(adapter) or (adapter.state is AdapterState.LOADING and adapter.num_bytes > 0)
+    return is_in_memory(adapter) or (adapter.state is AdapterState.LOADING and adapter.num_bytes > 0)
 
 
 def is_idle(adapter: Adapter) -> bool:
     """Whether the adapter is in memory, not pinned, and no request needs it."""
-    return adapter.requests == 0 and not adapter.pinned and is_in(adapter)
+    return adapter.requests == 0 and not adapter.pinned and is_in_memory(adapter)
 
 
-def may_go(adapter: Adapter) -> bool:
+def is_evictable(adapter: Adapter) -> bool:
     """Whether the adapter may be evicted: it is idle, or closed for a claimant and no row computes with it."""
-    return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in(adapter))
+    return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in_memory(adapter))
 
 
-def least_in_the_way(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | None:
+def choose_victim(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | None:
     """The adapter to evict for this one: it holds the slot or memory needed, and the fewest requests need it."""
     wants_slot = adapter.state is AdapterState.HOST
-    there = (a for a in others if a is not adapter and (a.slot != BASE_SLOT if wants_slot else is_in(a)))
+    there = (a for a in others if a is not adapter and (a.slot != BASE_SLOT if wants_slot else is_in_memory(a)))
     return min(there, key=lambda a: (a.pinned, a.rows, a.requests, a.digest), default=None)
 
 
-def payers(adapters: Iterable[Adapter], besides: Adapter | None = None) -> Iterable[Adapter]:
+def idle_block_holders(adapters: Iterable[Adapter], besides: Adapter | None = None) -> Iterable[Adapter]:
     """The idle adapters whose memory could hold KV blocks."""
-    return (a for a in adapters if a is not besides and a.paid_blocks and is_idle(a))
+    return (a for a in adapters if a is not besides and a.reserved_blocks and is_idle(a))

@@ -1,4 +1,4 @@
-"""Block pool of the KV cache: reference counts, prefix cache index and eviction of blocks.
+"""Block pool of the KV cache: reference counts, prefix cache index and eviction of blocks; the log of KV events.
 
 A block holds the keys and values of `block_size` consecutive tokens, and is in exactly one state:
 
@@ -19,14 +19,77 @@ Published blocks are indexed by group, the adapter that they were computed with,
 A full block is published under a chained hash of all tokens up to its end, so that equal keys mean equal tokens
 from the first one on, computed with the same model, adapter and salt. Published blocks are never written again.
 Block 0 belongs to no sequence: padding points there.
+
+KV events say which blocks were stored and removed, in vLLM's terms, for routers that look for a prefix.
 """
 
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from slipway_runtime.scheduling.eviction import ColdBlocks, EvictionOrder, SegmentedLru
-from slipway_runtime.scheduling.kv_events import KvEventLog
+from slipway_runtime.scheduling.text_blocks import TextBlockIndex
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventLog:
+    """Collects events until `take`; successive events of the same kind become one."""
+
+    def __init__(self, block_size: int, medium: Medium = Medium.DEVICE) -> None:
+        self._block_size = block_size
+        self._medium = medium
+        self._events: list[KvEvent] = []
+        self._removed: list[bytes] = []
+        self._stored: list[tuple[bytes, Sequence[int]]] = []  # of one chain
+        self._parent: bytes | None = None
+        self._adapter = ""
+
+    def stored(self, parent: bytes | None, key: bytes, token_ids: Sequence[int], adapter: str) -> None:
+        """Record that a block was published; `parent` is None for the first one of a chain.
+
+        As in vLLM's events of host memory, a block without tokens is recorded by its key alone, and needs no chain.
+        """
+        if not self._stored or (token_ids and self._stored[-1][0] != parent):
+            self._close()
+            self._parent, self._adapter = parent, adapter
+        self._stored.append((key, token_ids))
+
+    def removed(self, key: bytes) -> None:
+        """Record that a block is no longer published."""
+        if self._stored:
+            self._close()
+        self._removed.append(key)
+
+    def cleared(self) -> None:
+        """Record that no block is published any more."""
+        self._close()
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> tuple[KvEvent, ...]:
+        """The events since the last call."""
+        self._close()
+        events, self._events = self._events, []
+        return tuple(events)
+
+    def _close(self) -> None:
+        if self._removed:
+            self._events.append(BlockRemoved(block_hashes=tuple(self._removed), medium=self._medium))
+            self._removed = []
+        if self._stored:
+            self._events.append(
+                BlockStored(
+                    block_hashes=tuple(key for key, _ in self._stored),
+                    parent_block_hash=self._parent,
+                    token_ids=tuple(token_id for _, token_ids in self._stored for token_id in token_ids),
+                    block_size=self._block_size,
+                    adapter=self._adapter,
+                    medium=self._medium,
+                )
+            )
+            self._stored = []
+
 
 NULL_BLOCK = 0
 
@@ -67,6 +130,7 @@ class BlockPool:
         self.now = 0.0
         self.events = events
         self.below: ColdBlocks | None = None
+        self.text_blocks: TextBlockIndex | None = None
         self._ref_count = [0] * (num_blocks + 1)
         self._key_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
@@ -124,6 +188,10 @@ class BlockPool:
     def key_of(self, block: int) -> bytes | None:
         """The key under which this block is published; None: it is not."""
         return self._key_of[block]
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a block of this pool is published under this key."""
+        return key in self._block_of
 
     def reusable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks no sequence uses: holding them lowers `available` by that number."""
@@ -303,3 +371,5 @@ class BlockPool:
             self.order.remove(block)
         if self.events is not None:
             self.events.removed(key)
+        if self.text_blocks is not None:
+            self.text_blocks.removed(key)

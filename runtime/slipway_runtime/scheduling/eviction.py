@@ -4,7 +4,7 @@ The pool reports to its order what happens to its blocks, and asks it for the bl
 
 `SegmentedLru` needs no numbers: blocks used once are evicted before blocks used again, both least recently used first.
 
-`LowestCost` is LRFU (Lee et al. 2001): each use counts one and decays with a half-life, and the least popular block is
+`LrfuOrder` is LRFU (Lee et al. 2001): each use counts one and decays with a half-life, and the least popular block is
 evicted first. All popularities decay at the same rate, so their order changes only with a use: log2(popularity) + time
 of use / half-life is a heap key that stays valid until then. Evicted keys are remembered for a while (ghosts, as in
 ARC): a prefix that is computed again is known to be reused, unlike the tokens of a single request.
@@ -116,7 +116,7 @@ class SegmentedLru:
         return len(self._once) + len(self._hot)
 
 
-class LowestCost:
+class LrfuOrder:
     """Evicts the block with the lowest decayed popularity; also sums the popularity of each adapter's prefixes."""
 
     def __init__(self, num_blocks: int, half_life_seconds: float) -> None:

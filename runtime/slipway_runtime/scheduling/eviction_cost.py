@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from slipway_runtime.scheduling.adapter import Adapter
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction import LowestCost, decay
+from slipway_runtime.scheduling.eviction import LrfuOrder, decay
 
 CROWD_SHARE = 0.1  # of the half-life, over which the number of waiting requests is averaged
 
@@ -43,12 +43,12 @@ class EvictionCost:
         self._block_bytes = block_bytes
         self._apart = apart
         self._waiting, self._seen_at = 0.0, 0.0
-        self._prefixes: LowestCost | None = None
+        self._prefixes: LrfuOrder | None = None
         if block_bytes and not apart:
-            self._prefixes = LowestCost(pool.total, costs.half_life_seconds)
+            self._prefixes = LrfuOrder(pool.total, costs.half_life_seconds)
             pool.evict_by(self._prefixes)
 
-    def see_waiting(self, count: int, now: float) -> None:
+    def record_waiting(self, count: int, now: float) -> None:
         """Record how many requests wait for a row now."""
         left = decay(now - self._seen_at, self.costs.half_life_seconds * CROWD_SHARE)
         self._waiting = self._waiting * left + count * (1.0 - left)

@@ -1,4 +1,4 @@
-"""Request table: the requests of the scheduler with their rows, blocks, shares and adapters.
+"""Request table: the requests of the scheduler with their rows, blocks, shares and adapters; counters of tokens.
 
     add ──> waiting ──(start)──> running ──(close)──> ended ──(retire)──> gone
                ^                    │
@@ -12,6 +12,7 @@ A paused sequence keeps its row until other sequences need the row or its blocks
 
 import heapq
 from bisect import insort
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -20,12 +21,37 @@ from slipway_runtime.messages import EngineStats, FinishReason, Output, Request
 from slipway_runtime.scheduling.block_pool import BlockPool, root_key
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
-from slipway_runtime.scheduling.ledger import Ledger
 from slipway_runtime.scheduling.residency import Residency
-from slipway_runtime.scheduling.sequence import NO_ROW, Sequence, State
+from slipway_runtime.scheduling.sequence import NO_ROW, Sequence, State, ended, reason_to_stop
 from slipway_runtime.scheduling.speculation import Speculation
-from slipway_runtime.scheduling.stop_check import ended, reason_to_stop
 from slipway_runtime.scheduling.waiting import WaitingQueue
+
+
+@dataclass(slots=True)
+class Ledger:
+    """admitted = finished + aborted + handed_over + running + waiting, after any step; a request counts `n` times."""
+
+    admitted: int = 0
+    started: int = 0
+    finished: int = 0
+    aborted: int = 0
+    handed_over: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    host_hits: int = 0  # of those, in host memory
+
+    def count_end(self, reason: FinishReason) -> None:
+        """Count an ended answer by its finish reason."""
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.finished += 1
+        elif reason is FinishReason.HANDED_OVER:
+            self.handed_over += 1
+        else:
+            self.aborted += 1
 
 
 class RequestTable:

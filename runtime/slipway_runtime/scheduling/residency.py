@@ -18,7 +18,15 @@ engine/adapters.py reads the files and holds the host copies; this says which (`
 """
 
 from slipway_runtime.messages import AdapterLoad, AdapterState, AdapterStatus
-from slipway_runtime.scheduling.adapter import BASE_SLOT, Adapter, holds_memory, is_in, least_in_the_way, may_go, payers
+from slipway_runtime.scheduling.adapter import (
+    BASE_SLOT,
+    Adapter,
+    choose_victim,
+    holds_memory,
+    idle_block_holders,
+    is_evictable,
+    is_in_memory,
+)
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction_cost import Costs, EvictionCost
 
@@ -51,7 +59,7 @@ class Residency:
         self._eviction_cost = EvictionCost(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
         self._adapters: dict[str, Adapter] = {}
         self._slots: list[str | None] = [None] * max_adapters
-        self._paid_blocks = 0
+        self._reserved_blocks = 0
         self._loads: list[AdapterLoad] = []
         self._wanted: list[str] = []
         self._dropped: list[str] = []
@@ -126,7 +134,7 @@ class Residency:
     def join(self, digest: str, now: float) -> None:
         """Count a new request for an adapter."""
         adapter = self._adapters[digest]
-        self._eviction_cost.see_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
+        self._eviction_cost.record_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
         self.version += 1
         adapter.popularity = adapter.popularity_at(now, self._eviction_cost.costs.half_life_seconds) + 1.0
@@ -176,11 +184,11 @@ class Residency:
         While fewer than count + reserve are available, idle adapters are evicted at any cost: no request needs them.
         """
         pool = self._pool
-        while self.dependency_aware and self._paid_blocks:
+        while self.dependency_aware and self._reserved_blocks:
             is_short = pool.available < count + reserve
             if pool.free >= count and not is_short:
                 return
-            adapter = self._eviction_cost.cheapest(payers(self._adapters.values()))
+            adapter = self._eviction_cost.cheapest(idle_block_holders(self._adapters.values()))
             if adapter is not None and (is_short or self._eviction_cost.is_below_next_prefix(adapter)):
                 self._evict(adapter)
             elif pool.free < count and pool.cached:
@@ -227,9 +235,9 @@ class Residency:
         assert all(self._slots[a.slot] == a.digest for a in adapters if a.slot != BASE_SLOT)
         assert all(a.rows == 0 or a.state is AdapterState.SLOT for a in adapters), "a row computes without its adapter"
         assert all(0 <= a.rows <= a.requests for a in adapters)
-        assert sum(a.paid_blocks for a in adapters) == self._paid_blocks <= self.most_blocks
-        assert self._pool.reserved == (self._paid_blocks if self.dependency_aware else self.most_blocks)
-        assert sum(is_in(a) for a in adapters) <= self.most_in_memory
+        assert sum(a.reserved_blocks for a in adapters) == self._reserved_blocks <= self.most_blocks
+        assert self._pool.reserved == (self._reserved_blocks if self.dependency_aware else self.most_blocks)
+        assert sum(is_in_memory(a) for a in adapters) <= self.most_in_memory
         if self.dependency_aware:
             assert self.invalid_blocks() == 0, "KV outlived its adapter"
 
@@ -255,15 +263,17 @@ class Residency:
         """Reserve memory for an adapter, evicting others and prefixes; False: all of it is in use."""
         cost = adapter.cost(self._block_bytes)
         in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
-        while in_memory >= self.most_in_memory or self._paid_blocks + cost > self.most_blocks:
-            victim = self._eviction_cost.cheapest(a for a in self._adapters.values() if a is not adapter and may_go(a))
+        while in_memory >= self.most_in_memory or self._reserved_blocks + cost > self.most_blocks:
+            victim = self._eviction_cost.cheapest(
+                a for a in self._adapters.values() if a is not adapter and is_evictable(a)
+            )
             if victim is None:
                 return False
             self._evict(victim)
             in_memory -= 1
         if self.dependency_aware:
             while self._pool.free < cost:
-                victim = self._eviction_cost.cheapest(payers(self._adapters.values(), besides=adapter))
+                victim = self._eviction_cost.cheapest(idle_block_holders(self._adapters.values(), besides=adapter))
                 if victim is not None and self._eviction_cost.is_below_next_prefix(victim):
                     self._evict(victim)
                 elif self._pool.cached:
@@ -271,8 +281,8 @@ class Residency:
                 else:
                     return False
             self._pool.reserve(cost)
-        adapter.paid_blocks = cost
-        self._paid_blocks += cost
+        adapter.reserved_blocks = cost
+        self._reserved_blocks += cost
         return True
 
     def _evict(self, adapter: Adapter) -> None:
@@ -287,9 +297,9 @@ class Residency:
 
     def _give_back_memory(self, adapter: Adapter) -> None:
         if self.dependency_aware:
-            self._pool.unreserve(adapter.paid_blocks)
-        self._paid_blocks -= adapter.paid_blocks
-        adapter.paid_blocks = 0
+            self._pool.unreserve(adapter.reserved_blocks)
+        self._reserved_blocks -= adapter.reserved_blocks
+        adapter.reserved_blocks = 0
 
     def _forget_if_drained(self, adapter: Adapter) -> None:
         if adapter.draining and adapter.requests == 0:
@@ -297,7 +307,7 @@ class Residency:
             if adapter.slot != BASE_SLOT:
                 self._leave_slot(adapter)
             self._give_back_memory(adapter)
-            if is_in(adapter):
+            if is_in_memory(adapter):
                 self._dropped.append(adapter.digest)
             del self._adapters[adapter.digest]
             self.version += 1
@@ -320,10 +330,10 @@ class Residency:
     def _claim(self, adapter: Adapter, serial: int) -> None:
         if self._claimant is not None:
             return
-        in_the_way = least_in_the_way(adapter, self._adapters.values())
-        if in_the_way is not None:
+        victim = choose_victim(adapter, self._adapters.values())
+        if victim is not None:
             self._claimant = adapter.digest
-            in_the_way.closed_for = serial
+            victim.closed_for = serial
 
     def _open_again(self) -> None:
         self._claimant = None
@@ -342,4 +352,4 @@ class Residency:
 
     def _is_in_memory(self, digest: str) -> bool:
         adapter = self._adapters.get(digest)
-        return adapter is not None and is_in(adapter)
+        return adapter is not None and is_in_memory(adapter)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from slipway_runtime.messages import AdapterLoad, HostMove, NewRow, SchedulerOutput
+from slipway_runtime.messages import AdapterLoad, HostMove, NewSequence, SchedulerOutput
 from slipway_runtime.scheduling.sequence import Sequence
 
 
@@ -30,7 +30,7 @@ class SchedulerOutputBuilder:
 
     def __init__(self) -> None:
         self.rows: list[Scheduled] = []
-        self.new_rows: list[NewRow] = []
+        self.new_rows: list[NewSequence] = []
         self.new_blocks: dict[Sequence, list[int]] = {}
         self.copies: list[tuple[int, int]] = []
 
@@ -42,7 +42,7 @@ class SchedulerOutputBuilder:
     def start_row(self, sequence: Sequence, slot: int) -> None:
         """Add a started sequence to the plan: tokens, sampling parameters and adapter slot for the worker's row."""
         self.new_rows.append(
-            NewRow(
+            NewSequence(
                 row=sequence.row,
                 token_ids=tuple(sequence.token_ids),
                 num_prompt_tokens=sequence.num_prompt_tokens,

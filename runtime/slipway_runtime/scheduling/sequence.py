@@ -1,10 +1,15 @@
-"""Sequence: one answer of a request in the scheduler, with its tokens, computed counts and blocks."""
+"""Sequence: one answer of a request in the scheduler, with its tokens, computed counts and blocks; its stop check.
+
+The stop check (end of sequence, stop tokens, length) ends it, and makes its outputs. Pure.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from slipway_runtime.messages import FinishReason, Request, SamplingParams, TokenLogprobs
+import msgspec
+
+from slipway_runtime.messages import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from slipway_runtime.scheduling.block_pool import block_key
 from slipway_runtime.scheduling.fairness import Share
 
@@ -49,6 +54,7 @@ class Sequence:
     num_pending: int = 0  # samples in flight, drafts not counted
     in_flight: int = 0  # plans in flight that it is in
     num_published: int = 0  # full blocks that others can find
+    has_text_blocks: bool = False  # whether text blocks of its prompt are still to be attached to its blocks
     preemptions: int = 0
     paused: bool = False  # not planned: its client does not read, or its grammar is not compiled yet
     cached_tokens: int = 0
@@ -64,6 +70,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prompt_token_ids)
         self.token_ids.extend(self.request.output_token_ids)
+        self.has_text_blocks = bool(self.request.text_blocks) and not self.index
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -119,5 +126,88 @@ class Sequence:
     def forget_computed(self) -> None:
         """Reset the counts: its KV is no longer in its blocks."""
         self.num_computed = self.num_planned = self.num_published = 0
+        self.has_text_blocks = bool(self.request.text_blocks) and not self.index
         if not self.num_pending:  # else the sample in flight is the first token, whose output has them
             self.prompt_logprobs.clear()
+
+
+def reason_to_stop(sequence: Sequence, eos: frozenset[int]) -> FinishReason | None:
+    """Why a sequence ends with its last known token; None: it goes on."""
+    params, last = sequence.params, sequence.token_ids[-1]
+    if sequence.num_output_tokens >= max(params.min_tokens, 1) and (
+        (last in eos and not params.ignore_eos) or last in params.stop_token_ids
+    ):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if sequence.num_tokens >= sequence.max_tokens else None
+
+
+def accept(
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...],
+    eos: frozenset[int],
+    now: float,
+) -> Output:
+    """Append sampled tokens up to the one that ends the sequence; the output with them. Later tokens are dropped."""
+    count = 0
+    for token_id in token_ids:
+        sequence.token_ids.append(token_id)
+        count += 1
+        sequence.finish_reason = reason_to_stop(sequence, eos)
+        if sequence.finish_reason is not None:
+            break
+    reason = sequence.finish_reason
+    stop_token_id = sequence.token_ids[-1] if reason is FinishReason.STOP else None
+    finished_at = None if reason is None else now
+    if sequence.first_token_at is not None:
+        return Output(
+            request_id=sequence.request.id,
+            index=sequence.index,
+            token_ids=token_ids[:count],
+            logprobs=logprobs[:count],
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            finished_at=finished_at,
+        )
+    sequence.first_token_at = now
+    return Output(
+        request_id=sequence.request.id,
+        index=sequence.index,
+        token_ids=token_ids[:count],
+        logprobs=logprobs[:count],
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        prompt_logprobs=_prompt_logprobs(sequence),
+        cached_tokens=sequence.cached_tokens,
+        queued_at=sequence.queued_at,
+        scheduled_at=sequence.scheduled_at,
+        first_token_at=now,
+        finished_at=finished_at,
+    )
+
+
+def with_embedding(output: Output, embedding: bytes) -> Output:
+    """The output of a pooled prompt: its embedding, and no token."""
+    return msgspec.structs.replace(output, embedding=embedding, token_ids=(), stop_token_id=None)
+
+
+def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> Output:
+    """The final output of an answer that ended without a sampled token, as by an abort."""
+    told = sequence.first_token_at is not None
+    return Output(
+        request_id=sequence.request.id,
+        index=sequence.index,
+        finish_reason=reason,
+        error=error,
+        queued_at=None if told else sequence.queued_at,
+        scheduled_at=None if told else sequence.scheduled_at,
+        finished_at=now,
+    )
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...] | None:
+    if sequence.params.prompt_logprobs is None:
+        return None
+    scored = tuple(sequence.prompt_logprobs[: sequence.num_prompt_tokens - 1])  # the last one scores the first sample
+    sequence.prompt_logprobs.clear()
+    return (None, *scored)

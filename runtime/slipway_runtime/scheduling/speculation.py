@@ -115,7 +115,7 @@ class Speculation:
         wanted = min(sequence.draft_length or min(START, self._most), most)
         return self._drafter.propose(sequence, wanted) if wanted > 0 else ()
 
-    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+    def record_accepted(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Record how many draft tokens of a row were accepted."""
         self._recent_rows += 1
         if drafted == 0:

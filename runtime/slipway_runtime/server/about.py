@@ -14,7 +14,7 @@ from slipway_runtime.server.errors import ApiError, unknown_model
 from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import DetokenizeRequest, TokenizeRequest
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import served_by
+from slipway_runtime.server.request_context import served_by
 from slipway_runtime.storage.address import shown
 
 router = APIRouter()

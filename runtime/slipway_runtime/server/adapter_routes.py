@@ -13,15 +13,14 @@ from starlette.responses import PlainTextResponse, Response
 
 from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.adapters import AdapterRegistry
-from slipway_runtime.server.bodies import read_body
+from slipway_runtime.server.bodies import RequestBody, read_body
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.wire import Wire
 
 router = APIRouter()
 
 
-class LoadLora(Wire):
+class LoadLora(RequestBody):
     """POST /v1/load_lora_adapter."""
 
     lora_name: str = Field(min_length=1)
@@ -31,7 +30,7 @@ class LoadLora(Wire):
     base_model_name: str | None = None  # not used: the adapted modules are read from its tensors
 
 
-class UnloadLora(Wire):
+class UnloadLora(RequestBody):
     """POST /v1/unload_lora_adapter."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,14 +1,20 @@
-"""The admin port: probes without a token; signals, state, drain, adapters, model and sleep with a token.
+"""The admin port and the drain socket: probes without a token; state, drain, adapters, model, sleep with one.
 
 The kubelet cannot read a Secret, so `/ready`, `/health` and `/metrics` are open. All other endpoints require the token
 whose SHA-256 the pod was given; without any digest the port listens on localhost only and requires no token.
+
+The drain socket lets a preStop hook in the same pod start a drain and wait for its end, without a token: only processes
+inside the pod can open the socket file. The request is one JSON line; the answer, at the end of the drain, is another.
 """
 
 import asyncio
-from collections.abc import Mapping
-from typing import TypeVar
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+import structlog
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from slipway_api import names
@@ -16,19 +22,27 @@ from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import (
     AdapterInfo,
     AdapterList,
+    BlockCounts,
     Body,
     DrainRequest,
+    LastStep,
     LoadAdapterRequest,
     LoadModelRequest,
+    QueueCounts,
     SleepRequest,
     SleepStatus,
+    State,
 )
+from slipway_runtime.messages import EngineFacts, EngineStats
 from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.engine_metrics import longest_queues
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.state import state_of
 
+log = structlog.get_logger()
+
+MOST_WAIT_SECONDS = 2.0  # of an answer to a startup probe
 ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and continues
 
 _B = TypeVar("_B", bound=Body)
@@ -58,9 +72,12 @@ async def _asked(http: Request, kind: type[_B], shape: str, *, or_empty: bool = 
 
 
 @open_routes.get(names.PATH_READY)
-async def ready(http: Request) -> Response:
-    """Readiness: 200 where the replica takes new requests, else 503."""
+async def ready(
+    http: Request, wait_seconds: Annotated[float, Query(alias=names.PARAMETER_WAIT, ge=0, le=MOST_WAIT_SECONDS)] = 0.0
+) -> Response:
+    """Readiness: 200 where the replica takes new requests, else 503; before its first time, after `waitSeconds`."""
     replica: Replica = http.app.state.replica
+    await replica.wait_until_started(wait_seconds)
     body = replica.ready()
     return _wire(body, 200 if body.ready else 503)
 
@@ -187,6 +204,14 @@ async def load_model(http: Request) -> Response:
     return _wire(info, 200 if info.loaded else 202)
 
 
+@routes.delete(names.PATH_MODEL)
+async def give_model_back(http: Request) -> Response:
+    """Give the model of POST /model back: 202, then the process starts over; 200 where there is none. After a drain."""
+    choice: ModelChoice = http.app.state.model_choice
+    is_accepted = choice.give_back()
+    return _wire(choice.info(), 202 if is_accepted else 200)
+
+
 @routes.post(names.PATH_SLEEP)
 async def sleep(http: Request) -> Response:
     """Free the device's memory; only without open requests."""
@@ -202,3 +227,99 @@ async def wake_up(http: Request) -> Response:
     replica: Replica = http.app.state.replica
     await replica.wake_up()
     return _wire(SleepStatus(sleeping=False))
+
+
+def state_of(replica: Replica) -> State:
+    """The current state of the replica; before the engine is loaded, its numbers are zeros."""
+    stats, loaded = replica.stats(), replica.loaded
+    facts = loaded.engine.facts if loaded else None
+    blocks = BlockCounts(
+        total=stats.blocks_total,
+        live=stats.blocks_live,
+        cached=stats.blocks_cached,
+        free=stats.blocks_total - stats.blocks_live - stats.blocks_cached,
+    )
+    return State(
+        boot_id=replica.boot_id,
+        model_name=replica.identity.model,
+        revision=replica.identity.revision,
+        tokenizer_sha256=loaded.tokenizer_sha256 if loaded else "",
+        uptime_seconds=replica.uptime_seconds,
+        block_size=facts.block_size if facts else 0,
+        bytes_per_token=facts.bytes_per_token if facts else 0,
+        max_model_len=facts.max_model_len if facts else 0,
+        max_num_seqs=facts.max_num_seqs if facts else 0,
+        blocks=blocks,
+        queue=QueueCounts(
+            running=stats.running,
+            waiting=stats.waiting,
+            waiting_tokens=stats.waiting_tokens,
+            waiting_by_tenant=longest_queues(stats),
+        ),
+        draining=replica.draining,
+        startup=replica.startup,
+        kv_tiers=_tiers(blocks, facts, stats),
+        last_step=_last_step(stats, replica.clock()),
+        adapters=tuple(loaded.adapters.infos()) if loaded else (),
+        quantization=facts.quantization if facts else "",
+        warnings=facts.warnings if facts else (),
+    )
+
+
+def _tiers(device: BlockCounts, facts: EngineFacts | None, stats: EngineStats) -> dict[str, BlockCounts]:
+    """KV block counts by memory tier; no block in host memory is live."""
+    if facts is None:
+        return {}
+    if not facts.host_blocks:
+        return {"device": device}
+    cached, total = stats.host_blocks, facts.host_blocks
+    return {"device": device, "host": BlockCounts(total=total, live=0, cached=cached, free=total - cached)}
+
+
+def _last_step(stats: EngineStats, now: float) -> LastStep | None:
+    batch = stats.last_batch
+    if batch is None:
+        return None
+    ago = max(now - batch.at, 0.0)
+    return LastStep(rows=batch.rows, tokens=batch.tokens, seconds=round(batch.seconds, 6), seconds_ago=round(ago, 3))
+
+
+async def serve_control(replica: Replica, directory: Path) -> asyncio.Server | None:
+    """Listen on `drain.sock`; None where the socket cannot be created, as without a run directory on a laptop."""
+    path = directory / "drain.sock"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            raw = await reader.readline()
+            asked: dict[str, Any] = json.loads(raw) if raw.strip() else {}
+            seconds = asked.get("timeoutSeconds")
+            replica.drain(
+                float(seconds) if seconds is not None else None,
+                "asked from inside the pod",
+                refuse_after_seconds=float(asked.get("refuseAfterSeconds", 0)),
+            )
+            await replica.drained()
+            writer.write(replica.drain_status().wire() + b"\n")
+            await writer.drain()
+        except (ValueError, ConnectionError) as error:
+            log.warning("drain socket", error=type(error).__name__)
+        finally:
+            writer.close()
+
+    return await _listen(path, answer)
+
+
+async def _listen(
+    path: Path, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+) -> asyncio.Server | None:
+    try:
+        _remove_stale_socket(path)
+        server = await asyncio.start_unix_server(answer, path)
+    except OSError as error:
+        log.info("no drain socket", path=str(path), error=error.strerror)
+        return None
+    return server
+
+
+def _remove_stale_socket(path: Path) -> None:
+    path.unlink(missing_ok=True)  # left by a killed process

@@ -16,16 +16,13 @@ from starlette.responses import JSONResponse, Response
 
 from slipway_api import names, stream_marks
 from slipway_runtime.messages import FinishReason, Request
-from slipway_runtime.server.caller import Caller
-from slipway_runtime.server.dialect import Dialect
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.generation import Delta, Generation
-from slipway_runtime.server.merging import merged
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import Served
-from slipway_runtime.server.sse import ClientGone, EventStream, while_connected
+from slipway_runtime.server.request_context import Caller, Served
+from slipway_runtime.server.sse import ClientGone, Dialect, EventStream, merged, while_connected
 
 log = structlog.get_logger()
 

@@ -1,4 +1,6 @@
-"""Parses request bodies: strict JSON, limited in depth and number of containers. Errors never echo the body.
+"""Base class and parser of request bodies: strict JSON, limited in depth and size. Errors never echo the body.
+
+A field is supported or refused, never silently ignored.
 
 Python's own parser accepts `NaN`, accepts a key twice and keeps the last value, and fails on a thousand nested
 brackets; each of these is an error of the client and must not be answered like a valid request.
@@ -7,12 +9,12 @@ brackets; each of these is an error of the client and must not be answered like 
 import asyncio
 import json
 import re
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 
-from slipway_runtime.server.errors import ApiError, of_validation
+from slipway_runtime.server.errors import ApiError, InvalidField, of_validation
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 50_000  # objects and lists
@@ -22,6 +24,26 @@ _BIG: Final = 64 * 1024  # bytes; larger bodies are scanned in a thread
 _TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _M = TypeVar("_M", bound=BaseModel)
+
+
+class RequestBody(BaseModel):
+    """Base class of request bodies: unknown fields are errors, and so are NaN and infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class UnsupportedItem(RequestBody):
+    """An item of a list whose type this server does not support: refused, because the model cannot read it."""
+
+    model_config = ConfigDict(extra="allow")
+    field: ClassVar[str]  # the list
+    supported: ClassVar[str]  # what it may hold
+
+    type: str
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        raise InvalidField(self.field, f"may hold {self.supported}; no other type")
 
 
 async def read_body(http: Request, kind: type[_M]) -> _M:
@@ -52,7 +74,7 @@ def parse_json(raw: bytes) -> Any:
     """Parse one JSON value; raises ApiError 400 with a sentence."""
     _check_shape(raw)
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_no_constant)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_with_unique_keys, parse_constant=_no_constant)
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate, which is no character
     except UnicodeError:
@@ -87,7 +109,7 @@ def _check_shape(raw: bytes) -> None:
             depth -= 1
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     whole = dict(pairs)
     if len(whole) != len(pairs):
         raise ApiError(400, "the body names a key twice")

@@ -18,14 +18,13 @@ from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
 from slipway_runtime.messages import EngineFacts, FinishReason, Grammar, Output, Request, SamplingParams
 from slipway_runtime.server import sampling
 from slipway_runtime.server.answering import Answering, Shape
-from slipway_runtime.server.caller import Caller
-from slipway_runtime.server.dialect import Dialect, OpenAIChunks
 from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import Served
+from slipway_runtime.server.request_context import Caller, Served
+from slipway_runtime.server.sse import Dialect, OpenAIChunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +124,7 @@ def _generate(
         grammar=call.grammar,
         n=len(indices),
         output_token_ids=given,
+        text_blocks=_text_blocks(call, prompt),
     )
     outputs: Outputs = model.engine.generate(request) if said.end is None else _Nothing()
     generation = Generation(
@@ -138,6 +138,14 @@ def _generate(
         known=said.end,
     )
     answering.add(request, generation, prompt, said.before)
+
+
+def _text_blocks(call: Call, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+    """Which KV blocks of the prompt hold the gateway's text blocks. Of several prompts nobody knows whose they are."""
+    blocks = call.caller.text_blocks
+    if blocks is None or len(call.prompts) > 1:
+        return ()
+    return blocks.in_kv_blocks(len(prompt.token_ids), call.served.model.engine.facts.block_size)
 
 
 def _choice(call: Call, index: int, prompt: Prompt, params: SamplingParams, facts: EngineFacts) -> Choice:

@@ -8,9 +8,7 @@ from starlette.responses import Response
 
 from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.caller import Caller
 from slipway_runtime.server.calls import Call, answer
-from slipway_runtime.server.dialect import Dialect, OpenAIChunks
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
 from slipway_runtime.server.loaded import LoadedModel
@@ -19,9 +17,10 @@ from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import served_by
+from slipway_runtime.server.request_context import Caller, served_by
+from slipway_runtime.server.sse import Dialect, OpenAIChunks
 from slipway_runtime.server.structured import grammar_of
-from slipway_runtime.server.tool_calls import CallBegins, CallGoesOn, Event, Said
+from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, TextEvent
 from slipway_runtime.server.tools import ToolUse, tool_use
 
 router = APIRouter()
@@ -95,12 +94,12 @@ class ChatWriter:
         for delta in deltas:
             for event in self._events(delta):
                 match event:
-                    case Said():
+                    case TextEvent():
                         text += event.text
-                    case CallBegins():
+                    case CallStart():
                         function = {"name": event.name, "arguments": ""}
                         calls.append({"id": event.id, "type": "function", "function": function})
-                    case CallGoesOn():
+                    case CallDelta():
                         calls[event.index]["function"]["arguments"] += event.arguments
         last = deltas[-1]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -118,24 +117,24 @@ class ChatWriter:
 
     def _events(self, delta: Delta) -> list[Event]:
         if self._parser is None:
-            return [Said(delta.text)] if delta.text else []
+            return [TextEvent(delta.text)] if delta.text else []
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish()
-        self._has_calls |= any(isinstance(event, CallBegins) for event in events)
+        self._has_calls |= any(isinstance(event, CallStart) for event in events)
         return events
 
     def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for event in events:
             match event:
-                case Said():
+                case TextEvent():
                     deltas.append({"content": event.text})
-                case CallBegins():
+                case CallStart():
                     function = {"name": event.name, "arguments": ""}
                     call = {"index": event.index, "id": event.id, "type": "function", "function": function}
                     deltas.append({"tool_calls": [call]})
-                case CallGoesOn():
+                case CallDelta():
                     call = {"index": event.index, "function": {"arguments": event.arguments}}
                     deltas.append({"tool_calls": [call]})
         return deltas

@@ -4,27 +4,28 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipway_runtime.server.wire import Misused, Wire
+from slipway_runtime.server.bodies import RequestBody
+from slipway_runtime.server.errors import InvalidField
 
 MAX_TOOLS: Final = 128  # as OpenAI
 _NAME: Final = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
-class TextPart(Wire):
+class TextPart(RequestBody):
     """One content part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(Wire):
+class FunctionCall(RequestBody):
     """A function call of the assistant: the function's name, and its arguments as JSON text."""
 
     name: str = Field(pattern=_NAME)
     arguments: str = "{}"
 
 
-class ToolCall(Wire):
+class ToolCall(RequestBody):
     """A tool call in an earlier message of the assistant."""
 
     id: str = Field(default="", max_length=256)
@@ -33,7 +34,7 @@ class ToolCall(Wire):
     index: int | None = None  # present where a client collected the call from a stream
 
 
-class ChatMessage(Wire):
+class ChatMessage(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -69,7 +70,7 @@ class ChatMessage(Wire):
         return "".join(part.text for part in self.content or ())
 
 
-class FunctionDefinition(Wire):
+class FunctionDefinition(RequestBody):
     """A function that the model may call."""
 
     name: str = Field(pattern=_NAME)
@@ -89,27 +90,27 @@ class FunctionDefinition(Wire):
         return {"type": "object", **(self.parameters or {"properties": {}, "additionalProperties": False})}
 
 
-class Tool(Wire):
+class Tool(RequestBody):
     """A tool that the model may use; functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(Wire):
+class NamedFunction(RequestBody):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Wire):
+class NamedTool(RequestBody):
     """`tool_choice` as an object: forces a call of this function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchemaFormat(Wire):
+class JsonSchemaFormat(RequestBody):
     """The schema of a `response_format` of type `json_schema`."""
 
     name: str = Field(pattern=_NAME)
@@ -118,7 +119,7 @@ class JsonSchemaFormat(Wire):
     strict: bool | None = None  # the schema is enforced either way
 
 
-class ResponseFormat(Wire):
+class ResponseFormat(RequestBody):
     """OpenAI's `response_format`: text, a JSON object, a JSON schema, or vLLM's structural tag."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -129,14 +130,14 @@ class ResponseFormat(Wire):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise Misused("response_format", "of type json_schema needs json_schema, and no other type has one")
+            raise InvalidField("response_format", "of type json_schema needs json_schema, and no other type has one")
         is_tag = self.type == "structural_tag"
         if is_tag != bool(self.structures) or is_tag != bool(self.triggers):
-            raise Misused("response_format", "of type structural_tag needs structures and triggers, and only it")
+            raise InvalidField("response_format", "of type structural_tag needs structures and triggers, and only it")
         return self
 
 
-class StructuredOutputs(Wire):
+class StructuredOutputs(RequestBody):
     """vLLM's `structured_outputs`: exactly one kind of constraint on the answer."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -153,7 +154,7 @@ class StructuredOutputs(Wire):
     def _exactly_one(self) -> Self:
         given = [way for way in self.ways if getattr(self, way) not in (None, False)]
         if len(given) != 1:
-            raise Misused(
+            raise InvalidField(
                 "structured_outputs",
                 f"names {len(given)} ways to bind the answer; exactly one of json, regex, choice, grammar,"
                 " structural_tag and json_object is needed",

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from slipway_runtime.messages import TokenLogprobs
 from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.caller import Caller
 from slipway_runtime.server.calls import Call, answer
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
@@ -20,8 +19,8 @@ from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.openai_types import CompletionRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.request_context import Caller, served_by
 from slipway_runtime.server.sampling import OPENAI_COMPLETION_TOKENS
-from slipway_runtime.server.served import served_by
 from slipway_runtime.server.structured import grammar_of
 
 router = APIRouter()

@@ -19,16 +19,14 @@ from starlette.responses import JSONResponse, Response
 from slipway_runtime.engine.client import EngineError
 from slipway_runtime.messages import EngineFacts, FinishReason, Output, SamplingParams
 from slipway_runtime.messages import Request as EngineRequest
-from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.caller import Caller
-from slipway_runtime.server.errors import ApiError, of_engine, prompt_too_long
+from slipway_runtime.server.bodies import RequestBody, read_body
+from slipway_runtime.server.errors import ApiError, Unsupported, of_engine, prompt_too_long
 from slipway_runtime.server.generation import Record
 from slipway_runtime.server.openai_types import Count
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.served import Served, served_by
+from slipway_runtime.server.request_context import Caller, Served, served_by
 from slipway_runtime.server.sse import ClientGone, while_connected
-from slipway_runtime.server.wire import Unsupported, Wire
 
 log = structlog.get_logger()
 router = APIRouter()
@@ -38,7 +36,7 @@ _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Vector = npt.NDArray[np.float32]
 
 
-class EmbeddingRequest(Wire):
+class EmbeddingRequest(RequestBody):
     """POST /v1/embeddings."""
 
     model: str = Field(default="", max_length=1024)

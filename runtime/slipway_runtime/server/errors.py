@@ -35,7 +35,6 @@ from starlette.responses import JSONResponse, Response
 from slipway_api import names
 from slipway_api.anthropic_errors import anthropic_error, is_anthropic
 from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
-from slipway_runtime.server.wire import Misused, Unsupported
 
 log = structlog.get_logger()
 
@@ -93,9 +92,25 @@ class ApiError(Exception):
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
+class Unsupported(ValueError):  # noqa: N818  reads as a sentence where it is raised
+    """A known field that this server does not support, and therefore refuses."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field} is not supported by this server with this value; leave it out")
+        self.field = field
+
+
+class InvalidField(ValueError):  # noqa: N818  reads as a sentence where it is raised
+    """A field with an invalid value, or in conflict with other fields."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field} {why}")
+        self.field = field
+
+
 def unavailable(message: str, retry_after_seconds: float | None = 1.0, *, started: bool = False) -> ApiError:
     """A 503: this replica cannot serve now; another one may. `started`: the engine had accepted the request."""
-    return ApiError(503, message, headers=_come_back(retry_after_seconds) | ({} if started else NOT_STARTED))
+    return ApiError(503, message, headers=_retry_headers(retry_after_seconds) | ({} if started else NOT_STARTED))
 
 
 def unknown_model(name: str) -> ApiError:
@@ -120,7 +135,7 @@ def of_engine(error: Exception) -> ApiError:
         case Draining():
             return unavailable(error.reason, error.retry_after_seconds)
         case Overloaded():
-            return ApiError(429, error.reason, headers=_come_back(error.retry_after_seconds) | NOT_STARTED)
+            return ApiError(429, error.reason, headers=_retry_headers(error.retry_after_seconds) | NOT_STARTED)
         case Refused():
             return ApiError(400, str(error))
         case EngineDead():
@@ -129,7 +144,7 @@ def of_engine(error: Exception) -> ApiError:
             raise error
 
 
-def _come_back(seconds: float | None) -> dict[str, str]:
+def _retry_headers(seconds: float | None) -> dict[str, str]:
     """Retry headers: `Retry-After` in whole seconds, at least one; `retry-after-ms` is exact."""
     if seconds is None:
         return {}
@@ -140,7 +155,7 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     """The first validation error of a body, without the client's values."""
     first = errors[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Unsupported | Misused):
+    if isinstance(cause, Unsupported | InvalidField):
         return ApiError(400, str(cause), param=cause.field)
     # A key may hold any text of the client, a prompt included: only keys that look like a name are repeated.
     path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in first["loc"] if part != "body")[:100]

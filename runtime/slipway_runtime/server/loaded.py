@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipway_runtime.engine.client import Call, OutputStream
-from slipway_runtime.engine.step_times import StepTimes
+from slipway_runtime.engine.client import Call, OutputStream, StepTimes
 from slipway_runtime.messages import AdapterStatus, EngineFacts, EngineStats, FinishReason, Reply, Request
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.metrics import Metrics

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from slipway_runtime.messages import TokenLogprobs
-from slipway_runtime.server.token_text import TokenText
+from slipway_runtime.server.tokenizer import TokenText
 
 _LEAST: Final = -9999.0
 

@@ -14,8 +14,8 @@ from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest, in_words_of_messages
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.request_context import served_by
 from slipway_runtime.server.responses import call_id
-from slipway_runtime.server.served import served_by
 from slipway_runtime.server.tools import tool_use
 
 router = APIRouter()

@@ -9,11 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import checked
+from slipway_runtime.server.bodies import RequestBody, UnsupportedItem, checked
 from slipway_runtime.server.chat_types import MAX_TOOLS
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
 from slipway_runtime.server.openai_types import MAX_MESSAGES, ChatRequest, Count, Resume
-from slipway_runtime.server.wire import Misused, Unsupported, Wire
 
 _CALLED = {
     "max_completion_tokens": "max_tokens",
@@ -23,14 +22,14 @@ _CALLED = {
 }
 
 
-class CacheControl(Wire):
+class CacheControl(RequestBody):
     """A cache breakpoint; without effect, because every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Cacheable(Wire):
+class Cacheable(RequestBody):
     """Base class of objects with a `cache_control` field."""
 
     cache_control: CacheControl | None = None
@@ -63,16 +62,11 @@ class ToolResultBlock(Cacheable):
     is_error: bool | None = None
 
 
-class OtherBlock(Wire):
-    """A block of any other type: refused, because the model cannot read it."""
+class UnsupportedBlock(UnsupportedItem):
+    """A block of any other type."""
 
-    model_config: ClassVar[Any] = {"extra": "allow"}
-
-    type: str
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        raise Misused("messages", "may hold text, tool_use and tool_result blocks; this server understands no other")
+    field = "messages"
+    supported = "text, tool_use and tool_result blocks"
 
 
 def _kind_of(block: Any) -> str:
@@ -84,12 +78,12 @@ Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[OtherBlock, Tag("other")],
+    | Annotated[UnsupportedBlock, Tag("other")],
     Discriminator(_kind_of),
 ]
 
 
-class Message(Wire):
+class Message(RequestBody):
     """One message of the conversation."""
 
     role: Literal["user", "assistant"]
@@ -111,7 +105,7 @@ class ToolDefinition(Cacheable):
     input_examples: list[Any] | None = Field(default=None, max_length=0)
 
 
-class ToolChoice(Wire):
+class ToolChoice(RequestBody):
     """Whether and which tool must be used."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -121,31 +115,31 @@ class ToolChoice(Wire):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise Misused("tool_choice", "of type tool names one, and no other type does")
+            raise InvalidField("tool_choice", "of type tool names one, and no other type does")
         return self
 
 
-class OutputFormat(Wire):
+class OutputFormat(RequestBody):
     """The format of the answer's text: a JSON schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Wire):
+class OutputConfig(RequestBody):
     """The format of the answer, and the reasoning effort where the chat template supports it."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high"] | None = None
 
 
-class NoThinking(Wire):
+class NoThinking(RequestBody):
     """Extended thinking, which this server does not support."""
 
     type: Literal["disabled"]
 
 
-class Metadata(Wire):
+class Metadata(RequestBody):
     """Metadata of the caller; does not change the answer."""
 
     user_id: str | None = None
@@ -246,7 +240,7 @@ class MessagesRequest(CountTokensRequest):
 
     def _fields(self) -> dict[str, Any]:
         fields = super()._fields() | {
-            name: value.model_dump(exclude_unset=True) if isinstance(value, Wire) else value
+            name: value.model_dump(exclude_unset=True) if isinstance(value, RequestBody) else value
             for name in self.passed_on
             if (value := getattr(self, name)) is not None
         }

@@ -1,7 +1,7 @@
 """Prometheus metrics of one replica under vLLM's names, so that dashboards, KEDA recipes and pickers work unchanged.
 
 Gauges and counters are read from the engine at a scrape; histograms are updated when requests end.
-Labels are bounded: the served name, engine "0", and at most MOST_PAYERS pairs of tenant and adapter.
+Labels are bounded: the served name, engine "0", and at most MAX_TOKEN_LABELS pairs of tenant and adapter.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ _SCHEDULE: Final = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.
 # Bucket bounds in seconds for goodput: requests by TTFT and by mean time per output token (TPOT).
 GOOD_TTFT: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 GOOD_TPOT: Final = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5)
-MOST_PAYERS: Final = 200  # pairs of tenant and adapter with counters of their own; all others share one
+MAX_TOKEN_LABELS: Final = 200  # pairs of tenant and adapter with counters of their own; all others share one
 # vLLM's names of finish reasons; all others are equal to ours.
 _FINISHED: Final = {
     FinishReason.CANCELLED: "abort",
@@ -98,8 +98,10 @@ class Metrics:
         self._latency = self._own_counter(
             "requests_by_latency", "Finished requests, by the smallest bounds that hold for them.", "ttft_le", "tpot_le"
         )
-        self._paid = self._own_counter("tokens", "Tokens, by who asked and what answered.", "tenant", "adapter", "kind")
-        self._payers: set[tuple[str, str]] = set()
+        self._tokens_by_tenant = self._own_counter(
+            "tokens", "Tokens, by who asked and what answered.", "tenant", "adapter", "kind"
+        )
+        self._token_labels: set[tuple[str, str]] = set()
         for reason in FinishReason:
             self._success.labels(*self._values, _FINISHED.get(reason, str(reason)))
         for each in ERROR_CLASSES:
@@ -174,17 +176,17 @@ class Metrics:
             self._latency.labels(*self._values, _bound(GOOD_TTFT, first), _bound(GOOD_TPOT, mean)).inc()
 
     def _count_tokens(self, record: Record) -> None:
-        payer = (record.tenant, record.adapter)
-        if payer not in self._payers and len(self._payers) >= MOST_PAYERS:
-            payer = ("other", "other")
-        self._payers.add(payer)
+        labels = (record.tenant, record.adapter)
+        if labels not in self._token_labels and len(self._token_labels) >= MAX_TOKEN_LABELS:
+            labels = ("other", "other")
+        self._token_labels.add(labels)
         kinds = {
             "input": record.prompt_tokens,
             "cached": record.cached_tokens,
             "output": record.completion_tokens,
         }
         for kind, count in kinds.items():
-            self._paid.labels(*self._values, *payer, kind).inc(count)
+            self._tokens_by_tenant.labels(*self._values, *labels, kind).inc(count)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)

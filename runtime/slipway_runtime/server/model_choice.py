@@ -3,13 +3,21 @@
 The request of POST /model is stored in a file of the pod. A container that the kubelet restarts reads the file and
 loads the same model: the restart of a replica must not depend on the operator.
 
+DELETE /model gives the model of a POST back: the file is removed, and the process starts over as at its first start.
+
 A process in standby has loaded the model of its command line, and answers no requests. The first POST /model with
 the same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
+
+| --standby | while the process waits                             | on the claim                               |
+|-----------|-----------------------------------------------------|--------------------------------------------|
+| loaded    | weights and KV cache are on the device              | name, tokens and warm prompts are set      |
+| sleeping  | the weights are in host memory, no KV cache is kept | weights are copied back, then as above     |
 """
 
 import asyncio
 import contextlib
 import os
+import time
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +25,8 @@ import structlog
 from pydantic import ValidationError
 
 from slipway_api.runtime_api import CLAIMED_FIELDS, LoadModelRequest, ModelInfo
+from slipway_runtime.engine.client import EngineClient, EngineDead
+from slipway_runtime.messages import Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.loaded import Identity
 from slipway_runtime.server.replica import Replica
@@ -43,6 +53,8 @@ class ModelChoice:
         self._kept = settings.run_directory / KEPT_REQUEST
         self._chosen: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
         self._claimed: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
+        self._given_back = asyncio.Event()
+        self._is_for_good = bool(settings.model_uri) and not settings.standby  # of the command line
         if settings.model_uri:
             self._take(settings)
             if settings.standby and (claim := _read(self._kept)) is not None:
@@ -100,6 +112,25 @@ class ModelChoice:
             _keep(self._kept, request)
             self._take(wanted)
 
+    def give_back(self) -> bool:
+        """Give up the model of an earlier POST /model; False where there is none. Idempotent.
+
+        Raises ApiError 409 for a model of the command line, and while requests may come or are open.
+        """
+        if self._is_for_good:
+            raise ApiError(409, "the model of the command line stays until the pod ends")
+        if not self.is_claimed:
+            return False
+        if not self._replica.is_drained:
+            raise ApiError(409, "drain first: requests are open, or new ones are taken")
+        self._kept.unlink(missing_ok=True)
+        self._given_back.set()
+        return True
+
+    async def given_back(self) -> None:
+        """Wait until the model is given back."""
+        await self._given_back.wait()
+
     def info(self) -> ModelInfo:
         """The model of the process, and whether it is loaded."""
         identity = self._replica.identity
@@ -145,3 +176,44 @@ def _read(path: Path) -> LoadModelRequest | None:
         return LoadModelRequest.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+HOST_MEMORY: Final = 1  # the level of sleep that keeps the weights
+
+
+class StandbyError(Exception):
+    """The engine could not free its memory, or could not allocate it again."""
+
+
+async def stand_by(
+    settings: RuntimeSettings, choice: ModelChoice, replica: Replica, client: EngineClient
+) -> RuntimeSettings | None:
+    """Wait for the claim; returns its settings, or None where the engine died. Raises StandbyError."""
+    sleeps = settings.standby == "sleeping" and not choice.is_claimed
+    claim = asyncio.create_task(choice.claimed())
+    death = asyncio.create_task(client.wait_dead())
+    try:
+        if sleeps:
+            await _ask(client, Sleep(call=0, level=HOST_MEMORY))
+        if not choice.is_claimed:
+            replica.standing_by()
+            log.info("standing by", level=settings.standby)
+        await asyncio.wait({claim, death}, return_when=asyncio.FIRST_COMPLETED)
+        if not claim.done():
+            return None
+        began = time.monotonic()
+        if sleeps:
+            await _ask(client, WakeUp(call=0))
+        log.info("claimed", model=claim.result().model_name, wake_seconds=round(time.monotonic() - began, 3))
+        return claim.result()
+    except EngineDead:
+        return None
+    finally:
+        claim.cancel()
+        death.cancel()
+
+
+async def _ask(client: EngineClient, message: Sleep | WakeUp) -> None:
+    reply = await client.call(message)
+    if reply.error:
+        raise StandbyError(reply.error)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from slipway_runtime.server.bodies import RequestBody
 from slipway_runtime.server.chat_types import (
     MAX_TOOLS,
     ChatMessage,
@@ -18,7 +19,7 @@ from slipway_runtime.server.chat_types import (
     StructuredOutputs,
     Tool,
 )
-from slipway_runtime.server.wire import Misused, Unsupported, Wire
+from slipway_runtime.server.errors import InvalidField, Unsupported
 
 MAX_STOPS: Final = 4  # as OpenAI
 MAX_LOGPROBS: Final = 20
@@ -52,7 +53,7 @@ def _whole_number(value: Any) -> Any:
 Count = Annotated[int, BeforeValidator(_whole_number)]
 
 
-class StreamOptions(Wire):
+class StreamOptions(RequestBody):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -60,22 +61,22 @@ class StreamOptions(Wire):
     include_obfuscation: bool = False  # padding against side channels; without effect
 
 
-class ResumedAnswer(Wire):
+class ResumedAnswer(RequestBody):
     """Tokens of one answer that another replica has generated."""
 
     output_token_ids: list[Annotated[int, Field(ge=0)]]
     finished: bool = False  # the client has the whole answer: its tokens only count in the usage
 
 
-class Resume(Wire):
-    """Answers of a request as far as another replica has streamed them. Only from the gateway: see `caller.py`."""
+class Resume(RequestBody):
+    """Answers as far as another replica has streamed them; only from the gateway (`request_context.py`)."""
 
     answers: list[ResumedAnswer]  # all answers of the request, by index
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,160}$")  # id of the response
     created: int | None = None
 
 
-class GenerationRequest(Wire):
+class GenerationRequest(RequestBody):
     """Fields that chat and completions have in common."""
 
     model: str = Field(default="", max_length=1024)  # empty: the one model that is served
@@ -151,18 +152,18 @@ class GenerationRequest(Wire):
             if value is not None and not any(value == h and type(value) is type(h) for h in harmless):
                 raise Unsupported(name)
         if self.stream_options is not None and not self.stream:
-            raise Misused("stream_options", "is only allowed when stream is true")
+            raise InvalidField("stream_options", "is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
-            raise Misused("prompt_logprobs", "is only allowed when stream is false")
+            raise InvalidField("prompt_logprobs", "is only allowed when stream is false")
         guided = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         binding = ["structured_outputs"] if self.structured_outputs is not None else []
         binding += [name for name in guided if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type != "text":
             binding.append("response_format")
         if len(binding) > 1:
-            raise Misused(binding[1], f"binds the answer, and so does {binding[0]}; only one may")
+            raise InvalidField(binding[1], f"binds the answer, and so does {binding[0]}; only one may")
         if self.slipway_resume is not None and len(self.slipway_resume.answers) != self.all_answers:
-            raise Misused("slipway_resume", f"has to have the tokens of all {self.all_answers} answers")
+            raise InvalidField("slipway_resume", f"has to have the tokens of all {self.all_answers} answers")
         return self
 
     @property
@@ -235,27 +236,29 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _makes_sense_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise Misused("top_logprobs", "is only allowed when logprobs is true")
+            raise InvalidField("top_logprobs", "is only allowed when logprobs is true")
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise Misused("continue_final_message", "needs an assistant's message at the end")
+            raise InvalidField("continue_final_message", "needs an assistant's message at the end")
         if self.continue_final_message and "add_generation_prompt" not in self.model_fields_set:
             object.__setattr__(self, "add_generation_prompt", False)  # the pydantic model is frozen
         if self.continue_final_message and self.add_generation_prompt:
-            raise Misused("continue_final_message", "and add_generation_prompt exclude each other")
+            raise InvalidField("continue_final_message", "and add_generation_prompt exclude each other")
         self._check_tools()
         return self
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise Misused("tools", "names a function twice")
+            raise InvalidField("tools", "names a function twice")
         if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)):
-            raise Misused("tool_choice", "wants a tool, and tools is empty")
+            raise InvalidField("tool_choice", "wants a tool, and tools is empty")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise Misused("tool_choice", "names a function that is not among the tools")
+            raise InvalidField("tool_choice", "names a function that is not among the tools")
         binds = self.structured_outputs is not None or (self.response_format and self.response_format.type != "text")
         if binds and names and self.tool_choice not in (None, "none", "auto"):
-            raise Misused("tool_choice", "forces a call, and the format of the answer is bound too; only one may be")
+            raise InvalidField(
+                "tool_choice", "forces a call, and the format of the answer is bound too; only one may be"
+            )
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -287,11 +290,13 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _makes_sense_together(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise Misused("max_tokens", "is 0: that scores a prompt, and only makes sense with echo")
+            raise InvalidField("max_tokens", "is 0: that scores a prompt, and only makes sense with echo")
         if len(self.prompts) > MAX_PROMPTS:
-            raise Misused("prompt", f"holds {len(self.prompts)} prompts; at most {MAX_PROMPTS} fit into one request")
+            raise InvalidField(
+                "prompt", f"holds {len(self.prompts)} prompts; at most {MAX_PROMPTS} fit into one request"
+            )
         if len(self.prompts) * self.wanted_answers > MAX_PROMPTS:
-            raise Misused("n", f"times the number of prompts is at most {MAX_PROMPTS}")
+            raise InvalidField("n", f"times the number of prompts is at most {MAX_PROMPTS}")
         return self
 
     @property
@@ -317,7 +322,7 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens == 0
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(RequestBody):
     """POST /tokenize: a text, tokenized as for a completion, or messages, as for a chat."""
 
     model: str = Field(default="", max_length=1024)
@@ -333,11 +338,11 @@ class TokenizeRequest(Wire):
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if (self.prompt is None) == (not self.messages):
-            raise Misused("prompt", "or messages: exactly one of them is needed")
+            raise InvalidField("prompt", "or messages: exactly one of them is needed")
         return self
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
     model: str = Field(default="", max_length=1024)

@@ -15,8 +15,7 @@ from typing import Any, Final, TypeVar
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError, prompt_too_long
 from slipway_runtime.server.template import ChatTemplate
-from slipway_runtime.server.token_text import TokenText
-from slipway_runtime.server.tokenizer import TokenizerFiles
+from slipway_runtime.server.tokenizer import TokenizerFiles, TokenText
 
 LARGE: Final = 32 * 1024  # characters; some ten milliseconds of tokenizing
 _T = TypeVar("_T")

@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import checked
+from slipway_runtime.server.bodies import RequestBody, UnsupportedItem, checked
 from slipway_runtime.server.chat_types import MAX_TOOLS, StructuredOutputs
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
 from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Resume
-from slipway_runtime.server.wire import Misused, Unsupported, Wire
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _NOTHING_KEPT: Final = (
@@ -28,7 +27,7 @@ _CALLED: Final = {
 }
 
 
-class InputText(Wire):
+class InputText(RequestBody):
     """A content part of a message; only text is supported."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
@@ -38,7 +37,7 @@ class InputText(Wire):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(Wire):
+class InputMessage(RequestBody):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
@@ -49,7 +48,7 @@ class InputMessage(Wire):
     phase: str | None = None
 
 
-class FunctionCallItem(Wire):
+class FunctionCallItem(RequestBody):
     """A function call of the model."""
 
     type: Literal["function_call"]
@@ -60,7 +59,7 @@ class FunctionCallItem(Wire):
     status: str | None = None
 
 
-class FunctionCallOutputItem(Wire):
+class FunctionCallOutputItem(RequestBody):
     """The result of a function call."""
 
     type: Literal["function_call_output"]
@@ -70,16 +69,11 @@ class FunctionCallOutputItem(Wire):
     status: str | None = None
 
 
-class OtherItem(Wire):
-    """An item of any other type: refused, because the model cannot read it."""
+class UnsupportedInputItem(UnsupportedItem):
+    """An item of any other type."""
 
-    model_config: ClassVar[Any] = {"extra": "allow"}
-
-    type: str
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        raise Misused("input", "may hold messages, function_call and function_call_output items; no other type")
+    field = "input"
+    supported = "messages, function_call and function_call_output items"
 
 
 def _kind_of(item: Any) -> str:
@@ -91,7 +85,7 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[OtherItem, Tag("other")],
+    | Annotated[UnsupportedInputItem, Tag("other")],
     Discriminator(_kind_of),
 ]
 
@@ -103,7 +97,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Wire):
+class FunctionTool(RequestBody):
     """A function that the model may call. The tools that OpenAI's servers run themselves do not exist here."""
 
     type: Literal["function"]
@@ -113,14 +107,14 @@ class FunctionTool(Wire):
     strict: bool | None = None
 
 
-class FunctionChoice(Wire):
+class FunctionChoice(RequestBody):
     """`tool_choice` as an object: forces a call of this function."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Wire):
+class TextFormat(RequestBody):
     """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -132,31 +126,31 @@ class TextFormat(Wire):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None and self.name is not None):
-            raise Misused("text.format", "of type json_schema needs name and schema, and no other type has them")
+            raise InvalidField("text.format", "of type json_schema needs name and schema, and no other type has them")
         return self
 
 
-class TextConfig(Wire):
+class TextConfig(RequestBody):
     """The `text` field."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None  # the neutral value
 
 
-class Reasoning(Wire):
+class Reasoning(RequestBody):
     """The reasoning effort, where the chat template supports it."""
 
     effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     summary: None = None
 
 
-class ResponsesStreamOptions(Wire):
+class ResponsesStreamOptions(RequestBody):
     """Options of a stream."""
 
     include_obfuscation: bool | None = None  # padding against side channels; without effect
 
 
-class ResponsesRequest(Wire):
+class ResponsesRequest(RequestBody):
     """POST /v1/responses."""
 
     model: str = Field(default="", max_length=1024)
@@ -226,16 +220,16 @@ class ResponsesRequest(Wire):
     @model_validator(mode="after")
     def _only_what_is_honoured(self) -> Self:
         if self.store:
-            raise Misused("store", _NOTHING_KEPT)
+            raise InvalidField("store", _NOTHING_KEPT)
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
-                raise Misused(name, _NOTHING_KEPT)
+                raise InvalidField(name, _NOTHING_KEPT)
         for name, harmless in self.neutral.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
                 raise Unsupported(name)
         if self.top_logprobs and not self.wants_logprobs:
-            raise Misused("top_logprobs", f"is only allowed with {LOGPROBS} in include")
+            raise InvalidField("top_logprobs", f"is only allowed with {LOGPROBS} in include")
         return self
 
     @property
@@ -246,7 +240,7 @@ class ResponsesRequest(Wire):
     def chat(self) -> ChatRequest:
         """Translate to a chat request; raises ApiError 400 with the field names of this API."""
         fields: dict[str, Any] = {
-            name: value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Wire) else value
+            name: value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, RequestBody) else value
             for name in self.passed_on
             if (value := getattr(self, name)) is not None
         }

@@ -3,17 +3,23 @@
 Headers forbid proxies to buffer (`X-Accel-Buffering`, `Cache-Control`), and the first event is sent with the first
 token. After the status 200, errors are events of the stream. A client that does not read delays no other client: after
 the socket's buffer is full, its outputs are counted, and above a limit its request is paused, later cancelled.
+
+All requests are answered as chat chunks and chat completions. A dialect translates them to the events and bodies of
+another API (Messages, Responses) and holds all state of a stream that is specific to it, so one generation path serves
+all APIs; OpenAI's chunks are sent unchanged.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from slipway_runtime.server.errors import ApiError
 
 _T = TypeVar("_T")
 
@@ -97,3 +103,81 @@ async def _while_connected(work: Coroutine[Any, Any, _T], receive: Callable[[], 
         raise ClientGone from None
     finally:
         watcher.cancel()
+
+
+async def merged(sources: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
+    """Yield the items of all sources until all have ended; closing this closes them. Bounded read-ahead."""
+    ready: asyncio.Queue[_T | None] = asyncio.Queue(maxsize=1)  # None: a source has ended
+
+    failures: list[Exception] = []
+
+    async def read(source: AsyncGenerator[_T, None]) -> None:
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    await ready.put(item)
+        except Exception as error:  # noqa: BLE001  raised again in the reader
+            failures.append(error)
+        await ready.put(None)
+
+    readers = [asyncio.create_task(read(source)) for source in sources]
+    try:
+        left = len(readers)
+        while left:
+            item = await ready.get()
+            if failures:
+                raise failures[0]
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+class Dialect(Protocol):
+    """Translates one response; each request has its own dialect object."""
+
+    repeats: bool  # whether the last events depend on earlier ones, so that a resumed stream must replay all of them
+
+    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    def chunk(self, chunk: dict[str, Any]) -> bytes:
+        """The events of one chat chunk."""
+
+    def replay(self, chunks: list[dict[str, Any]], tokens: int) -> None:
+        """Restore the state of a stream of another replica: `chunks` hold the `tokens` that the client has."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events of a stream that failed after its first event."""
+
+    def end(self) -> bytes:
+        """The events after the last chunk, also after a failure."""
+
+
+class OpenAIChunks:
+    """OpenAI's format for chat completions and completions: no translation."""
+
+    repeats = False
+
+    def whole(self, completion: dict[str, Any]) -> dict[str, Any]:
+        """The body as it is."""
+        return completion
+
+    def chunk(self, chunk: dict[str, Any]) -> bytes:
+        """One event with the chunk."""
+        return event(chunk)
+
+    def replay(self, chunks: list[dict[str, Any]], tokens: int) -> None:
+        """Does nothing: no event depends on an earlier one."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """One event with the error."""
+        return event(error.body())
+
+    def end(self) -> bytes:
+        """The event `[DONE]`."""
+        return DONE

@@ -9,27 +9,122 @@ Four forms; most models use one of the first three. Calls are objects such as `{
 
 Where a grammar constrains the text (`live`), arguments are streamed as they are generated. Elsewhere a call is sent
 when it is complete and its arguments are valid JSON; text that turns out not to be a call is sent as text.
+
+One call is parsed incrementally as a JSON object: the function's name, and its arguments so far.
 """
 
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from slipway_runtime.engine.detokenizer import StopStrings
-from slipway_runtime.server.call_object import CallObject
+
+_ARGUMENTS: Final = ("arguments", "parameters")
+
+
+class CallObject:
+    """Reads `{"name": "f", "arguments": {…}}` one character at a time."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.name: str | None = None
+        self.arguments = ""  # the part that has been read
+        self.is_complete = False
+        self.is_broken = False
+        self._where = "start"
+        self._key = ""
+        self._value = ""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, char: str) -> None:
+        """Parse one more character."""
+        assert not self.is_complete
+        self.raw += char
+        if self._in_string:
+            self._inside_a_string(char)
+        elif self._where == "value":
+            self._inside_a_value(char)
+        elif char == '"' and self._where == "key":
+            self._in_string, self._key = True, char
+        elif self._where == "start" and char == "{":
+            self._where = "key"
+        elif self._where == "colon" and char == ":":
+            self._where, self._value = "value", ""
+        elif self._where == "key" and char == "}":
+            self.is_complete = True
+        elif not (char.isspace() or (self._where == "key" and char == ",")):
+            self.is_broken = True
+
+    @property
+    def value_is_whole(self) -> bool:
+        """Whether the arguments are a complete object."""
+        return self._where == "value" and self._depth == 0 and not self._in_string and self._value.endswith("}")
+
+    def _inside_a_string(self, char: str) -> None:
+        if self._where == "key":
+            self._key += char
+        else:
+            self._add(char)
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+            if self._where == "key":
+                self._where = "colon"
+
+    def _inside_a_value(self, char: str) -> None:
+        if self._depth == 0 and char in ",}":
+            self._end_value()
+            self._where = "key"
+            self.is_complete = char == "}"
+            return
+        if char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        elif char == '"':
+            self._in_string = True
+        elif char.isspace() and not self._value:
+            return
+        self._add(char)
+        self.is_broken |= self._depth < 0
+
+    def _add(self, char: str) -> None:
+        self._value += char
+        if _text_of(self._key) in _ARGUMENTS:
+            self.arguments = self._value
+
+    def _end_value(self) -> None:
+        if _text_of(self._key) == "name":
+            self.name = _text_of(self._value.strip())
+            self.is_broken |= self.name is None
+        elif _text_of(self._key) in _ARGUMENTS and self._value.startswith('"'):
+            self.arguments = _text_of(self._value.strip()) or ""  # some models write the object as a JSON string
+
+
+def _text_of(raw: str) -> str | None:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
 
 
 @dataclass(frozen=True)
-class Said:
+class TextEvent:
     """Event: text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class CallBegins:
+class CallStart:
     """Event: a call begins, and its function is known."""
 
     index: int
@@ -38,14 +133,14 @@ class CallBegins:
 
 
 @dataclass(frozen=True)
-class CallGoesOn:
+class CallDelta:
     """Event: the next part of the arguments, as JSON text."""
 
     index: int
     arguments: str
 
 
-Event = Said | CallBegins | CallGoesOn
+Event = TextEvent | CallStart | CallDelta
 
 
 class Parser(Protocol):
@@ -87,9 +182,9 @@ class _Calls:
             return
         if not self.began:
             self.began = True
-            yield CallBegins(self.count, self.new_id(), call.name or "")
+            yield CallStart(self.count, self.new_id(), call.name or "")
         if len(call.arguments) > self.sent:
-            yield CallGoesOn(self.count, call.arguments[self.sent :])
+            yield CallDelta(self.count, call.arguments[self.sent :])
             self.sent = len(call.arguments)
 
     def end(self, call: CallObject) -> Iterator[Event]:
@@ -97,13 +192,13 @@ class _Calls:
         if self._is_one_too_many:
             return
         if call.name not in self.names or not _is_object(call.arguments or "{}"):
-            yield Said(call.raw)
+            yield TextEvent(call.raw)
             return
         if self.began:
             yield from self.progress(call)
         else:
-            yield CallBegins(self.count, self.new_id(), call.name or "")
-            yield CallGoesOn(self.count, call.arguments or "{}")
+            yield CallStart(self.count, self.new_id(), call.name or "")
+            yield CallDelta(self.count, call.arguments or "{}")
         self.count += 1
 
     @property
@@ -148,10 +243,10 @@ class ToolCallParser:
         if self._call is not None:
             if self.calls.began:
                 return list(self.calls.progress(self._call))
-            return [Said(self._call.raw)] if self._call.raw and not self.calls.live else []
+            return [TextEvent(self._call.raw)] if self._call.raw and not self.calls.live else []
         rest = self._held + self._search.flush()
         self._held = ""
-        return [Said(rest)] if rest and (rest.strip() or not self.calls.count) else []
+        return [TextEvent(rest)] if rest and (rest.strip() or not self.calls.count) else []
 
     def _take(self, char: str) -> Iterator[Event]:
         if self._call is not None:
@@ -167,7 +262,7 @@ class ToolCallParser:
             # White space is held back: before a call it is dropped as layout.
             self._held += each
             if not each.isspace():
-                yield Said(self._held)
+                yield TextEvent(self._held)
                 self._held = ""
         if released.stop is not None:
             self._held, self._where = "", "gap"
@@ -213,7 +308,7 @@ class ToolCallParser:
         if call.is_broken:
             self._call = None
             self._where = "text"
-            yield Said(call.raw)
+            yield TextEvent(call.raw)
         elif call.is_complete:
             self._call = None
             self._where = "gap"
@@ -234,9 +329,9 @@ class NamedCall:
         """More of the arguments."""
         if not text:
             return []
-        begins = [] if self._began else [CallBegins(0, self.id, self.name)]
+        begins = [] if self._began else [CallStart(0, self.id, self.name)]
         self._began = True
-        return [*begins, CallGoesOn(0, text)]
+        return [*begins, CallDelta(0, text)]
 
     def finish(self) -> list[Event]:
         """No events: this parser holds nothing back."""
@@ -268,8 +363,8 @@ def _joined(events: list[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + event.text)
+        if isinstance(event, TextEvent) and isinstance(last, TextEvent):
+            joined[-1] = TextEvent(last.text + event.text)
         else:
             joined.append(event)
     return joined

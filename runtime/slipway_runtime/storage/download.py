@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
-from slipway_runtime.storage.errors import BrokenFileError, Interrupted, OutOfSpaceError, Patience, UnreachableError
+from slipway_runtime.storage.errors import BrokenFileError, Interrupted, OutOfSpaceError, RetryPolicy, UnreachableError
 from slipway_runtime.storage.source import Checksum, RemoteFile, Source
 
 PART_BYTES: Final = 32 << 20
@@ -40,20 +40,20 @@ def bring(
     folder: Path,
     *,
     on_progress: OnProgress = lambda done, total: None,
-    patience: Patience = Patience(),  # noqa: B008  frozen
+    retry: RetryPolicy = RetryPolicy(),  # noqa: B008  frozen
 ) -> dict[str, str]:
     """Fetch the missing bytes of `files` into `folder`; returns SHA-256 by name. Blocks; safe to kill and repeat."""
-    return _Bringing(source, files, folder, on_progress, patience).run()
+    return _Bringing(source, files, folder, on_progress, retry).run()
 
 
 class _Bringing:
     def __init__(
-        self, source: Source, files: Sequence[RemoteFile], folder: Path, on_progress: OnProgress, patience: Patience
+        self, source: Source, files: Sequence[RemoteFile], folder: Path, on_progress: OnProgress, retry: RetryPolicy
     ) -> None:
         self._source = source
         self._arrivals = [_Arrival(file, folder) for file in files]
         self._on_progress = on_progress
-        self._patience = patience
+        self._retry = retry
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._total = sum(file.size for file in files)
@@ -93,11 +93,11 @@ class _Bringing:
                     raise Interrupted("the file ended early")
             except Interrupted as interrupted:
                 attempt += 1
-                if attempt == self._patience.attempts:
+                if attempt == self._retry.attempts:
                     raise UnreachableError(
                         f"{self._source.name}: {arrival.file.name} does not come: {interrupted}, {attempt} times"
                     ) from interrupted
-                if self._stop.wait(self._patience.delay(attempt, interrupted.retry_after)):
+                if self._stop.wait(self._retry.delay(attempt, interrupted.retry_after)):
                     raise _Stopped from None
             except OSError as error:
                 if error.errno in {errno.ENOSPC, errno.EDQUOT}:

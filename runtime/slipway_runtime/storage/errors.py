@@ -48,7 +48,7 @@ class Interrupted(Exception):  # noqa: N818  it says what it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """Retry policy for a source: number of tries, and delays of 0.5, 1, 2 … seconds or its longer Retry-After."""
 
     attempts: int = 6
@@ -59,13 +59,13 @@ class Patience:
         """Seconds before the next try, after `attempt` failed ones."""
         return min(self.longest_delay, max(self.first_delay * 2.0 ** (attempt - 1), retry_after))
 
-    def ask(self, question: Callable[[], _T], where: str, sleep: Callable[[float], object]) -> _T:
-        """The answer of `question`; raises UnreachableError after the last try."""
+    def call(self, operation: Callable[[], _T], where: str, sleep: Callable[[float], object]) -> _T:
+        """The answer of `operation`; raises UnreachableError after the last try."""
         for attempt in range(1, self.attempts + 1):
             try:
-                return question()
+                return operation()
             except Interrupted as interrupted:
                 if attempt == self.attempts:
                     raise UnreachableError(f"{where} does not answer: {interrupted}, {attempt} times") from interrupted
                 sleep(self.delay(attempt, interrupted.retry_after))
-        raise AssertionError("patience has at least one attempt")
+        raise AssertionError("a retry policy has at least one attempt")

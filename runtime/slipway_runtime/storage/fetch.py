@@ -22,8 +22,7 @@ from typing import Final
 import structlog
 
 from slipway_api.types import parse_quantity
-from slipway_runtime.storage.access import Access
-from slipway_runtime.storage.address import Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
+from slipway_runtime.storage.address import Access, Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
 from slipway_runtime.storage.cache import Cache, content_key, manifest
 from slipway_runtime.storage.download import OnProgress, bring
 from slipway_runtime.storage.errors import (
@@ -31,14 +30,14 @@ from slipway_runtime.storage.errors import (
     FetchError,
     ModelNotFoundError,
     OutOfSpaceError,
-    Patience,
+    RetryPolicy,
     UnreachableError,
 )
 from slipway_runtime.storage.source import RemoteFile, Source, choose
 
 __all__ = [
-    "Access", "AccessDeniedError", "FetchError", "HubModel", "LocalModel", "ModelNotFoundError", "Patience", "S3Model",
-    "UnreachableError", "WebModel", "check_digest", "fetch", "parse", "release", "shown", "weights_digest",
+    "Access", "AccessDeniedError", "FetchError", "HubModel", "LocalModel", "ModelNotFoundError", "RetryPolicy",
+    "S3Model", "UnreachableError", "WebModel", "check_digest", "fetch", "parse", "release", "shown", "weights_digest",
 ]  # fmt: skip
 
 log = structlog.get_logger()
@@ -56,7 +55,7 @@ def fetch(
     limit_bytes: int | None = None,
     at_most_bytes: int = 0,
     on_progress: OnProgress | None = None,
-    patience: Patience = Patience(),  # noqa: B008  frozen
+    retry: RetryPolicy = RetryPolicy(),  # noqa: B008  frozen
 ) -> Path:
     """Fetch the model at the address, and return its directory. Blocks; safe to repeat and to kill.
 
@@ -81,7 +80,7 @@ def fetch(
     try:
         shelf = Cache(cache, limit_bytes)
         return _fetch(
-            address, uri, shelf, access, endpoint, weights, at_most_bytes, on_progress or _log_progress(uri), patience
+            address, uri, shelf, access, endpoint, weights, at_most_bytes, on_progress or _log_progress(uri), retry
         )
     except OSError as error:
         raise FetchError(f"{shown(uri)}: the cache cannot be written: {error.strerror}") from error
@@ -101,7 +100,7 @@ def _fetch(
     weights: bool,
     at_most_bytes: int,
     on_progress: OnProgress,
-    patience: Patience,
+    retry: RetryPolicy,
 ) -> Path:
     wanted = f"{uri} {endpoint or access.hub_endpoint} {'model' if weights else 'tokenizer'}"
     last = shelf.remembered(wanted)
@@ -109,7 +108,7 @@ def _fetch(
         return held  # a commit never changes: no network is needed
     with _source(address, access, endpoint) as source:
         try:
-            files = patience.ask(lambda: choose(source, weights=weights), source.name, time.sleep)
+            files = retry.call(lambda: choose(source, weights=weights), source.name, time.sleep)
         except UnreachableError as error:
             if last and (held := shelf.hold(last)):
                 log.warning("the source does not answer; using what it had last", model=shown(uri), reason=str(error))
@@ -121,14 +120,14 @@ def _fetch(
         key = content_key(files)
         held = shelf.hold(key)
         while held is None:  # a second round only where another process evicts the model between the two locks
-            _bring(source, files, key, shelf, on_progress, patience)
+            _bring(source, files, key, shelf, on_progress, retry)
             held = shelf.hold(key)
     shelf.remember(wanted, key)
     return held
 
 
 def _bring(
-    source: Source, files: Sequence[RemoteFile], key: str, shelf: Cache, on_progress: OnProgress, patience: Patience
+    source: Source, files: Sequence[RemoteFile], key: str, shelf: Cache, on_progress: OnProgress, retry: RetryPolicy
 ) -> None:
     with shelf.coming(key) as folder:
         if folder is None:
@@ -141,7 +140,7 @@ def _bring(
             sum(max(0, file.size - (begun[file.name] or 0)) for file in new),
             key,
         )
-        sums = bring(source, files, folder, on_progress=on_progress, patience=patience)
+        sums = bring(source, files, folder, on_progress=on_progress, retry=retry)
         shelf.finish(key, source.name, files, sums)
 
 
@@ -164,7 +163,7 @@ def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[
 
             source = S3Source(address, access)
         case WebModel(url):
-            from slipway_runtime.storage.folder import FolderSource
+            from slipway_runtime.storage.web import FolderSource
 
             source = FolderSource(url, access.bearer_for(url), public_only=access.public_only)
         case LocalModel():

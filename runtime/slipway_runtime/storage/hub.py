@@ -69,12 +69,12 @@ class HubSource:
         """Close all connections."""
         self._web.close()
 
-    def _asked(self, question: Any) -> Any:
-        """The result of `question`, with the library's exceptions translated to ours."""
+    def _asked(self, operation: Any) -> Any:
+        """The result of `operation`, with the library's exceptions translated to ours."""
         from huggingface_hub import errors
 
         try:
-            return question()
+            return operation()
         except errors.GatedRepoError as error:
             raise AccessDeniedError(f"{self.name} asks for credentials, or for its terms to be accepted") from error
         except errors.RepositoryNotFoundError as error:

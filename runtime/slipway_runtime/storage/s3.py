@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from slipway_runtime.storage.access import Access
-from slipway_runtime.storage.address import S3Model
+from slipway_runtime.storage.address import Access, S3Model
 from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
 from slipway_runtime.storage.source import SUMS, Checksum, RemoteFile, parse_sums, read_whole
 
@@ -104,13 +103,13 @@ class S3Source:
             return None
         return Checksum("sha256", base64.b64decode(encoded).hex())
 
-    def _asked(self, question: Callable[[], _T]) -> _T:
-        """The result of `question`, with the library's exceptions translated to ours."""
+    def _asked(self, operation: Callable[[], _T]) -> _T:
+        """The result of `operation`, with the library's exceptions translated to ours."""
         import aiohttp
         import botocore.exceptions as aws
 
         try:
-            return question()
+            return operation()
         except FileNotFoundError as error:
             raise ModelNotFoundError(f"there is no {self.name}") from error
         except (PermissionError, aws.NoCredentialsError, aws.PartialCredentialsError) as error:

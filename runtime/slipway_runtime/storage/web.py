@@ -1,22 +1,28 @@
-"""HTTP range requests for files, for the hub and for plain folders: one client, many threads.
+"""HTTP sources of files: range requests, for the hub too, and `http(s)://host/folder`, a folder on a web server.
 
 A redirect to another host carries no `Authorization`: the client drops it where the origin changes. Responses are never
 compressed, so that a range is a range of the file.
 
 Where an address comes from a client, hosts of private networks are refused, before each request and each redirect
 (server-side request forgery): the client must not reach through this server a host that it cannot reach itself.
+
+A web server lists no folder: each usual file name is requested. The folder holds what a checkpoint's folder holds:
+`config.json`, `tokenizer.json` and `model.safetensors`, or `model.safetensors.index.json` and its shards; an adapter's
+`adapter_config.json` and `adapter_model.safetensors` likewise. With a `SHA256SUMS` beside them every file is checked.
 """
 
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
 from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
+from slipway_runtime.storage.source import INDEX, SUMS, Checksum, RemoteFile, parse_sums, read_whole
 
 TIMEOUT: Final = httpx.Timeout(60.0, connect=10.0)  # seconds without a byte
 _TRY_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -155,3 +161,55 @@ def _version(answer: httpx.Response) -> str:
 
 def _last(url: str) -> str:
     return urlsplit(url).path.rpartition("/")[2]
+
+
+NAMES: Final = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "chat_template.json", INDEX, "model.safetensors", "adapter_config.json",
+    "adapter_model.safetensors", SUMS,
+)  # fmt: skip
+
+
+class FolderSource:
+    """A folder on a web server."""
+
+    def __init__(self, url: str, bearer_token: str, *, public_only: bool = False) -> None:
+        self.name = url.rstrip("/")
+        self._url = url
+        headers = {"Authorization": f"Bearer {bearer_token}"} if bearer_token else {}
+        self._web = Web(headers, public_only=public_only)
+        self._sums: dict[str, Checksum] = {}
+
+    def listing(self) -> dict[str, RemoteFile]:
+        """The files with usual names that exist."""
+        found = self.about(NAMES)
+        if not found:
+            raise ModelNotFoundError(f"{urlsplit(self._url).netloc} has no model at {urlsplit(self._url).path}")
+        if sums := found.pop(SUMS, None):
+            self._sums = parse_sums(read_whole(self, sums))
+        return {name: replace(file, checksum=self._sums.get(name)) for name, file in found.items()}
+
+    def about(self, names: Collection[str]) -> dict[str, RemoteFile]:
+        """The named files that exist. Requests the first byte of each: not every server answers HEAD, or in full."""
+        with ThreadPoolExecutor(max_workers=8, thread_name_prefix="ask") as threads:
+            heads = zip(names, threads.map(lambda name: self._web.head(self._url + quote(name)), names), strict=True)
+            return {
+                name: RemoteFile(
+                    name=name,
+                    size=head.size,
+                    location=self._url + quote(name),
+                    version=head.version,
+                    checksum=self._sums.get(name),
+                    in_parts=head.in_parts,
+                )
+                for name, head in heads
+                if head is not None
+            }
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        """A range of a file; raises an error when the file has changed."""
+        return self._web.read(file.location, start, end, file.version)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._web.close()

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
-from slipway_runtime.messages import NewRow, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SchedulerOutput
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,7 +52,7 @@ class InputBatch:
         if plan.drafts:
             self._write_drafts(plan)
 
-    def learn(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
+    def record_sampled(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
         """Write the tokens that the rows of a plan sampled on another rank, over the row's draft tokens if any."""
         for index, kept in enumerate(token_ids):
             if kept:
@@ -65,7 +65,7 @@ class InputBatch:
         for row, computed, new, drafts in zip(plan.rows, plan.num_computed, plan.num_new, plan.drafts, strict=True):
             self.tokens[row, computed + new - len(drafts) : computed + new] = drafts
 
-    def _start(self, new: NewRow) -> None:
+    def _start(self, new: NewSequence) -> None:
         row, params = new.row, new.params
         self.starts[row] += 1
         self.tokens[row, : len(new.token_ids)] = new.token_ids

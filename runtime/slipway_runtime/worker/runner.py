@@ -88,17 +88,17 @@ class Runner:
         scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
         return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
 
-    def follow(self, plan: SchedulerOutput) -> None:
-        """Compute this rank's share of a plan without sampling: another rank samples, `learn` records the tokens."""
+    def execute_without_sampling(self, plan: SchedulerOutput) -> None:
+        """Compute this rank's share of a plan; another rank samples, and `record_sampled` records the tokens."""
         self._rows.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
             if plan.rows:
                 self.hidden(prepare_inputs(plan, self._rows, self._block_size, self._device))
 
-    def learn(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
-        """Record the tokens that another rank sampled for a plan. Call it before `follow` of a later plan."""
-        self._rows.learn(plan, token_ids)
+    def record_sampled(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
+        """Record the tokens that another rank sampled for a plan. Call it before a later plan is computed."""
+        self._rows.record_sampled(plan, token_ids)
 
     def capture_graphs(self, capture: Capture) -> None:
         """Capture decode steps into `graphs`, if the kernels support capture. Raises RuntimeError if it fails."""

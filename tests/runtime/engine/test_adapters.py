@@ -155,7 +155,7 @@ def test_the_embedded_adapters_change_what_a_reader_sees(question, sailor_and_js
 
 
 def test_the_embedded_adapters_name_the_model_they_were_made_for():
-    from slipway_runtime.models.adapter_config import read_adapter_config
+    from slipway_runtime.models.adapter_files import read_adapter_config
     from slipway_runtime.storage.fetch import weights_digest
 
     for name in ("sailor", "json"):

@@ -6,9 +6,18 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, Overloaded, QueueLimits, Refused
+from slipway_runtime.engine.client import (
+    WINDOW_SECONDS,
+    Draining,
+    EngineClient,
+    EngineDead,
+    Overloaded,
+    QueueLimits,
+    Refused,
+    StepTimes,
+)
 from slipway_runtime.engine.engine import Engine
-from slipway_runtime.engine.thread import EngineThread
+from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.messages import (
     EngineFacts,
     FinishReason,
@@ -293,7 +302,8 @@ async def test_a_leaked_block_is_found_when_the_engine_is_idle(stage):
 
 
 @pytest.mark.capability("API-10")
-async def test_who_does_not_read_is_paused_and_goes_on_where_it_was(stage, monkeypatch):
+async def test_a_stream_that_is_not_read_is_paused_and_goes_on_where_it_was(stage, monkeypatch):
+    """Chaos C11: it read a count before the engine had told it."""
     monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 10)
     monkeypatch.setattr("slipway_runtime.engine.stream.RESUME_UNREAD", 2)
     stage.close_gate()
@@ -318,7 +328,8 @@ async def test_who_does_not_read_is_paused_and_goes_on_where_it_was(stage, monke
 @pytest.mark.parametrize(
     ("deadline", "limit", "reason"), [(None, 0.0, FinishReason.CANCELLED), (0.0, 60.0, FinishReason.TIMEOUT)]
 )
-async def test_who_never_comes_back_is_ended_though_no_step_runs(monkeypatch, deadline, limit, reason):
+async def test_a_stream_that_is_never_read_again_is_ended_though_no_step_runs(monkeypatch, deadline, limit, reason):
+    """Chaos C11: it hung on a busy machine."""
     monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 5)
     stage = Stage()
     client = stage.client = EngineClient(
@@ -363,3 +374,39 @@ async def test_a_paused_stream_that_is_closed_or_whose_engine_dies_leaves_no_tim
     await stage.client.wait_dead()
     assert stage.client.stats().paused == 0
     assert [output async for output in left][-1].finish_reason is FinishReason.ERROR
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.capability("RD-9")
+def test_a_step_takes_from_when_work_was_there_until_its_report():
+    clock = Clock()
+    times = StepTimes(0.5, clock)
+    clock.now += 1000  # idle
+    times.work_came()
+    clock.now += 2
+    times.reported()
+    assert times.longest == 2.0
+    clock.now += 3
+    times.reported()
+    assert times.longest == 3.0
+    assert times.waiting_since == clock.now
+
+
+@pytest.mark.capability("RD-9")
+def test_a_long_step_is_forgotten_after_some_minutes_and_the_widest_of_the_warm_up_never():
+    clock = Clock()
+    times = StepTimes(0.5, clock)
+    clock.now += 20
+    times.reported()
+    assert times.longest == 20.0
+    for _ in range(3):
+        clock.now += WINDOW_SECONDS
+        times.work_came()
+        times.reported()
+    assert times.longest == 0.5

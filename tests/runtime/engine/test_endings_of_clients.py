@@ -11,8 +11,8 @@ import pytest_asyncio
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import EngineClient, OutputStream
 from slipway_runtime.engine.launch import EngineProcess
+from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.messages import EngineStats, FinishReason, Grammar, LoadAdapter, Request, SamplingParams
 from slipway_runtime.models.adapters import adapter_digest
 from tests.runtime.engine.everything import GRAMMAR, Model, a_model

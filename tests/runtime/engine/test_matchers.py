@@ -13,7 +13,7 @@ from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.messages import (
     FinishReason,
     Grammar,
-    NewRow,
+    NewSequence,
     Output,
     Request,
     SamplingParams,
@@ -49,8 +49,8 @@ class StepLoop:
         for request in requests:
             self.grammars.start(request)
         self.new = tuple(
-            NewRow(row=row, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1), request_id=id,
-                   index=index)
+            NewSequence(row=row, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1),
+                        request_id=id, index=index)
             for row, (id, index) in enumerate(self.keys)
         )  # fmt: skip
 
@@ -150,8 +150,8 @@ def test_answers_of_one_request_stand_apart_and_rows_change_hands():
     assert spell("a")[0] not in masks[0]
     assert spell("a")[0] in masks[1]
     # The first is preempted; the second comes back in its row.
-    loop.new = (NewRow(row=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1), request_id="a",
-                       index=1),)  # fmt: skip
+    loop.new = (NewSequence(row=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(max_tokens=1),
+                            request_id="a", index=1),)  # fmt: skip
     assert spell("a")[0] in loop.masks()[0]
 
 

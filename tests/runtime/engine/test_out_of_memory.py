@@ -3,7 +3,7 @@
 import pytest
 import structlog
 
-from slipway_runtime.engine.engine import MOST_SHORTAGES
+from slipway_runtime.engine.engine import MAX_OOM_STEPS
 from slipway_runtime.messages import FinishReason, Request, SamplingParams
 from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
 from tests.runtime.engine.everything import GRAMMAR, Model, Served, a_model
@@ -38,7 +38,7 @@ def reasons(served: Served) -> dict[str, FinishReason | None]:
 
 
 @pytest.mark.capability("OB-8")
-def test_who_is_in_the_step_ends_and_who_waits_is_answered_as_always(served: Served):
+def test_requests_in_the_step_end_and_waiting_ones_are_answered_as_always(served: Served):
     wanted = {first: alone(served, first=first) for first in (1, 4)}
     served.engine._scheduler.forget_prefixes()
     served.outputs.clear()
@@ -90,8 +90,8 @@ def test_grammars_adapters_and_answers_that_share_a_prompt_are_given_back(served
 @pytest.mark.capability("OB-8")
 def test_an_engine_that_never_has_enough_ends_and_any_other_failure_ends_it_at_once(model: Model):
     served = Served(model, max_num_seqs=1)
-    with failing(served.engine, MOST_SHORTAGES + 1):
-        for number in range(MOST_SHORTAGES):
+    with failing(served.engine, MAX_OOM_STEPS + 1):
+        for number in range(MAX_OOM_STEPS):
             ask(served, f"a{number}")
             served.finish()
         ask(served, "last")
@@ -100,13 +100,13 @@ def test_an_engine_that_never_has_enough_ends_and_any_other_failure_ends_it_at_o
     assert set(reasons(served).values()) == {FinishReason.OUT_OF_MEMORY}
 
     served = Served(model, max_num_seqs=1)
-    with failing(served.engine, MOST_SHORTAGES):
-        for number in range(MOST_SHORTAGES):
+    with failing(served.engine, MAX_OOM_STEPS):
+        for number in range(MAX_OOM_STEPS):
             ask(served, f"b{number}")
             served.finish()
     ask(served, "has enough")
     served.finish()
-    assert served.engine._shortages == 0
+    assert served.engine._oom_steps == 0
     ask(served, "c")
     with (
         failing(served.engine, 1, lambda: RuntimeError("shapes differ")),

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipway_runtime.engine.engine import Engine
-from slipway_runtime.engine.overlap import OverlappedEngine, Worker
+from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker
 from slipway_runtime.messages import FinishReason, Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler

@@ -24,8 +24,8 @@ from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.ranks import RankDiedError, Ranks
 from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, Sleep, StepResult
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
@@ -55,7 +55,7 @@ def ranks_of(engine: int) -> list[int]:
     found = []
     for child in children(engine):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"engine.ranks" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found
 
@@ -153,7 +153,7 @@ def test_after_a_step_that_failed_on_one_rank_none_is_tried(tmp_path):
         ranks.execute(OutOfMemory(), SchedulerOutput(step=2))
 
 
-def test_who_lets_go_of_ranks_ends_them(tmp_path):
+def test_ranks_end_when_nothing_refers_to_them(tmp_path):
     a_checkpoint(tmp_path)
     (meeting := tmp_path / "meeting").mkdir()
     ranks = Ranks(decide(tmp_path, OPTIONS), directory=meeting, on_death=lambda _: None)

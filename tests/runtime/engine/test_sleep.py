@@ -9,7 +9,7 @@ import pytest
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.messages import AllBlocksCleared, Message, Output, Reply, Request, SamplingParams, Sleep, WakeUp
-from slipway_runtime.scheduling.kv_events import KvEventLog
+from slipway_runtime.scheduling.block_pool import KvEventLog
 from tests.runtime.checkpoints import a_checkpoint
 
 PROMPT = tuple(range(3, 60))

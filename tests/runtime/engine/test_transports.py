@@ -11,8 +11,8 @@ import pytest_asyncio
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, OutputStream, Refused
 from slipway_runtime.engine.launch import EngineNotLoadedError, EngineProcess
+from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.thread import EngineThread
 from slipway_runtime.messages import (
     AdapterState,
     EngineStats,

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from slipway_runtime.engine.capture import capture_or_say_why_not
+from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.kernels import (
     attention_plan,
     gpu,
@@ -29,11 +29,11 @@ from slipway_runtime.kernels import (
 )
 from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import Capture, CapturedGraph, CudaCapture, DecodeGraphs, batch_sizes
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -76,8 +76,8 @@ def a_runner(path: Path, kernels: Kernels, device: torch.device = CPU, record: C
     return runner
 
 
-def new_row(row: int, tokens: tuple[int, ...], slot: int = -1) -> NewRow:
-    return NewRow(row=row, token_ids=tokens, num_prompt_tokens=len(tokens), params=PARAMS, adapter_slot=slot)
+def new_row(row: int, tokens: tuple[int, ...], slot: int = -1) -> NewSequence:
+    return NewSequence(row=row, token_ids=tokens, num_prompt_tokens=len(tokens), params=PARAMS, adapter_slot=slot)
 
 
 def a_step(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> SchedulerOutput:
@@ -197,7 +197,7 @@ def test_an_engine_whose_recording_fails_serves_on_and_says_why(tmp_path):
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     runner = a_runner(tmp_path, gpu)
-    assert capture_or_say_why_not(runner, refuses, CPU) == (
+    assert try_capture(runner, refuses, CPU) == (
         "decode steps could not be captured as CUDA graphs, and are computed one by one: "
         "operation not permitted when stream is capturing"
     )
@@ -212,7 +212,7 @@ def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the CUDA graphs of decode steps"):
-        capture_or_say_why_not(a_runner(tmp_path, gpu), too_large, CPU)
+        try_capture(a_runner(tmp_path, gpu), too_large, CPU)
 
 
 @pytest.mark.capability("KN-5")

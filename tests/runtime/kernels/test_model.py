@@ -8,10 +8,10 @@ import torch
 import slipway_runtime
 from slipway_runtime.kernels import gpu, reference
 from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -22,8 +22,8 @@ BLOCK = 4
 PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-def new_row(row: int, tokens: tuple[int, ...]) -> NewRow:
-    return NewRow(row=row, token_ids=tokens, num_prompt_tokens=len(tokens), params=PARAMS)
+def new_row(row: int, tokens: tuple[int, ...]) -> NewSequence:
+    return NewSequence(row=row, token_ids=tokens, num_prompt_tokens=len(tokens), params=PARAMS)
 
 
 STEPS = [  # two prompts, then one token of the first beside a chunk of the second and a third prompt

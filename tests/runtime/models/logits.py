@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from slipway_runtime.kernels import fixed_order, reference
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for
 from slipway_runtime.layers.matmul import Dense, MakeMatmul
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
@@ -55,7 +55,7 @@ class Bench:
         plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
-                NewRow(row=row, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
+                NewSequence(row=row, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1))
                 for row, tokens, *_ in new
             ),
             rows=tuple(row for row, *_ in work),

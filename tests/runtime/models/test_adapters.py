@@ -13,8 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from slipway_runtime.models.adapter_config import parse_adapter_config, read_adapter_config
-from slipway_runtime.models.adapter_files import AdapterRefusedError, adapter_digest, check_adapter_name
+from slipway_runtime.models.adapter_files import (
+    AdapterRefusedError,
+    adapter_digest,
+    check_adapter_name,
+    parse_adapter_config,
+    read_adapter_config,
+)
 from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter
 from slipway_runtime.models.config import read_config
 from tests.runtime.adapter_folders import an_adapter, write_adapter
@@ -272,7 +277,7 @@ def test_the_rank_is_known_without_reading_the_matrices(folder):
 
 def test_digests_and_descriptions_need_no_torch():
     code = (
-        "import sys, slipway_runtime.models.adapter_files, slipway_runtime.models.adapter_config; "
+        "import sys, slipway_runtime.models.adapter_files, slipway_runtime.models.adapter_files; "
         "sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,10 +13,10 @@ from slipway_runtime.layers.matmul_int4 import Int4
 from slipway_runtime.layers.matmul_native import NativeInt8
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, concatenated
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, parse_config
 from slipway_runtime.models.quantize import choose_dtype, matmul_maker
 from slipway_runtime.models.quantized_checkpoint import WeightReader, mxfp4_numbers, parse_quantization
-from slipway_runtime.models.weights import Checkpoint
 from tests.runtime import quantized_checkpoints as writers
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.logits import CPU, Bench, assert_close, oracle, some_tokens

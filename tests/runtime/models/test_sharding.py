@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from slipway_runtime.layers.matmul_quantized import quantize_rows
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.sharding import Share, part_of
-from slipway_runtime.models.weights import Checkpoint
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine, Stretch
 from tests.runtime.models.test_quantized_checkpoint import FORMATS, a_quantized_checkpoint

@@ -6,7 +6,7 @@ import pytest
 
 from slipway_runtime.messages import AdapterState, FinishReason
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction import LowestCost
+from slipway_runtime.scheduling.eviction import LrfuOrder
 from slipway_runtime.scheduling.eviction_cost import Costs, cost_of_adapter, cost_of_block
 from slipway_runtime.scheduling.residency import CLAIM_AFTER
 from slipway_runtime.scheduling.trace import Machine, play, skewed_trace
@@ -229,7 +229,7 @@ def test_worth_is_the_chance_of_reuse_times_what_it_saves_for_each_byte():
 
 def a_pool_by_worth(num_blocks: int) -> BlockPool:
     pool = BlockPool(num_blocks)
-    pool.evict_by(LowestCost(num_blocks, half_life_seconds=10.0))
+    pool.evict_by(LrfuOrder(num_blocks, half_life_seconds=10.0))
     return pool
 
 
@@ -300,7 +300,7 @@ def test_two_lrus_with_little_memory_for_adapters_fill_the_cache_with_kv_that_no
 
 
 @pytest.mark.capability("ML-2")
-def test_whoever_looks_sees_how_many_requests_an_adapter_has():
+def test_the_requests_of_an_adapter_are_counted():
     stage = a_play()
 
     def requests() -> int:

@@ -157,7 +157,7 @@ def test_it_tries_again_after_a_rest_that_doubles_with_each_failure():
 
     def fail() -> None:
         while speculation.active:
-            speculation.learn(sequence, 4, 0)
+            speculation.record_accepted(sequence, 4, 0)
             speculation.judge(1)
 
     def rest() -> int:
@@ -189,10 +189,10 @@ def test_with_nothing_to_guess_from_it_rests_too():
 def test_a_row_draft_tokens_more_when_it_is_right_and_less_when_it_is_wrong():
     speculation, sequence = Speculation(8, Guesses(*range(8))), a_sequence([1, 2])
     assert len(speculation.draft(sequence, 99)) == 3
-    speculation.learn(sequence, 3, 3)
+    speculation.record_accepted(sequence, 3, 3)
     assert len(speculation.draft(sequence, 99)) == 6
-    speculation.learn(sequence, 6, 6)
+    speculation.record_accepted(sequence, 6, 6)
     assert len(speculation.draft(sequence, 99)) == 8
-    speculation.learn(sequence, 8, 1)
+    speculation.record_accepted(sequence, 8, 1)
     assert len(speculation.draft(sequence, 99)) == 2
     assert len(speculation.draft(sequence, 1)) == 1, "no more than there is room for"

@@ -18,10 +18,9 @@ from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.engine import build
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
-from slipway_runtime.engine.thread import EngineThread
+from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
-from slipway_runtime.server.adapter_source import AdapterSource
-from slipway_runtime.server.adapters import AdapterRegistry
+from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics

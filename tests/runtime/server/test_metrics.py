@@ -200,7 +200,7 @@ async def test_goodput_can_be_read_for_any_bounds_of_the_grid(replica: Running):
 
 @pytest.mark.capability("SE-2")
 async def test_labels_do_not_grow_with_what_callers_send(replica: Running, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slipway_runtime.server.metrics.MOST_PAYERS", 2)
+    monkeypatch.setattr("slipway_runtime.server.metrics.MAX_TOKEN_LABELS", 2)
     for tenant in ("a", "b", "c", "d"):
         await replica.chat("SECRETWORD", headers={"x-slipway-tenant": tenant}, max_tokens=2, user="SECRETWORD")
         await replica.chat(model=f"SECRETWORD{tenant}")

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from starlette.requests import Request
 
-from slipway_runtime.server.caller import LONGEST_DEADLINE_SECONDS, Caller
+from slipway_runtime.server.request_context import LONGEST_DEADLINE_SECONDS, Caller
 from tests.runtime.server.serving import Running, a_replica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -5,7 +5,7 @@ import json
 import pytest
 import structlog
 
-from slipway_runtime.engine.engine import MOST_SHORTAGES
+from slipway_runtime.engine.engine import MAX_OOM_STEPS
 from tests.runtime.engine.shortages import failing
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 
@@ -54,9 +54,9 @@ async def test_a_stream_without_memory_ends_with_an_error_event():
 @pytest.mark.capability("RD-3")
 async def test_a_replica_that_never_has_enough_is_not_healthy_so_that_it_is_started_again():
     async with a_replica() as replica:
-        with failing(replica.steps._engine, MOST_SHORTAGES + 1):
-            answers = [(await replica.chat(max_tokens=3)).status_code for _ in range(MOST_SHORTAGES + 1)]
+        with failing(replica.steps._engine, MAX_OOM_STEPS + 1):
+            answers = [(await replica.chat(max_tokens=3)).status_code for _ in range(MAX_OOM_STEPS + 1)]
 
-        assert answers == [503] * (MOST_SHORTAGES + 1)
+        assert answers == [503] * (MAX_OOM_STEPS + 1)
         assert await statuses(replica) == (503, 503)
         assert replica.client.error.startswith("StepOutOfMemoryError: CUDA out of memory")

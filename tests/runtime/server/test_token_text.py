@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from slipway_runtime.messages import TokenLogprobs
 from slipway_runtime.server.logprobs import LogprobWriter
-from slipway_runtime.server.token_text import TokenText
+from slipway_runtime.server.tokenizer import TokenText
 from tests.runtime.server.serving import tiny_tokenizer
 
 TOKENS = TokenText(tiny_tokenizer().tokenizer)

@@ -12,7 +12,7 @@ from slipway_runtime.server.chat_types import Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.template import ChatTemplate
-from slipway_runtime.server.tool_calls import CallBegins, CallGoesOn, Event, Parser, Said, parser_of
+from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, Parser, TextEvent, parser_of
 from slipway_runtime.server.tools import schema_of_calls, tool_use
 
 NAMES = {"weather", "time"}
@@ -30,13 +30,13 @@ def read(parser: Parser, text: str, cuts: list[int] | None = None) -> tuple[str,
     said, names, arguments = "", [], []
     for event in events:
         match event:
-            case Said():
+            case TextEvent():
                 said += event.text
-            case CallBegins():
+            case CallStart():
                 assert event.index == len(names)
                 names.append(event.name)
                 arguments.append("")
-            case CallGoesOn():
+            case CallDelta():
                 arguments[event.index] += event.arguments
     return said, [(n, json.loads(a)) for n, a in zip(names, arguments, strict=True)], events
 
@@ -108,16 +108,16 @@ def test_a_live_call_streams_its_name_first_and_then_its_arguments_in_pieces():
     parser = parser_of("array", NAMES, live=True)
     _, _, events = read(parser, f"[{A}]", list(range(0, 90, 7)))
 
-    assert isinstance(events[0], CallBegins)
-    assert sum(isinstance(event, CallGoesOn) for event in events) > 3
+    assert isinstance(events[0], CallStart)
+    assert sum(isinstance(event, CallDelta) for event in events) > 3
 
 
 def test_a_call_that_is_cut_off_gives_only_what_was_said_of_it():
     parser = parser_of("array", NAMES, live=True)
     events = [*parser.push('[{"name": "time", "parameters": {"zone": "Eur'), *parser.finish()]
 
-    assert isinstance(events[0], CallBegins)
-    assert "".join(e.arguments for e in events if isinstance(e, CallGoesOn)) == '{"zone": "Eur'
+    assert isinstance(events[0], CallStart)
+    assert "".join(e.arguments for e in events if isinstance(e, CallDelta)) == '{"zone": "Eur'
 
 
 def test_with_parallel_calls_off_the_first_one_counts():
@@ -127,8 +127,8 @@ def test_with_parallel_calls_off_the_first_one_counts():
 
 
 def test_ids_fit_the_templates_of_their_form():
-    long = next(e for e in parser_of("hermes", NAMES).push(STORIES[1][1]) if isinstance(e, CallBegins)).id
-    short = next(e for e in parser_of("mistral", NAMES).push(f"[TOOL_CALLS] [{A}]") if isinstance(e, CallBegins)).id
+    long = next(e for e in parser_of("hermes", NAMES).push(STORIES[1][1]) if isinstance(e, CallStart)).id
+    short = next(e for e in parser_of("mistral", NAMES).push(f"[TOOL_CALLS] [{A}]") if isinstance(e, CallStart)).id
 
     assert long.startswith("call_")
     assert len(short) == 9

@@ -16,7 +16,7 @@ from slipway_runtime.storage.fetch import (
     HubModel,
     LocalModel,
     ModelNotFoundError,
-    Patience,
+    RetryPolicy,
     S3Model,
     UnreachableError,
     WebModel,
@@ -200,7 +200,7 @@ def test_a_hub_that_is_away_is_said_in_a_sentence(tmp_path: Path):
             "hf://org/tiny@v1",
             cache=tmp_path,
             endpoint="http://127.0.0.1:9",
-            patience=Patience(attempts=2, first_delay=0),
+            retry=RetryPolicy(attempts=2, first_delay=0),
         )
 
     assert not isinstance(refused.value, ModelNotFoundError), "it may be back in a minute"
@@ -283,7 +283,7 @@ def test_without_its_hub_a_model_that_came_before_still_starts(hub: Hub, tmp_pat
     try:
         again = fetch(
             "hf://org/tiny@v1", cache=tmp_path, access=Access(hub_endpoint=hub.url),
-            patience=Patience(attempts=1),
+            retry=RetryPolicy(attempts=1),
         )  # fmt: skip
     finally:
         hub.away = False

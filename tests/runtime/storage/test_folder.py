@@ -17,13 +17,13 @@ from slipway_runtime.storage.fetch import (
     AccessDeniedError,
     FetchError,
     ModelNotFoundError,
-    Patience,
+    RetryPolicy,
     UnreachableError,
     fetch,
 )
 from tests.runtime.storage.origin import Origin, a_model, an_origin
 
-AT_ONCE = Patience(attempts=4, first_delay=0, longest_delay=0)
+AT_ONCE = RetryPolicy(attempts=4, first_delay=0, longest_delay=0)
 WEIGHTS = "/tiny/model.safetensors"
 
 
@@ -41,7 +41,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bring(origin: Origin, cache: Path, access: Access | None = None, **more: object) -> Path:
     return fetch(
-        f"{origin.url}/tiny", cache=cache, access=access or Access(), patience=AT_ONCE, **more  # type: ignore[arg-type]
+        f"{origin.url}/tiny", cache=cache, access=access or Access(), retry=AT_ONCE, **more  # type: ignore[arg-type]
     )  # fmt: skip
 
 

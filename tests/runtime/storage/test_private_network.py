@@ -22,9 +22,9 @@ HOST = "models.example.internal"  # no resolver knows it: only the proxy does
 FETCH = """
 import sys
 from pathlib import Path
-from slipway_runtime.storage.fetch import FetchError, Patience, fetch
+from slipway_runtime.storage.fetch import FetchError, RetryPolicy, fetch
 try:
-    print("here", fetch(sys.argv[1], cache=Path(sys.argv[2]), patience=Patience(attempts=1)))
+    print("here", fetch(sys.argv[1], cache=Path(sys.argv[2]), retry=RetryPolicy(attempts=1)))
 except FetchError as error:
     sys.exit(f"refused: {error}")
 """

@@ -21,7 +21,7 @@ from slipway_runtime.storage.fetch import (
     AccessDeniedError,
     FetchError,
     ModelNotFoundError,
-    Patience,
+    RetryPolicy,
     UnreachableError,
     fetch,
 )
@@ -29,7 +29,7 @@ from tests.runtime.storage.wire import a_wire
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hunter2", "AWS_REGION": "eu-central-1"}
 WEIGHTS = np.arange(1 << 20, dtype=">u8").tobytes()  # 8 MiB, no two pieces of it alike
-ONCE = Patience(attempts=2, first_delay=0, longest_delay=0)
+ONCE = RetryPolicy(attempts=2, first_delay=0, longest_delay=0)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_objects_under_a_prefix_are_a_model(store: Any, port: int, tmp_path:
 def test_a_cut_costs_a_piece_and_the_second_time_nothing_comes(store: Any, port: int, tmp_path: Path):
     with a_wire(port) as wire:
         wire.cut_after = 5 << 20
-        directory = fetch("s3://models/team/tiny/", cache=tmp_path, access=access(wire.port), patience=ONCE)
+        directory = fetch("s3://models/team/tiny/", cache=tmp_path, access=access(wire.port), retry=ONCE)
         assert (directory / "model.safetensors").read_bytes() == WEIGHTS
         assert wire.cut_after is None
         assert wire.received < len(WEIGHTS) + (2 << 20) + 65_536, "one piece of 2 MiB twice, and headers"
@@ -121,16 +121,16 @@ def test_what_is_not_there_is_said_in_a_sentence(
     store: Any, port: int, tmp_path: Path, uri: str, words: str, kind: type[FetchError]
 ):
     with pytest.raises(kind, match=words):
-        fetch(uri, cache=tmp_path, access=access(port), patience=ONCE)
+        fetch(uri, cache=tmp_path, access=access(port), retry=ONCE)
 
 
 def test_refused_credentials_are_said_without_saying_them(store: Any, port: int, tmp_path: Path):
     httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"0")  # from now on it checks
     with pytest.raises(AccessDeniedError, match=rf"127\.0\.0\.1:{port} refuses s3://models/team/tiny") as refused:
-        fetch("s3://models/team/tiny", cache=tmp_path, access=access(port), patience=ONCE)
+        fetch("s3://models/team/tiny", cache=tmp_path, access=access(port), retry=ONCE)
     assert "hunter2" not in str(refused.value)
 
 
 def test_a_store_that_is_away_is_said_in_a_sentence(tmp_path: Path):
     with pytest.raises(UnreachableError, match=r"s3://models/team/tiny does not answer: \w+, 2 times"):
-        fetch("s3://models/team/tiny", cache=tmp_path, access=access(9), patience=ONCE)
+        fetch("s3://models/team/tiny", cache=tmp_path, access=access(9), retry=ONCE)

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad, NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.models.adapters import read_adapter
+from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.weights import Checkpoint
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
@@ -92,7 +92,7 @@ def step(runner: Listening, *work: tuple[Row, int], loads: tuple[AdapterLoad, ..
     plan = SchedulerOutput(
         step=1,
         new_rows=tuple(
-            NewRow(row=row.index, token_ids=tuple(row.tokens), num_prompt_tokens=len(row.tokens),
+            NewSequence(row=row.index, token_ids=tuple(row.tokens), num_prompt_tokens=len(row.tokens),
                    params=SamplingParams(max_tokens=9, temperature=0.0), adapter_slot=row.slot)
             for row in new
         ),

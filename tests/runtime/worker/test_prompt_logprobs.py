@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenLogprobs
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput, TokenLogprobs
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.logits import Bench, oracle, some_tokens
 
@@ -32,7 +32,7 @@ def chunks(bench: Bench, sizes: list[int], count: int, output: tuple[int, ...] =
         plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
-                NewRow(row=row, token_ids=text[row], num_prompt_tokens=len(PROMPT) if row == 0 else len(OTHER),
+                NewSequence(row=row, token_ids=text[row], num_prompt_tokens=len(PROMPT) if row == 0 else len(OTHER),
                        params=params[row])
                 for row in new
             ),

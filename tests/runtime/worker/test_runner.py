@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import prepare_inputs
@@ -14,8 +14,8 @@ from tests.runtime.models.logits import BLOCK, Bench
 CPU = torch.device("cpu")
 
 
-def new_row(row: int, tokens: list[int], **params: object) -> NewRow:
-    return NewRow(row=row, token_ids=tuple(tokens), num_prompt_tokens=len(tokens),
+def new_row(row: int, tokens: list[int], **params: object) -> NewSequence:
+    return NewSequence(row=row, token_ids=tuple(tokens), num_prompt_tokens=len(tokens),
                   params=SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **params}))  # fmt: skip
 
 

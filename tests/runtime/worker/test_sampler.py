@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipway_runtime.kernels import reference, reference_sampling
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenMasks
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput, TokenMasks
 from slipway_runtime.worker import sampler
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.sampler import SampledTokens, Sampler
@@ -31,7 +31,7 @@ class Draws:
         self.rows = InputBatch(max_num_seqs=8, max_model_len=30, max_blocks=2)
         self.sampler = Sampler(self.rows, (EOS,), reference)
         new = tuple(
-            NewRow(row=row, token_ids=(3, 4, 5, *output), num_prompt_tokens=3, grammar=row in grammar,
+            NewSequence(row=row, token_ids=(3, 4, 5, *output), num_prompt_tokens=3, grammar=row in grammar,
                    params=SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **fields}))
             for row, fields in enumerate(params)
         )  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipway_runtime.kernels.reference_sampling import IN_PROMPT
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput
 from slipway_runtime.worker import token_counts
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.token_counts import TokenCounts
@@ -16,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=9, repetition_penalty=1.2)
 
 
 def start(rows: InputBatch, row: int, tokens: tuple[int, ...], num_prompt: int) -> None:
-    new = NewRow(row=row, token_ids=tokens, num_prompt_tokens=num_prompt, params=PARAMS)
+    new = NewSequence(row=row, token_ids=tokens, num_prompt_tokens=num_prompt, params=PARAMS)
     rows.update_states(SchedulerOutput(step=1, new_rows=(new,)))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.messages import NewRow, SamplingParams, SchedulerOutput, TokenLogprobs
+from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput, TokenLogprobs
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 from tests.runtime.checkpoints import a_checkpoint
@@ -45,7 +45,7 @@ class InputBatch:
             SchedulerOutput(
                 step=1,
                 new_rows=tuple(
-                    NewRow(row=row, token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
+                    NewSequence(row=row, token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
                            params=SamplingParams(max_tokens=99, **way))
                     for row, way in enumerate(ways)
                 ),
@@ -157,7 +157,7 @@ def test_tokens_after_draft_tokens_have_the_distribution_of_the_model(bench):
         plan = SchedulerOutput(
             step=1,
             new_rows=tuple(
-                NewRow(row=row, token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
+                NewSequence(row=row, token_ids=tuple(PROMPT), num_prompt_tokens=len(PROMPT),
                        params=SamplingParams(max_tokens=9, temperature=temperature, seed=some + row))
                 for row in range(at_once)
             ),
@@ -182,7 +182,9 @@ def scores_after(bench: Bench, tokens: list[int]) -> torch.Tensor:
     """Of the next token; the first row's blocks hold the prompt afterwards."""
     plan = SchedulerOutput(
         step=1,
-        new_rows=(NewRow(row=0, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1)),),
+        new_rows=(
+            NewSequence(row=0, token_ids=tuple(tokens), num_prompt_tokens=1, params=SamplingParams(max_tokens=1)),
+        ),
         rows=(0,),
         num_computed=(0,),
         num_new=(len(tokens),),

@@ -21,6 +21,7 @@ from typing import Final
 from slipway_api.adapter_conditions import FAILURE_MEANINGS, AdapterCondition, AdapterEvent, AdapterReason
 from slipway_api.conditions import ConditionStatus, find_condition, remove_condition, set_condition
 from slipway_api.lora_adapter import AdapterPodStatus, LoRAAdapterStatus, PlacementMode, PodState
+from slipway_api.runtime_api import AdapterInfo
 from slipway_operator.core.actions import Event
 from slipway_operator.core.adapter.observed import AdapterObserved
 from slipway_operator.core.adapter.steps import Step
@@ -37,7 +38,7 @@ Verdict = tuple[ConditionStatus, AdapterReason, str]
 def build_status(observed: AdapterObserved, steps: Sequence[Step], now: datetime) -> LoRAAdapterStatus:
     """The status after this pass; `steps` are those of the replicas that should have the adapter."""
     adapter, before = observed.adapter, observed.adapter.status
-    info = next((one.info for one in steps if one.info is not None), None)
+    info = _first_info(steps)
     loaded = sum(_is_loaded(one) for one in steps)
     conditions = before.conditions
     generation = adapter.metadata.generation
@@ -88,6 +89,11 @@ def find_events(
     """The events of a pass: differences between the status before and after, and the failures that it counted."""
     adapter, before = observed.adapter, observed.adapter.status
     name = adapter.adapter_name
+    info = _first_info(steps)
+    if info is not None and not _is_true(before, AdapterCondition.SOURCE_RESOLVED):
+        size = f"{info.bytes or 0:,} bytes, rank {info.rank or 0}, {info.digest}"
+        message = f"the first replica has fetched {name} from {adapter.spec.source.uri}: {size}"
+        yield Event(reason=AdapterEvent.ADAPTER_DOWNLOADED, action="Download", message=message)
     was = find_condition(before.conditions, AdapterCondition.LOADED)
     has = find_condition(status.conditions, AdapterCondition.LOADED)
     is_complete = has is not None and has.reason == AdapterReason.LOADED and has.status is ConditionStatus.TRUE
@@ -201,6 +207,16 @@ def _cause(observed: AdapterObserved, step: Step) -> str:
         if known is not None and known.reason in FAILURE_MEANINGS:
             return known.reason
     return AdapterReason.ENGINE_REJECTED
+
+
+def _first_info(steps: Sequence[Step]) -> AdapterInfo | None:
+    """What the first replica that has the adapter says of it."""
+    return next((one.info for one in steps if one.info is not None), None)
+
+
+def _is_true(status: LoRAAdapterStatus, kind: AdapterCondition) -> bool:
+    condition = find_condition(status.conditions, kind)
+    return condition is not None and condition.status is ConditionStatus.TRUE
 
 
 def _is_loaded(step: Step) -> bool:

@@ -49,6 +49,7 @@ def remember(demand: Demand | None, members: Sequence[Member], before: ScalingMe
         quiet_since=_quiet_since(demand, members, before, now),
         unheard_since=None if heard else before.unheard_since or now,
         waiting=demand.waiting_requests if demand is not None else before.waiting,
+        refused=demand.refused_requests if demand is not None else before.refused,
     )
 
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Final
 
-from slipway_api.autoscaling import Autoscaling, ScalingMode
+from slipway_api.autoscaling import Autoscaling, ScaleToZero, ScalingMode
 from slipway_api.conditions import ConditionStatus, ConditionType, EventReason, Reason, find_condition
 from slipway_api.inference_service import InferenceService
 from slipway_api.inference_status import AutoscalingStatus, InferenceServiceStatus, ScalingDecision, SignalStatus
@@ -172,7 +172,7 @@ def scaling_events(
         if advised not in (None, known, target.desired) and told is not None:
             events.append(Event(reason=EventReason.ADVICE, action="Advise", message=told.message))
     if policy is not None and policy.scale_to_zero is not None and not ready:
-        events += _given_up(observed, target)
+        events += _given_up(observed, target) + _refused(observed, policy.scale_to_zero)
     return events
 
 
@@ -199,3 +199,16 @@ def _given_up(observed: Observed, target: ScaleTarget) -> list[Event]:
     noun = "1 request" if many == 1 else f"{many} requests"
     message = f"{noun} waited for the first replica since {history[0].time:%H:%M:%S} UTC, and gave up: none is ready"
     return [Event(reason=EventReason.ACTIVATION_TIMED_OUT, action="Activate", message=message)]
+
+
+def _refused(observed: Observed, policy: ScaleToZero) -> list[Event]:
+    """More requests were refused since the last pass, because a gateway may hold no more of this service."""
+    demand, limits = observed.demand, policy.activation
+    if demand is None or demand.refused_requests <= observed.scaling_memory.refused:
+        return []
+    requests = "1 request" if demand.refused_requests == 1 else f"{demand.refused_requests} requests"
+    message = (
+        f"{requests} refused while {demand.waiting_requests} wait for the first replica: each gateway holds at most "
+        f"{limits.max_queued_requests} requests and {limits.max_queued_bytes} (scaleToZero.activation)"
+    )
+    return [Event(reason=EventReason.ACTIVATION_QUEUE_FULL, action="Activate", message=message)]

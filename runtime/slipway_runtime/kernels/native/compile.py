@@ -14,18 +14,19 @@ HERE = Path(__file__).parent
 SOURCES = ("linear.cpp", "linear_bf16.cpp", "linear_bytes.cpp", "rows.cpp", "attention.cpp", "lora.cpp", "layer.cpp")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")
 # By the processor that builds: flags of each library, the best first.
-_X86 = {
+_Flags = dict[str, tuple[str, ...]]  # of each library
+_X86: _Flags = {
     "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-_ARM = {
+_ARM: _Flags = {
     "neon_dotprod": ("-march=armv8.2-a+dotprod",),
     "neon": ("-march=armv8-a",),
 }
-_BY_MACHINE = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
-LIBRARIES: dict[str, tuple[str, ...]] = _BY_MACHINE.get(platform.machine(), {})
+_BY_MACHINE: dict[str, _Flags] = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
+LIBRARIES: _Flags = _BY_MACHINE.get(platform.machine(), {})
 # No flag that lets sums be reordered: a row's result must not depend on how the compiler unrolled a loop.
 _FLAGS = (
     "-O3 -std=gnu++17 -fPIC -fopenmp -fvisibility=hidden -fno-exceptions -fno-rtti -fno-math-errno -fno-trapping-math "

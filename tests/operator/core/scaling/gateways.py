@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 class Gateways:
     """All gateways of an installation, as one: requests wait while no replica is ready, and run once one is."""
 
-    def __init__(self, *, patience: float = 600) -> None:
+    def __init__(self, *, patience: float = 600, most: int = 1000) -> None:
+        self.most = most  # requests that may wait
+        self.refused = 0  # since none waited
         self.patience = timedelta(seconds=patience)
         self.waiting: list[datetime] = []  # since when each waits
         self.open = 0
@@ -28,7 +30,9 @@ class Gateways:
 
     def send(self, world: "SimulatedCluster", requests: int = 1) -> None:
         """Clients send requests that run until `finish`."""
-        self.waiting += [world.now] * requests
+        admitted = min(requests, self.most - len(self.waiting)) if not world.ready else requests
+        self.waiting += [world.now] * admitted
+        self.refused += requests - admitted
         self.step(world)
 
     def finish(self, world: "SimulatedCluster") -> None:
@@ -43,6 +47,8 @@ class Gateways:
         if late:
             self.given_up += len(late)
             self.waiting, self.idle_since = [one for one in self.waiting if one not in late], world.now
+        if not self.waiting:
+            self.refused = 0
         for position, pod in enumerate(world.ready):
             pod.running = self.open // len(world.ready) + (position < self.open % len(world.ready))
 
@@ -53,6 +59,7 @@ class Gateways:
             at=world.now,
             waiting_requests=len(self.waiting),
             longest_wait=world.now - min(self.waiting, default=world.now),
+            refused_requests=self.refused,
             open_requests=self.open,
             idle_since=None if self.waiting or self.open else self.idle_since,
             complete=not self.is_partial,

@@ -27,10 +27,10 @@ def a_zero_service(**autoscaling):
     return a_service(autoscaling={**ZERO, **autoscaling})
 
 
-def a_world(*, patience=600, load_seconds=20, **autoscaling) -> tuple[SimulatedCluster, Gateways]:
+def a_world(*, patience=600, most=1000, load_seconds=20, **autoscaling) -> tuple[SimulatedCluster, Gateways]:
     """A service that has started once, with gateways that report."""
     world = SimulatedCluster(a_zero_service(**autoscaling))
-    gateways = Gateways(patience=patience).attach(world)
+    gateways = Gateways(patience=patience, most=most).attach(world)
     world.reconcile()
     world.run(30)
     assert len(world.ready) == 1
@@ -315,6 +315,28 @@ def test_requests_that_give_up_during_a_slow_start_are_told_once():
     world.run(300)
     assert world.event_reasons().count("ActivationTimedOut") == 1
     assert len(world.ready) == 1, "the start goes on: the next request is served"
+
+
+@pytest.mark.capability("AS-9", "RG-7")
+def test_requests_beyond_the_bounds_are_told_with_their_number_and_the_limit():
+    activation = {"maxQueuedRequests": 10}
+    world, gateways = asleep(most=10, load_seconds=300, scaleToZero={"idleSeconds": IDLE, "activation": activation})
+    gateways.send(world, 12)
+    world.run(60)
+    gateways.send(world, 1)
+    world.run(20)
+
+    first, second = [one for one in world.events if one.reason == "ActivationQueueFull"]
+    assert first.reason.type == "Warning"
+    assert first.message == (
+        "2 requests refused while 10 wait for the first replica: each gateway holds at most 10 requests and 256Mi "
+        "(scaleToZero.activation)"
+    )
+    assert second.message.startswith("3 requests refused while 10 wait")
+
+    world.run(400)
+    assert len(world.ready) == 1
+    assert world.event_reasons().count("ActivationQueueFull") == 2, "none once a replica is ready"
 
 
 @pytest.mark.capability("AS-9", "AS-7")
