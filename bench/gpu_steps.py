@@ -161,7 +161,26 @@ class Machine:
         self.runner.execute(before)  # new rows are not in a step of decode
         with self.gpu.step() as record:
             self.runner.execute_without_sampling(plan) if without_sampling else self.runner.execute(plan)
+        self._last = plan
         return record
+
+    def ahead(self, steps: int) -> list[Record]:
+        """So many steps of decode after the last step, each launched before anything of the one before is read."""
+        records, pending, plan = [], [], self._last
+        for _ in range(steps):
+            plan = SchedulerOutput(
+                step=plan.step + 1, rows=plan.rows, num_new=(1,) * len(plan.rows), samples=plan.samples,
+                num_computed=tuple(sum(one) for one in zip(plan.num_computed, plan.num_new, strict=True)),
+                new_blocks=((),) * len(plan.rows),
+            )  # fmt: skip
+            with self.gpu.step() as record:
+                pending.append(self.runner.launch(plan))
+            records.append(record)
+        for read in pending:
+            with self.gpu.step() as record:
+                read()
+            records.append(record)
+        return records
 
     def _attention(self, new: list[int], computed: list[int], *, decode: bool) -> tuple[int, int]:
         """Bytes of keys and values, and operations, of one layer; each key is counted once, queries see half of new."""
