@@ -34,6 +34,27 @@ def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
     return _views(host.to(device, non_blocking=True), arrays, starts)
 
 
+def upload_into(buffer: Tensor, arrays: Arrays) -> None:
+    """Write arrays one after another into a buffer of bytes on a device, in one copy that the host does not wait for.
+
+    The arrays have the shapes and types of those that `static_buffer` made the buffer for.
+    """
+    device = buffer.device
+    starts, size = _places(arrays)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for view, array in zip(_views(host, arrays, starts), arrays, strict=True):
+        view.copy_(torch.from_numpy(array))
+    buffer.copy_(host, non_blocking=True)
+
+
+def static_buffer(arrays: Arrays, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A buffer for `upload_into` that holds these arrays, and a view of it for each."""
+    starts, size = _places(arrays)
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    upload_into(buffer, arrays)
+    return buffer, _views(buffer, arrays, starts)
+
+
 class Download:
     """A copy of tensors to the host, queued behind what the device was asked for before. On a CPU nothing is copied."""
 
