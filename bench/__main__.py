@@ -15,9 +15,14 @@ from bench.machine import this_machine
 BENCHMARKS = (
     "gateway",
     "routing",
+    "hedging",
     "handover",
+    "capacity",
+    "flood",
+    "idle",
     "runtime",
     "linears",
+    "cpu_steps",
     "engine",
     "features",
     "eviction",
@@ -25,6 +30,10 @@ BENCHMARKS = (
     "soak",
     "cluster",
     "operator_scale",
+    "saturation",
+    "failover",
+    "adapters_at_scale",
+    "warm_claim",
 )
 
 

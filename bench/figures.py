@@ -1,18 +1,38 @@
 """The result of a benchmark: named figures with their unit and the peer they are compared with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
 
+def share_of(values: Sequence[float], share: float) -> float:
+    """The value that so large a share of the values does not exceed: 0.5 is the median, 1.0 the largest."""
+    ordered = sorted(values)
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
+
+
 @dataclass(frozen=True)
 class Figure:
-    """One number, or one ratio against a peer of the same run."""
+    """One number, or one ratio against a peer of the same run; with its aim, where it has one."""
 
     name: str
     value: float
     unit: str
     note: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The aim, and by how much it is missed: `aim ≤ 2: gap 0.40`; empty where there is no aim."""
+        if self.at_most is not None:
+            gap = self.value - self.at_most
+            return f"aim ≤ {self.at_most:g}" + (f": gap {gap:,.2f}" if gap > 0 else "")
+        if self.at_least is not None:
+            gap = self.at_least - self.value
+            return f"aim ≥ {self.at_least:g}" + (f": gap {gap:,.2f}" if gap > 0 else "")
+        return ""
 
 
 @dataclass(frozen=True)
@@ -30,5 +50,6 @@ class Section:
         table.add_column("unit")
         table.add_column("measured how")
         for figure in self.figures:
-            table.add_row(figure.name, f"{figure.value:,.2f}", figure.unit, figure.note)
+            how = "; ".join(part for part in (figure.note, figure.verdict) if part)
+            table.add_row(figure.name, f"{figure.value:,.2f}", figure.unit, how)
         return table

@@ -23,7 +23,7 @@ KERNELS_PER_LAYER = 10  # 2 norms, 4 products, rotation with KV write, attention
 
 @dataclass(frozen=True)
 class Shape:
-    """What a decode step of a model reads."""
+    """The dimensions of a model that say how many bytes a decode step reads."""
 
     name: str
     layers: int

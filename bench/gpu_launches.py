@@ -132,7 +132,7 @@ class Recorder:
         tiles.tuned = tuned
 
     def for_target(self, target: int) -> None:
-        """What is launched from now on is for this compute capability, times ten."""
+        """Set the compute capability (times ten) for which later launches are compiled."""
         self._stub.target = target
 
     def _record(self, fn: Any, args: tuple[Any, ...], grid: tuple[int, ...], kwargs: dict[str, Any]) -> None:

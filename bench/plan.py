@@ -28,7 +28,7 @@ class Slo:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """What to send. With `rate`, arrivals are an open loop; without, `concurrency` users ask again and again."""
+    """Requests to send. With `rate`, arrivals are an open loop; without, `concurrency` users ask again and again."""
 
     base_url: str  # http://127.0.0.1:8000/v1
     model: str

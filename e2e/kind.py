@@ -59,7 +59,7 @@ def steps(kubeconfig: Path, tag: str = TAG) -> tuple[Step, ...]:
 
 
 def removal() -> Step:
-    """What undoes all of it."""
+    """The command that removes everything again."""
     return Step("remove the cluster", ("kind", "delete", "cluster", "--name", CLUSTER))
 
 

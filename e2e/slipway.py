@@ -245,7 +245,7 @@ class Slipway:
 
     @property
     def base_url(self) -> str:
-        """Where clients outside the cluster reach the gateway."""
+        """The gateway's URL for clients outside the cluster."""
         return f"http://127.0.0.1:{self.access.port(GATEWAY)}/v1"
 
     def openai(self) -> openai.OpenAI:

@@ -41,6 +41,9 @@ ANNOTATION_SERVING_TOKEN_SHA256: Final = f"{GROUP}/serving-token-sha256"
 # a replica that was started cold, the pool that had no pod for it.
 ANNOTATION_WARM_SHAPE: Final = f"{GROUP}/warm-shape"
 ANNOTATION_CLAIMED_AT: Final = f"{GROUP}/claimed-at"
+ANNOTATION_WARM_TEMPLATE: Final = f"{GROUP}/warm-template"  # digest of the pod's spec as the operator builds it
+ANNOTATION_RETURNED_AT: Final = f"{GROUP}/returned-at"  # RFC 3339: when a replica became a pod of its pool again
+ANNOTATION_CLAIMS: Final = f"{GROUP}/claims"  # how many services have claimed and returned the pod
 ANNOTATION_POOL_MISSED: Final = f"{GROUP}/pool-missed"
 
 # On a pod that brings image and model to a node: what it brings, as a digest, and to which node.
@@ -91,8 +94,9 @@ HEADER_PRIORITY: Final = "x-slipway-priority"
 HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
 HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
 HEADER_SERVING_TOKEN: Final = "x-slipway-serving-token"  # noqa: S105  the name of a header
+HEADER_TEXT_BLOCKS: Final = "x-slipway-text-blocks"  # hashes of the prompt's beginnings (`text_blocks`)
 INTERNAL_HEADERS: Final = frozenset(
-    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN}
+    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN, HEADER_TEXT_BLOCKS}
 )
 
 # The admin token's header: `pods/proxy` strips Authorization.
@@ -102,6 +106,8 @@ ENV_ADMIN_TOKEN_SHA256: Final = "SLIPWAY_ADMIN_TOKEN_SHA256"  # noqa: S105  the 
 
 # Paths of the admin port.
 PATH_READY: Final = "/ready"
+# Of PATH_READY: how long the answer of a process that starts may wait for it to be ready.
+PARAMETER_WAIT: Final = "waitSeconds"
 PATH_HEALTH: Final = "/health"
 PATH_METRICS: Final = "/metrics"
 PATH_SIGNALS: Final = "/signals"
@@ -112,6 +118,8 @@ PATH_ADAPTERS: Final = "/adapters"
 PATH_MODEL: Final = "/model"
 PATH_SLEEP: Final = "/sleep"
 PATH_WAKE_UP: Final = "/wake_up"
+# A path of a runtime's serving port, for gateways.
+PATH_TEXT_BLOCKS: Final = "/internal/text-blocks"
 # Paths of a gateway's admin port.
 PATH_DEMAND: Final = "/internal/demand"
 PATH_OUTCOMES: Final = "/internal/outcomes"

@@ -9,15 +9,19 @@ ignored and every field that may grow has a default, so that an older side under
 | /state    | GET    | yes   |                             | State                               |
 | /drain    | POST   | yes   | DrainRequest (may be empty) | DrainStatus                         |
 | /undrain  | POST   | yes   |                             | DrainStatus                         |
-| /ready    | GET    | no    |                             | Ready, with 200 or 503              |
+| /ready    | GET    | no    | `?waitSeconds=`, see below  | Ready, with 200 or 503              |
 | /health   | GET    | no    |                             | Health: 200 unless it needs a restart |
 | /adapters | GET    | yes   |                             | AdapterList                         |
 | /adapters | POST   | yes   | LoadAdapterRequest          | AdapterInfo: 202 while it loads, 400 with `error.reason` |
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
 | /model    | GET    | yes   |                             | ModelInfo                           |
 | /model    | POST   | yes   | LoadModelRequest            | ModelInfo: 202 while it loads, 409 for another one |
+| /model    | DELETE | yes   |                             | ModelInfo: 202, then starts over; 409 before a drain |
 | /sleep    | POST   | yes   | SleepRequest (may be empty) | SleepStatus                         |
 | /wake_up  | POST   | yes   |                             | SleepStatus                         |
+
+With `waitSeconds` the answer of a process that was never ready comes when it is, or after so long (2 s at most): the
+kubelet, which asks once a second, learns of it at once.
 """
 
 from collections.abc import Mapping
@@ -43,7 +47,7 @@ class Body(BaseModel):
 
 
 class Signals(Body):
-    """The load of one replica; below 300 bytes of JSON, because it is scraped every two seconds.
+    """The load of one replica; below 300 bytes of JSON, because it is scraped every one or two seconds.
 
     The counters are a ledger since `boot_id`:
     `admitted == finished + aborted + handed_over + running + waiting` at every moment.
@@ -82,6 +86,7 @@ class ReadyReason(StrEnum):
     LOADING = "Loading"
     WARMING_UP = "WarmingUp"
     STANDBY = "Standby"
+    MEMORY_NOT_FREED = "MemoryNotFreed"
     READY = "Ready"
     DRAINING = "Draining"
     SLEEPING = "Sleeping"

@@ -109,6 +109,11 @@ class WarmPoolSpec(Struct):
     """Delete a waiting pod when a replica of this namespace finds no node and asks for the same kind of GPU."""
     refill: Refill = Refill()
     """How used pods are replaced."""
+    recycle_after_claims: int = Field(default=20, ge=1, le=1000)
+    """A replica that has been claimed so often is deleted after its drain. Others return to the pool when their service
+    scales down or is deleted, and the pool has fewer pods than it should. 1: none returns."""
+    recycle_after_seconds: int | None = Field(default=None, ge=60)
+    """Replace a waiting pod that was created so long ago, one at a time. Absent: age is no reason."""
     suspend: bool = False
     """Delete the waiting pods, and start none. Claimed pods are replicas and stay."""
 

@@ -35,6 +35,7 @@ class PoolEvent(StrEnum):
 
     POD_WARMED = "PodWarmed"
     POD_CLAIMED = "PodClaimed"
+    POD_RETURNED = "PodReturned"
     POOL_EXHAUSTED = "PoolExhausted"
     POD_RECYCLED = "PodRecycled"
     WARM_FAILED = "WarmFailed"
@@ -67,8 +68,10 @@ CONDITIONS: Final = (
 EVENTS: Final = {
     PoolEvent.POD_WARMED: "A pod can be claimed; how many can.",
     PoolEvent.POD_CLAIMED: "A pod became a replica of a service.",
+    PoolEvent.POD_RETURNED: "A replica that has drained is a pod of the pool again, and can be claimed; how many can.",
     PoolEvent.POOL_EXHAUSTED: "The last pod was claimed.",
-    PoolEvent.POD_RECYCLED: "A waiting pod was deleted, because the pool asks for other pods now; in what they differ.",
+    PoolEvent.POD_RECYCLED: "A waiting pod was deleted, and another one replaces it; because of its age, because the"
+    " pool asks for other pods now (in what they differ), or because it has returned and cannot be claimed.",
     PoolEvent.WARM_FAILED: "A pod ended before it could be claimed; why, and when the next one starts.",
     PoolEvent.YIELDED_TO_WORKLOAD: "A waiting pod was deleted, because a replica found no node; which.",
     PoolEvent.POOL_RESIZED: "autosize asks for another number of pods; the evidence in numbers.",

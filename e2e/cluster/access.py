@@ -64,7 +64,7 @@ class Access:
 
     @cached_property
     def state(self) -> Mapping[str, Any]:
-        """What the launcher wrote down when the API server was ready."""
+        """The addresses and certificates that the launcher wrote when the API server was ready."""
         written: dict[str, Any] = json.loads((self.folder / STATE).read_text())
         return written
 

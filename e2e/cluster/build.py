@@ -130,7 +130,7 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """One build at a time; a second one waits for the first and finds its result."""
+    """Lock of the build: a second build waits for the first and finds its result."""
     with (out / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

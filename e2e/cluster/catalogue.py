@@ -34,7 +34,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Environment:
-    """What images are made from: a checkout, and the virtual environment in which it is installed."""
+    """Sources of the images: a checkout, and the virtual environment in which it is installed."""
 
     checkout: Path
     python: Path  # the environment's interpreter

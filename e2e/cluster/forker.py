@@ -27,7 +27,7 @@ START_FAILED = 128  # the exit code other runtimes give
 
 @dataclass(frozen=True)
 class Program:
-    """What to run, and where: `argv` takes on the identity and then runs `name`, which must exist."""
+    """A command, its network and its file system: `argv` takes on the identity, then runs `name`, which must exist."""
 
     argv: list[str]
     name: str

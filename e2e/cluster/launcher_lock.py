@@ -155,7 +155,7 @@ def _read(file: TextIO) -> dict[str, Process]:
 
 
 def _started(pid: int) -> int:
-    """When the process started; a zombie counts as gone."""
+    """Start time of the process; a zombie counts as gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

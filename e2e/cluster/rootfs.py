@@ -112,7 +112,7 @@ def _show(volume: Volume) -> None:
 
 
 def find_program(name: str, search: str) -> str:
-    """Where the container finds a program; raise FileNotFoundError in the words other runtimes use."""
+    """Path of a program in the container; raise FileNotFoundError in the words other runtimes use."""
     if found := shutil.which(name, path=search):
         return found
     if "/" in name:

@@ -9,7 +9,7 @@ BRIDGE = "pods0"
 
 
 class Sandbox:
-    """What the containers of one pod share; `config` is the CRI's PodSandboxConfig."""
+    """The network and the log folder that the containers of one pod share; `config` is the CRI's PodSandboxConfig."""
 
     def __init__(self, identity: str, config: api.PodSandboxConfig, node_index: int, ip_index: int) -> None:
         self.id, self.config = identity, config

@@ -28,7 +28,7 @@ class ServiceTable:
         }
 
     def endpoints_of(self, service: Key, port: int) -> list[Address]:
-        """Where to find a port of a Service; nothing when there is no such Service, port or endpoint yet."""
+        """Addresses of the endpoints of a Service's port; none where there is no such Service, port or endpoint yet."""
         found = self._services.get(service)
         names = [p.get("name", "") for p in _tcp_ports(found) if p["port"] == port] if found else []
         return self.endpoints(service, names[0]) if names else []

@@ -94,7 +94,7 @@ def a_cluster(keep: bool, figures: Figures) -> Iterator[Access]:
 
 
 def next_steps(slipway: Slipway) -> None:
-    """What to try while the cluster stays up."""
+    """Commands to try while the cluster stays up."""
     access = slipway.access
     console.print(
         f"""

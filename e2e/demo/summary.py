@@ -22,7 +22,7 @@ class Promise:
 
 @dataclass
 class Figures:
-    """What the steps measured; a step that did not run leaves its fields empty."""
+    """The measurements of the steps; a step that did not run leaves its fields empty."""
 
     cluster_seconds: float = 0.0
     ready_seconds: float = 0.0
@@ -91,7 +91,7 @@ def promises(figures: Figures) -> list[Promise]:
 
 
 def figure_rows(figures: Figures) -> list[Figure]:
-    """What was measured, as text."""
+    """The measurements as text."""
     rows = [
         ("cluster up, nodes Ready", f"{figures.cluster_seconds:.1f} s"),
         ("kubectl apply to Ready", f"{figures.ready_seconds:.1f} s"),

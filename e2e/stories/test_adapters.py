@@ -43,7 +43,7 @@ def routed(slipway: Slipway, base: str, name: str) -> set[str]:
 
 
 def said(slipway: Slipway, pod: str, model: str) -> str:
-    """What the pod answers under this model name."""
+    """The pod's answer to a request for this model name."""
     path = f"/api/v1/namespaces/{USER_NAMESPACE}/pods/{pod}:{names.SERVING_PORT}/proxy/v1/completions"
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
     answer = slipway.access.api("POST", path, body)
@@ -83,6 +83,52 @@ def test_an_adapter_comes_to_running_replicas_survives_a_restart_changes_its_sou
     assert routed(clean, "many", "sailor") == set()
     expected = {"AdapterDownloaded", "AdapterLoaded", "AdapterSwapped", "AdapterUnloaded"}
     wait_for("its events", lambda: expected <= {one.reason for one in clean.events("sailor", kind="LoRAAdapter")})
+
+
+@pytest.mark.capability("ML-2", "ML-8")
+def test_an_adapter_on_demand_is_loaded_by_its_first_request_and_makes_room_for_another(clean: Slipway) -> None:
+    base = static("few", 1)
+    base["spec"].setdefault("runtime", {})["lora"] = {"maxAdapters": 1, "maxCPUAdapters": 1, "maxRank": 16}
+    clean.apply(as_yaml(base))
+    for name in ("sailor", "json"):
+        adapter = manifest(name, "few", f"{ADAPTERS}/{name}")
+        adapter["spec"]["placement"] = {"mode": "OnDemand"}
+        clean.apply(as_yaml(adapter))
+    clean.wait_ready("few", replicas=1)
+    for name in ("sailor", "json"):
+        wait_for(f"{name} waits for a request", lambda name=name: ready_reason(clean, name) == "OnDemand")
+        assert routed(clean, "few", name) == set()
+    (pod,) = clean.pods("few")
+
+    assert asked(clean, "sailor"), "the first request is held until the adapter is loaded"
+    assert routed(clean, "few", "sailor") == {pod.metadata.name}
+    assert routed(clean, "few", "json") == set(), "nobody has asked for it"
+    assert asked(clean, "sailor") != asked(clean, "few")
+
+    assert asked(clean, "json"), "its memory is full: it answers first, and room is made afterwards"
+    wait_for(
+        "the adapter that was idle for longer leaves",
+        lambda: routed(clean, "few", "sailor") == set(),
+        timeout=90,
+    )
+    assert routed(clean, "few", "json") == {pod.metadata.name}
+    assert "AdapterEvicted" in {event.reason for event in clean.events("sailor", kind="LoRAAdapter")}
+    assert asked(clean, "sailor"), "and comes back with the next request"
+    for name in ("sailor", "json"):
+        clean.access.kubectl("delete", "lora", name, "-n", USER_NAMESPACE, "--timeout=60s")
+
+
+def ready_reason(slipway: Slipway, name: str) -> str:
+    conditions = status(slipway, name).get("conditions", [])
+    return next((str(one["reason"]) for one in conditions if one["type"] == "Ready"), "")
+
+
+def asked(slipway: Slipway, model: str) -> str:
+    """What the gateway answers."""
+    answer = slipway.openai().completions.create(
+        model=model, prompt="Once upon a time", max_tokens=16, temperature=0, timeout=30
+    )
+    return str(answer.choices[0].text)
 
 
 def restarts(slipway: Slipway, name: str) -> int:

@@ -14,7 +14,7 @@ from e2e.slipway import Slipway
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
-@pytest.mark.capability("OP-7", "RD-1", "RG-2")
+@pytest.mark.capability("OP-7", "RD-1", "RG-2", "RD-8")
 def test_a_sample_of_faults_under_load_leaves_every_text_right(clean: Slipway, breakable: Cluster) -> None:
     stage = Stage(breakable, clean)
     stage.prepare()

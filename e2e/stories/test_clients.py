@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 CLOSED_WITHIN_SECONDS = 120  # more than the gateway gives a client for its headers, or for the next piece of a body
 
 
-@pytest.mark.capability("RG-2")
+@pytest.mark.capability("RG-2", "SE-6")
 def test_clients_that_dribble_headers_are_ended_and_the_others_are_served(clean: Slipway) -> None:
     """Chaos finding C6: the time for the headers of a request is limited."""
     clean.apply(as_yaml(static("patient", 1)))
@@ -27,7 +27,7 @@ def test_clients_that_dribble_headers_are_ended_and_the_others_are_served(clean:
 
 
 @pytest.mark.full
-@pytest.mark.capability("RG-2")
+@pytest.mark.capability("RG-2", "SE-6")
 def test_stalled_uploads_are_ended_and_the_others_are_served(clean: Slipway) -> None:
     """Finding 1.7: half-sent bodies do not close the gateway, since the time between two pieces is limited."""
     clean.apply(as_yaml(static("calm", 1)))
@@ -44,7 +44,7 @@ def test_stalled_uploads_are_ended_and_the_others_are_served(clean: Slipway) -> 
         checks.wait_serving(clean, "calm", timeout=CLOSED_WITHIN_SECONDS)
 
 
-@pytest.mark.capability("RG-2")
+@pytest.mark.capability("RG-2", "SE-6")
 def test_readers_that_never_read_hold_up_no_other(clean: Slipway) -> None:
     clean.apply(as_yaml(static("spoken", 1)))
     clean.wait_ready("spoken", replicas=1)

@@ -15,7 +15,7 @@ CLOSED = {"directAccess": "GatewayOnly"}
 
 
 def status_past_the_gateway(slipway: Slipway, pod: str) -> int:
-    """What the pod's serving port answers to a caller without a token."""
+    """Status of the serving port's answer to a caller without a token."""
     path = f"/api/v1/namespaces/default/pods/{pod}:{names.SERVING_PORT}/proxy/v1/models"
     try:
         slipway.access.api("GET", path)

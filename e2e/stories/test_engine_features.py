@@ -43,7 +43,7 @@ def everything() -> dict[str, Any]:
 
 
 def answer_of(slipway: Slipway, model: str) -> str:
-    """What the replica itself answers under a name: the gateway does not know adapters yet."""
+    """The replica's own answer to a request for this model name, past the gateway."""
     (pod,) = slipway.pods("features")
     path = f"/api/v1/namespaces/default/pods/{pod.metadata.name}:8000/proxy/v1/chat/completions"
     body = {

@@ -67,7 +67,7 @@ def read_all(slipway: Slipway, meanwhile: Callable[[], object] = lambda: None) -
 
 
 def handed_over(slipway: Slipway) -> int:
-    """How many streams the log of the gateways says were handed over."""
+    """Number of handed-over streams in the logs of the gateways."""
     return slipway.logs("app.kubernetes.io/component=gateway").count('"stream handed over"')
 
 
@@ -75,6 +75,7 @@ def handed_over(slipway: Slipway) -> int:
 def test_streams_of_a_killed_a_hung_and_a_deleted_replica_are_the_undisturbed_ones(
     clean: Slipway, cluster: Cluster
 ) -> None:
+    """Chaos C10: streams of a killed replica ended with an error event."""
     runtime = chat()["spec"]["runtime"] | {"deterministic": True, "maxModelLen": 1024, "kvCache": {"bytes": "48Mi"}}
     drain = {"timeoutSeconds": 1, "endpointPropagationSeconds": 0}
     clean.apply(as_yaml(static("sturdy", 2, runtime=runtime, drain=drain)))

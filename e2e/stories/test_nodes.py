@@ -22,7 +22,7 @@ STAYS_FIVE_MINUTES = [
 ]
 
 
-@pytest.mark.capability("OP-7", "RD-1")
+@pytest.mark.capability("OP-7", "RD-1", "RD-10")
 def test_the_replicas_of_a_killed_node_are_replaced_and_its_return_makes_no_double(
     clean: Slipway, breakable: Cluster
 ) -> None:
@@ -50,7 +50,7 @@ def test_the_replicas_of_a_killed_node_are_replaced_and_its_return_makes_no_doub
     assert checks.first_attempts(clean, "pair", 10) == []
 
 
-@pytest.mark.capability("OP-7", "RD-1")
+@pytest.mark.capability("OP-7", "RD-1", "RD-10")
 def test_a_node_off_the_network_is_replaced_and_its_return_leaves_the_wanted_replicas(
     clean: Slipway, breakable: Cluster
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_node_off_the_network_is_replaced_and_its_return_leaves_the_wanted_rep
 
 
 @pytest.mark.full
-@pytest.mark.capability("OP-7", "RD-1")
+@pytest.mark.capability("OP-7", "RD-1", "RD-10")
 def test_all_nodes_cut_off_for_a_minute_lose_no_replica(clean: Slipway, breakable: Cluster) -> None:
     """Finding 1.5: after a partition of all nodes the original replicas serve on, and no second fleet is made."""
     clean.apply(as_yaml(static("island", 3, template={"spec": {"tolerations": STAYS_FIVE_MINUTES}})))
@@ -105,7 +105,7 @@ def test_all_nodes_cut_off_for_a_minute_lose_no_replica(clean: Slipway, breakabl
     assert len(created) == 3, created
 
 
-@pytest.mark.capability("OP-7", "RD-1")
+@pytest.mark.capability("OP-7", "RD-1", "OP-13")
 def test_an_old_revision_that_loses_a_node_is_rebuilt_while_the_new_one_is_broken(
     clean: Slipway, breakable: Cluster
 ) -> None:

@@ -5,6 +5,7 @@ import time
 from datetime import datetime
 from typing import Any
 
+import openai
 import pytest
 import yaml
 
@@ -14,13 +15,13 @@ from slipway_api import names
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def pool(slipway: Slipway) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(slipway.access.kubectl("get", "wpool", "standby", "-o", "json"))
+def pool(slipway: Slipway, name: str = "standby") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(slipway.access.kubectl("get", "wpool", name, "-o", "json"))
     return found
 
 
-def ready_pods(slipway: Slipway) -> int:
-    return int(pool(slipway).get("status", {}).get("ready") or 0)
+def ready_pods(slipway: Slipway, name: str = "standby") -> int:
+    return int(pool(slipway, name).get("status", {}).get("ready") or 0)
 
 
 def seconds_until_ready(service: dict[str, Any]) -> float:
@@ -100,6 +101,55 @@ def test_a_pod_that_has_the_model_is_claimed_without_a_load(clean: Slipway, leve
     assert {event.reason for event in clean.events("warm")} >= {"WarmPodClaimed", "ReplicaReady"}
     assert wait_for("an answer under the name of the service", lambda: answers(clean, "warm"))
     print(f"{level}: ready at most {seconds:.1f} s after the claim, {seen:.1f} s after kubectl apply")
+    delete_pool(clean, "standby")
+
+
+@pytest.mark.capability("AS-5")
+def test_a_scaled_down_replica_returns_to_the_pool_and_the_next_service_claims_it(clean: Slipway) -> None:
+    standby, first = yaml.safe_load_all((EXAMPLES / "warm-pool.yaml").read_text())
+    standby["metadata"]["name"] = "lent"
+    standby["spec"]["refill"] = {"maxConcurrent": 1, "delaySeconds": 3600}  # what it has later has returned
+    first["spec"] |= {
+        "warmPool": {"name": "lent", "policy": "Require"},
+        "drain": {"timeoutSeconds": 30, "endpointPropagationSeconds": 1},
+    }
+    clean.apply(yaml.safe_dump(standby))
+    wait_for("a pod that can be claimed", lambda: ready_pods(clean, "lent") == 1, timeout=120)
+    clean.apply(yaml.safe_dump(first))
+    clean.wait_ready("warm", replicas=1)
+    (claimed,) = clean.pods("warm")
+    engine = claimed.status.container_statuses[0].container_id
+    assert wait_for("an answer of the first service", lambda: answers(clean, "warm"))
+
+    began = time.monotonic()
+    clean.apply(yaml.safe_dump(first | {"spec": first["spec"] | {"replicas": 0}}))
+    wait_for("the pod waits again", lambda: clean.pods("warm") == [] and ready_pods(clean, "lent") == 1, timeout=120)
+    took = time.monotonic() - began
+    assert "PodReturned" in {event.reason for event in clean.events("lent", kind="WarmPool")}
+
+    second = first | {"metadata": {"name": "second"}}
+    clean.apply(yaml.safe_dump(second))
+    clean.wait_ready("second", replicas=1)
+    (again,) = clean.pods("second")
+    server = again.status.container_statuses[0]
+    assert (again.metadata.uid, server.container_id, server.restart_count) == (claimed.metadata.uid, engine, 0)
+    assert again.metadata.labels[names.LABEL_SERVICE] == "second"
+    assert wait_for("an answer of the second service", lambda: answers(clean, "second"))
+    with pytest.raises(openai.APIStatusError):
+        answers(clean, "warm")
+    print(f"from scale-down to claimable again: {took:.1f} s, the drain's 1 s of propagation with it")
+    delete_pool(clean, "lent")
+
+
+def delete_pool(slipway: Slipway, name: str) -> None:
+    """Delete a pool, and wait until none of its pods waits any more; claimed ones stay."""
+    slipway.access.kubectl("delete", "wpool", name)
+    waiting = f"{names.LABEL_POOL}={name},{names.LABEL_STATE}={names.STATE_WARM}"
+    wait_for(
+        "its waiting pods are collected",
+        lambda: not slipway.core.list_namespaced_pod(USER_NAMESPACE, label_selector=waiting).items,
+        timeout=90,
+    )
 
 
 def pod_names(slipway: Slipway) -> list[str]:

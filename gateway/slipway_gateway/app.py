@@ -1,5 +1,6 @@
 """The gateway's two applications: the OpenAI API for clients, and the admin port for probes, metrics and debugging."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -34,9 +35,20 @@ OPEN_WARNING: Final = "No API keys are configured: anyone who can reach this gat
 
 
 def client_app(
-    fleet: Fleet, requests: Requests, *, more: Callable[[web.Application], None] = lambda _: None
+    fleet: Fleet,
+    requests: Requests,
+    *,
+    routes_known: asyncio.Event,
+    more: Callable[[web.Application], None] = lambda _: None,
 ) -> web.Application:
-    """The application for clients; `more` adds the paths of the batch API where that is on."""
+    """The application for clients; requests wait for `routes_known`. `more` adds the batch API where that is on."""
+
+    @web.middleware
+    async def await_routes(request: web.Request, handler: Handler) -> web.StreamResponse:
+        # Kubernetes may send requests to a container that has just restarted. The wait is short (see `startup`).
+        if not routes_known.is_set():
+            await routes_known.wait()
+        return await handler(request)
 
     @web.middleware
     async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -49,10 +61,9 @@ def client_app(
         if not fleet.view().synced:
             return not_synced().response()
         caller = requests.tenancy.authenticate(request)
+        table, may_use = fleet.table, caller.tenant.may_use
         served = [
-            _model(name, route)
-            for name, route in (*fleet.table.served_models(), *fleet.table.served_adapters())
-            if caller.tenant.may_use(name, route.service.key)
+            _model(name, route) for name, route in (*table.served_models(may_use), *table.served_adapters(may_use))
         ]
         return web.json_response({"object": "list", "data": served})
 
@@ -61,8 +72,8 @@ def client_app(
             return not_synced().response()
         name = request.match_info["model"]
         caller = requests.tenancy.authenticate(request)
-        route = fleet.table.resolve(name)
-        if route is None or not caller.tenant.may_use(name, route.service.key):
+        route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
+        if route is None:
             return unknown_model(name).response()
         return web.json_response(_model(name, route))
 
@@ -74,7 +85,7 @@ def client_app(
     async def hide_server(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "slipway"  # does not reveal the library and its version
 
-    app = web.Application(middlewares=[answer_refusals])
+    app = web.Application(middlewares=[await_routes, answer_refusals])
     app.on_response_prepare.append(hide_server)
     for path in SERVING_PATHS:
         app.router.add_post(path, requests.handle)
@@ -145,10 +156,13 @@ class Admin:
             reason, message = "TenantsInvalid", self._tenancy.fault
         else:
             reason, message = "Ready", f"{len(self._fleet.table)} services are routed"
+            if view.from_snapshot:
+                message += f", as they were {view.age_seconds:.0f} s ago, because the API server does not answer"
         body = {
             "ready": reason == "Ready",
             "reason": reason,
             "message": message,
+            "fromSnapshot": view.from_snapshot,
             "openToAnyone": self._tenancy.is_open,
             "warning": OPEN_WARNING if self._tenancy.is_open else self._tenancy.fault,
         }
@@ -163,7 +177,9 @@ class Admin:
         )
 
     async def _routes(self, request: web.Request) -> web.Response:
-        return web.json_response({"viewAgeSeconds": self._fleet.view().age_seconds, "services": self._services()})
+        view = self._fleet.view()
+        body = {"viewAgeSeconds": view.age_seconds, "fromSnapshot": view.from_snapshot, "services": self._services()}
+        return web.json_response(body)
 
     def _services(self) -> list[dict[str, Any]]:
         return [

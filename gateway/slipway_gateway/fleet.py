@@ -14,6 +14,7 @@ from typing import Final, Self
 import structlog
 
 from slipway_gateway.demand import Demand
+from slipway_gateway.first_token_times import FirstTokenTimes
 from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
@@ -43,12 +44,13 @@ class View:
 
     synced: bool  # everything has been listed once
     age_seconds: float  # since the last event, bookmark or list of the API server
+    from_snapshot: bool = False  # the table is that of the last process: the API server has not answered this one yet
 
 
 class Destination:
     """The gateway's load, health and retry state for one service; nothing in it is shared with another service."""
 
-    __slots__ = ("health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
+    __slots__ = ("first_token_times", "health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}  # only endpoints with something outstanding
@@ -57,6 +59,7 @@ class Destination:
         self.retry_budget = RetryBudget()
         self.reports = LoadReports()
         self.slowness = LatencyOutliers()
+        self.first_token_times = FirstTokenTimes()
         self.picks = 0
 
 
@@ -71,6 +74,7 @@ class Fleet:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.table = RoutingTable()
+        self.changes = 0  # of the table
         self.boot_id = uuid.uuid4().hex
         self.demand = Demand(self.boot_id, clock=clock)
         self.on_change: Callable[[str], None] = lambda _service: None  # replaced by the waiting room
@@ -78,7 +82,8 @@ class Fleet:
         self._policy = policy or BreakerPolicy()
         self._clock = clock
         self._draw = draw
-        self._prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex()
+        self.on_endpoint: Callable[[str, Endpoint | None], None] = lambda _name, _endpoint: None  # see `kv_feeds`
         self._destinations: dict[str, Destination] = {}
 
     def set_service(self, key: str, service: Service | None) -> None:
@@ -87,12 +92,14 @@ class Fleet:
         if service is None:
             self._destinations.pop(key, None)
         if is_changed:
+            self.changes += 1
             self.on_change(key)
 
     def set_adapter(self, key: str, adapter: Adapter | None) -> None:
         """Add, replace or remove an adapter."""
         old = self.table.adapter(key)
         if self.table.set_adapter(key, adapter):
+            self.changes += 1
             for service in {one.service for one in (old, adapter) if one is not None}:
                 self.on_change(service)
 
@@ -104,12 +111,15 @@ class Fleet:
         """
         old = self.table.endpoint(name)
         is_changed = self.table.set_endpoint(name, endpoint)
+        self.changes += is_changed
         if is_changed and endpoint is not None:
             self.on_change(endpoint.service)
+        if is_changed:
+            self.on_endpoint(name, endpoint)
         if not is_changed or old is None:
             return
         if endpoint is None:
-            self._prefixes.remove(name)
+            self.prefixes.remove(name)
         destination = self._destinations.get(old.service)
         if destination is None:
             return
@@ -130,7 +140,7 @@ class Fleet:
             request,
             loads=destination.loads,
             reports=destination.reports.fresh(now),
-            prefixes=self._prefixes,
+            prefixes=self.prefixes,
             ejected={
                 *(name for name, health in destination.health.items() if health.is_ejected(now)),
                 *destination.slowness.ejected(now),
@@ -144,7 +154,7 @@ class Fleet:
             name = picked.endpoint.name
             destination.picks += 1
             destination.slowness.record_pick(name, now)
-            self._prefixes.add(name, request.blocks)
+            self.prefixes.add(name, request.blocks)
             if (health := destination.health.get(name)) is not None:
                 destination.health[name] = after_probe(health, now, self._policy)
         return picked
@@ -183,6 +193,14 @@ class Fleet:
 
     def record_unavailable(self, endpoint: Endpoint, seconds: float) -> None:
         """Record that the replica refused requests for a while."""
+        self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
+
+    def record_late(self, endpoint: Endpoint, seconds: float) -> None:
+        """Record that another replica answered a request that this one was silent about for so long.
+
+        It gets no more requests for as long again, unless it answers one: its cancelled request is no load any more, so
+        that it would look idle. It is no failure.
+        """
         self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
 
     def record_load(self, endpoint: Endpoint, report: str) -> None:

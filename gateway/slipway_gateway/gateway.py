@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
 import structlog
@@ -15,6 +16,7 @@ from slipway_gateway.batch.worker import BatchWorker
 from slipway_gateway.fleet import Fleet, View, static_fleet
 from slipway_gateway.journal import JournalMemory
 from slipway_gateway.keys import GatewayKeys
+from slipway_gateway.kv_feeds import KvFeeds
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.overload import Ladder
@@ -23,6 +25,7 @@ from slipway_gateway.request_body import BodyReader
 from slipway_gateway.requests import Requests
 from slipway_gateway.settings import GatewaySettings
 from slipway_gateway.shares import SharedCapacity
+from slipway_gateway.startup import RouteStartup
 from slipway_gateway.tenancy import Tenancy
 from slipway_gateway.tenants import TenantFiles
 from slipway_gateway.tls import Certificate
@@ -66,6 +69,12 @@ class Gateway:
         )
         self._keys = GatewayKeys(settings.key_directory)
         self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
+        self.kv_feeds = KvFeeds(
+            self.fleet,
+            serving_headers=self._keys.serving_headers,
+            count=lambda event, number: self.metrics.kv_events.labels(event).inc(number),
+        )
+        self.metrics.kv_feeds.set_function(lambda: len(self.kv_feeds.live))
         self.requests = Requests(
             self.fleet,
             self.upstream,
@@ -83,6 +92,7 @@ class Gateway:
             ),
             handover_seconds=settings.handover_seconds,
             ladder=Ladder(settings.degrade_waiting, settings.degrade_max_tokens),
+            kv_feeds=self.kv_feeds,
             tracing=Tracing(
                 settings.otlp_endpoint,
                 ratio=settings.trace_ratio,
@@ -109,8 +119,11 @@ class Gateway:
             )
             batch_api = BatchApi(store, self.batches, self.tenancy, settings.batch_limits)
         add_batches = batch_api.add_routes if self.batches is not None else lambda _: None
+        self._routes_known = asyncio.Event()  # set when requests need not wait for the first routing table any longer
+        if not self._watches:
+            self._routes_known.set()
         self.client_listener = Listener(
-            client_app(self.fleet, self.requests, more=add_batches),
+            client_app(self.fleet, self.requests, more=add_batches, routes_known=self._routes_known),
             settings.bind,
             settings.port,
             limits,
@@ -139,6 +152,8 @@ class Gateway:
             await stack.enter_async_context(self.upstream)
             stack.push_async_callback(self.requests.mirror.close)
             stack.push_async_callback(self.requests.tracing.close)
+            if self.settings.kv_events:
+                await stack.enter_async_context(self.kv_feeds)
             if self._watches:
                 self.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
                 client = await stack.enter_async_context(Client(auth.load(), user_agent="slipway-gateway"))
@@ -149,7 +164,15 @@ class Gateway:
                     counting = asyncio.create_task(self._peers.run(), name="peers")
                     stack.push_async_callback(_cancel, counting)
                 watch = Watch(client, self.fleet, namespaces=self.settings.watch_namespaces)
-                self.watching = asyncio.create_task(watch.run(), name="watch")
+                startup = RouteStartup(
+                    self.fleet,
+                    watch,
+                    self._routes_known,
+                    self.settings.state_directory,
+                    self.settings.startup_limits,
+                    count=lambda outcome: self.metrics.snapshot_writes.labels(outcome).inc(),
+                )
+                self.watching = asyncio.create_task(_run_all(watch.run(), startup.run()), name="watch")
                 stack.push_async_callback(_cancel, self.watching)
             if self.batches is not None:
                 await stack.enter_async_context(self.batches)
@@ -186,6 +209,13 @@ class Gateway:
 
     def _tokens(self) -> list[str]:
         return self._keys.admin_tokens(self.settings.namespace, self.settings.pod_name)
+
+
+async def _run_all(*parts: Coroutine[object, object, None]) -> None:
+    """Run until cancelled; the failure of one part ends all."""
+    async with asyncio.TaskGroup() as running:
+        for part in parts:
+            running.create_task(part)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -17,7 +17,7 @@ import resource
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import structlog
 from aiohttp import web
@@ -130,13 +130,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Admit the connection, or close it with a 503."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # Not asserted: uvloop's transports have the methods of an asyncio.Transport, and another base.
+        self.transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if isinstance(peer, tuple) else ""
         if not self._connections.admit(self):
-            transport.write(REFUSAL)
-            transport.close()
+            self.transport.write(REFUSAL)
+            self.transport.close()
             return
         self._inner.connection_made(transport)
         self._expect_headers()

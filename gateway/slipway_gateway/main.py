@@ -13,6 +13,7 @@ import prometheus_client
 import structlog
 
 from slipway_api.logs import configure
+from slipway_gateway.event_loop import LOOPS
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
 from slipway_gateway.tracing import NoOpenTelemetryError
@@ -56,7 +57,8 @@ def main() -> None:
         configure("gateway", settings.log_level)
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, and no dashboard shows them
         raise_descriptor_limit()
-        status = asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=LOOPS[settings.event_loop]) as runner:
+            status = runner.run(serve(settings))
     except (SettingsError, NoOpenTelemetryError, KubeError, OSError) as error:
         sys.exit(f"slipway-gateway: {error}")
     sys.exit(status)

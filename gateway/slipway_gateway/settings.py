@@ -6,7 +6,7 @@ The variable of a field is SLIPWAY_ and the field's name in capitals; an empty v
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -24,9 +24,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from slipway_api.names import ADMIN_PORT, SERVING_PORT
 from slipway_gateway.batch.limits import BatchLimits
 from slipway_gateway.listener import ConnectionLimits
+from slipway_gateway.startup import StartupLimits
 from slipway_gateway.upstream import UpstreamTimeouts
 
 _LIMITS = ConnectionLimits()
+_STARTUP = StartupLimits()
 _TIMEOUTS = UpstreamTimeouts()
 
 
@@ -51,10 +53,16 @@ class GatewaySettings(BaseSettings):
     key_directory: Path = Field(Path("/etc/slipway/gateway"), validation_alias=AliasChoices("SLIPWAY_GATEWAY_KEY_DIR"))
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()  # empty: all
     log_level: str = "INFO"
+    event_loop: Literal["uvloop", "asyncio"] = "uvloop"  # asyncio: the standard library's, to rule uvloop out
     propagation_seconds: NonNegativeFloat = (
         5.0  # after SIGTERM, until clients and load balancers have noticed that this gateway is not ready
     )
     drain_seconds: NonNegativeFloat = 300.0  # after that, for streams to end by themselves
+
+    # The routing table of the last process, for a start without the API server (see `startup`); none: it is not kept.
+    state_directory: Path | None = None
+    routes_wait_seconds: NonNegativeFloat = _STARTUP.wait_seconds
+    snapshot_max_age_seconds: NonNegativeFloat = _STARTUP.max_age_seconds
 
     # Tenants and their keys, mounted; empty: anyone may call every model.
     tenants_file: Path | None = None
@@ -101,6 +109,9 @@ class GatewaySettings(BaseSettings):
     otlp_endpoint: str = ""
     trace_ratio: float = Field(0.01, ge=0, le=1)
     trace_slow_seconds: PositiveFloat = 10.0
+
+    # Follow what replicas have in their KV cache (see `kv_feeds`): one connection to each replica.
+    kv_events: bool = False
 
     # Handover of streams: how long one may wait for another replica (0: never), and what is kept for it.
     handover_seconds: NonNegativeFloat = 15.0
@@ -170,6 +181,11 @@ class GatewaySettings(BaseSettings):
         )
 
     @property
+    def startup_limits(self) -> StartupLimits:
+        """How a start without the API server goes."""
+        return StartupLimits(wait_seconds=self.routes_wait_seconds, max_age_seconds=self.snapshot_max_age_seconds)
+
+    @property
     def upstream_timeouts(self) -> UpstreamTimeouts:
         """How long replicas may be silent."""
         return UpstreamTimeouts(
@@ -195,6 +211,9 @@ def read_settings(arguments: Sequence[str]) -> GatewaySettings:
     parser.add_argument("--host", help="address to listen on; default: all, or 127.0.0.1 with --static")
     parser.add_argument("--port", help=f"for clients; default {SERVING_PORT}")
     parser.add_argument("--admin-port", help=f"for probes and metrics; default {ADMIN_PORT}")
+    parser.add_argument(
+        "--state-directory", help="keep the routing table there, for a start without the API server; default: nowhere"
+    )
     options = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
         return GatewaySettings(**options)

@@ -101,12 +101,19 @@ class FallbackSpec(Slim, frozen=True, gc=False):
     after_seconds: int = 3
 
 
+class HedgingSpec(Slim, frozen=True, gc=False):
+    """`spec.routing.hedging`, with the default of the kind."""
+
+    max_prompt_tokens: int = 512
+
+
 class RoutingSpec(Slim, frozen=True, gc=False):
     """How a service wants its requests routed; text, because a newer API may know more strategies than this gateway."""
 
     strategy: str = ""
     request_timeout_seconds: int | None = None
     fallback: FallbackSpec = FallbackSpec()
+    hedging: HedgingSpec | None = None
 
     @property
     def known_strategy(self) -> RoutingStrategy:
@@ -244,6 +251,7 @@ def finishes_requests(pod: Pod | None) -> bool:
 def service_of(resource: InferenceService) -> Service:
     """The fields that routing needs. Before the operator wrote a status, the served name is the full name."""
     revisions, fallback = resource.status.revisions, resource.spec.routing.fallback
+    hedging = resource.spec.routing.hedging
     return Service(
         key=f"{resource.namespace}/{resource.name}",
         served_name=resource.status.served_name or resource.name,
@@ -260,6 +268,7 @@ def service_of(resource: InferenceService) -> Service:
         request_seconds=resource.spec.routing.request_timeout_seconds,
         fallback=f"{resource.namespace}/{fallback.service}" if fallback.service else "",
         fallback_seconds=fallback.after_seconds,
+        hedged_prompt_tokens=hedging.max_prompt_tokens if hedging is not None else 0,
         handover=resource.spec.drain.handover,
         latency_limits=resource.spec.slo.latency_limits,
     )
@@ -343,22 +352,22 @@ class Watch:
         self._fleet = fleet
         self._panic = PanicMode(fleet)
         self._serving_port = serving_port
-        self._pods = Informer(client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR)
-        self._services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces)
-        self._adapters = Informer(client, LORA_ADAPTERS, LoRAAdapter, namespaces=namespaces)
-        self._pods.on_change(self._pod_changed)
-        self._services.on_change(self._service_changed)
-        self._adapters.on_change(self._adapter_changed)
+        self.pods = Informer(client, PODS, Pod, namespaces=namespaces, label_selector=names.MANAGED_SELECTOR)
+        self.services = Informer(client, INFERENCE_SERVICES, InferenceService, namespaces=namespaces)
+        self.adapters = Informer(client, LORA_ADAPTERS, LoRAAdapter, namespaces=namespaces)
+        self.pods.on_change(self._pod_changed)
+        self.services.on_change(self._service_changed)
+        self.adapters.on_change(self._adapter_changed)
         self._others_synced_at: float | None = None
         fleet.view = self.view
 
     def view(self) -> View:
         """Whether everything was listed once, and how long ago the API server last sent something."""
-        others = self._pods.synced.is_set() and self._services.synced.is_set()
+        others = self.pods.synced.is_set() and self.services.synced.is_set()
         if others and self._others_synced_at is None:
             self._others_synced_at = time.monotonic()
-        synced = others and (self._adapters.synced.is_set() or self._is_without_adapters())
-        return View(synced=synced, age_seconds=max(self._pods.age(), self._services.age()))
+        synced = others and (self.adapters.synced.is_set() or self._is_without_adapters())
+        return View(synced=synced, age_seconds=max(self.pods.age(), self.services.age()))
 
     def _is_without_adapters(self) -> bool:
         return self._others_synced_at is not None and time.monotonic() - self._others_synced_at > ADAPTERS_SECONDS
@@ -366,10 +375,10 @@ class Watch:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as informers:
-            informers.create_task(self._pods.run())
-            informers.create_task(self._services.run())
+            informers.create_task(self.pods.run())
+            informers.create_task(self.services.run())
             informers.create_task(self._panic.run())
-            informers.create_task(self._adapters.run())
+            informers.create_task(self.adapters.run())
 
     def _pod_changed(self, change: Change, old: Pod | None, new: Pod | None) -> None:
         pod = new or old

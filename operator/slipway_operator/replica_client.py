@@ -142,6 +142,10 @@ class ReplicaClient:
         """POST /model: serve this model; returns while it loads, and asking again is harmless."""
         return await self._call("POST", replica, names.PATH_MODEL, ModelInfo, request)
 
+    async def give_model_back(self, replica: Address) -> ModelInfo:
+        """DELETE /model: end the engine, and start over without the model; asking again is harmless."""
+        return await self._call("DELETE", replica, names.PATH_MODEL, ModelInfo)
+
     async def undrain(self, replica: Address) -> DrainStatus:
         """POST /undrain: accept requests again."""
         return await self._call("POST", replica, names.PATH_UNDRAIN, DrainStatus)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from slipway_api.runtime_spec import Pooling, Task
+from slipway_runtime.boot_memory import BootMemory
 from slipway_runtime.engine.client import Transport
 from slipway_runtime.engine.launch import BootedEngine, EngineProcess
 from slipway_runtime.engine.loop import EngineThread
@@ -86,21 +87,27 @@ def bring(settings: RuntimeSettings) -> Fetched:
     return Fetched(directory, beside, tokenizer, seconds)
 
 
-async def boot_engine(settings: RuntimeSettings, on_booted: Callable[[], object]) -> BootedEngine | None:
-    """Start an engine process, or import its modules, before a model is known; calls `on_booted` on the event loop."""
+async def boot_engine(
+    settings: RuntimeSettings, on_booted: Callable[[BootMemory | None], object]
+) -> BootedEngine | None:
+    """Start an engine process, or import its modules, before a model is known; calls `on_booted` on the event loop.
+
+    With the memory in use then; None in in-process mode, where it cannot be told from the caller's.
+    """
     if settings.in_process:
 
         def load_modules() -> None:
             import slipway_runtime.engine.build  # noqa: F401  torch costs seconds, and the ports are open meanwhile
 
         await in_daemon_thread(load_modules)
-        on_booted()
+        on_booted(None)
         return None
     booted = await BootedEngine.start()
 
     async def tell() -> None:
-        if await booted.wait():
-            on_booted()
+        memory = await booted.wait()
+        if memory is not None:
+            on_booted(memory)
 
     task = asyncio.create_task(tell(), name="boot")
     _TASKS.add(task)

@@ -2,6 +2,7 @@
 
     ports open → model loads (/health and /ready answer from the start) → ready
     SIGTERM → drain: no new requests; running ones finish, or end with an error event at the deadline → exit 0
+    DELETE /model after a drain → the engine process ends → the same command line is executed anew in this process
 
 Exit 1: the model cannot be served, or the engine died; the last log line has the reason, which is also the
 container's termination message.
@@ -28,6 +29,7 @@ import uvloop
 
 from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
+from slipway_runtime.boot_memory import BootMemory, compare_with_first_start
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.launch import EngineNotLoadedError
 from slipway_runtime.loading import LOADER, Fetched, boot_engine, bring, in_daemon_thread, load_engine
@@ -58,6 +60,7 @@ from slipway_runtime.termination import engine_death_message, termination_messag
 log = structlog.get_logger()
 
 ADAPTER_MOST_BYTES: Final = 4 << 30  # limit of an adapter's files: rank 64 on 70B needs 2 GiB
+START_OVER: Final = -1  # instead of an exit code: execute the same command line again
 LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for open streams to end with an error
 
 
@@ -68,13 +71,20 @@ def run(settings: RuntimeSettings) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(serve(settings))
     sys.stderr.flush()
+    if code == START_OVER:
+        # Nothing of the old model is left: the engine process has ended, and this process gets a new memory image. The
+        # container goes on, so the kubelet counts no restart and holds the next start up by no backoff.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  our own command line
     if any(thread.name == LOADER for thread in threading.enumerate()):
         os._exit(code)  # a load is still running in a daemon thread: unloading torch meanwhile could crash
     return code
 
 
 async def serve(settings: RuntimeSettings) -> int:
-    """Serve until SIGTERM or a fatal error; returns the exit code. Without a model, waits for POST /model."""
+    """Serve until SIGTERM or a fatal error; returns the exit code, or START_OVER after DELETE /model.
+
+    Without a model, waits for POST /model.
+    """
     replica = Replica(
         Identity(model="", namespace=settings.namespace),
         drain_timeout=settings.drain_timeout,
@@ -101,9 +111,13 @@ async def serve(settings: RuntimeSettings) -> int:
         log.info("listening", model=settings.model_name, port=port, admin_port=admin_port)
         loading = asyncio.create_task(_load_and_run(choice, replica, threads))
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        giving_back = asyncio.create_task(choice.given_back())
+        await asyncio.wait({loading, stopping, giving_back}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             code = loading.result()
+        elif not stopping.done():
+            log.info("giving the model back", model=replica.identity.model)
+            code = START_OVER
         else:
             replica.drain(replica.drain_timeout, "SIGTERM")
             with contextlib.suppress(TimeoutError):  # a step loop that hangs must not block the exit
@@ -114,8 +128,12 @@ async def serve(settings: RuntimeSettings) -> int:
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
+        giving_back.cancel()
+        if stop.is_set() and code == START_OVER:
+            code = 0
         if control is not None:
             control.close()
+        replica.text_blocks.close()
     return code
 
 
@@ -143,7 +161,20 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
 
 async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPoolExecutor) -> int:
     """Load the model and serve it until the engine dies; returns the exit code."""
-    booted = None if choice.is_made else await boot_engine(choice.process_settings, replica.booted)
+    booted, excess, is_measured = None, "", asyncio.Event()
+
+    def on_booted(memory: BootMemory | None) -> None:
+        nonlocal excess
+        excess = compare_with_first_start(choice.process_settings.run_directory, memory) if memory else ""
+        if excess:
+            log.error("memory is not free", reason=excess)
+            replica.memory_not_freed(excess)
+        else:
+            replica.booted()
+        is_measured.set()
+
+    if not choice.is_claimed:
+        booted = await boot_engine(choice.process_settings, on_booted)
     try:
         settings = await choice.chosen()
     except asyncio.CancelledError:
@@ -162,6 +193,11 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         if not settings.model_uri.startswith(("file:", "/")):
             replica.downloading()
         fetched = await in_daemon_thread(lambda: bring(settings))
+        if settings.standby and booted is not None:
+            if await booted.wait() is not None:
+                await is_measured.wait()
+            if excess:
+                await asyncio.Event().wait()  # nothing is loaded beside what is left: the operator deletes the pod
         replica.loading()
         transport = await load_engine(settings, fetched, hear, booted)
     except (FetchError, ModelRefusedError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
@@ -172,6 +208,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         return _refuse(settings, error, trace=traceback.format_exc())
     limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
+    client.on_text_blocks = replica.text_blocks.apply
     await client.start()
     try:
         if settings.standby:

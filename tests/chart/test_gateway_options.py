@@ -16,6 +16,7 @@ OPTIONS = (
     "gateway.tracing.otlpEndpoint=http://collector:4318",
     "gateway.tracing.ratio=0.5",
     "gateway.degrade.waiting=4",
+    "gateway.kvEvents=true",
 )
 
 
@@ -42,8 +43,22 @@ def test_the_options_of_the_chart_are_those_of_the_gateway(apiserver: Access, mo
 
     assert str(settings.batch_directory) in [mount["mountPath"] for mount in container["volumeMounts"]]
     assert {"name": "batches", "persistentVolumeClaim": {"claimName": "results"}} in pod["volumes"]
-    assert (settings.batch_concurrency, settings.degrade_waiting) == (3, 4)
+    assert (settings.batch_concurrency, settings.degrade_waiting, settings.kv_events) == (3, 4, True)
     assert (settings.otlp_endpoint, settings.trace_ratio) == ("http://collector:4318", 0.5)
+
+
+@pytest.mark.capability("RD-8")
+def test_the_routing_table_is_kept_where_the_container_may_write(apiserver: Access, monkeypatch: pytest.MonkeyPatch):
+    pod = gateway_pod(apiserver, "gateway.snapshot.maxAgeSeconds=60")
+    settings = settings_of(pod, monkeypatch)
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+
+    assert "emptyDir" in volumes[mounts[str(settings.state_directory)]]
+    assert settings.snapshot_max_age_seconds == 60
+    assert "state" not in [
+        volume["name"] for volume in gateway_pod(apiserver, "gateway.snapshot.enabled=false")["volumes"]
+    ]
 
 
 def test_by_default_they_are_off(apiserver: Access, monkeypatch: pytest.MonkeyPatch):
@@ -51,4 +66,5 @@ def test_by_default_they_are_off(apiserver: Access, monkeypatch: pytest.MonkeyPa
     settings = settings_of(pod, monkeypatch)
 
     assert (settings.batch_directory, settings.otlp_endpoint, settings.degrade_waiting) == (None, "", 0)
+    assert not settings.kv_events
     assert "batches" not in [volume["name"] for volume in pod["volumes"]]

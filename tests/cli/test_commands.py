@@ -128,6 +128,19 @@ def test_status_and_why_scale_say_what_the_status_says():
     assert "QueueDepth 9.00 > 2.00" in scaled["because"]
 
 
+@pytest.mark.capability("OP-6")
+def test_why_scale_names_the_limit_by_the_field_that_sets_it(monkeypatch):
+    service = promised(a_service(autoscaling={"maxReplicas": 2}), 1)
+    status = plan(seen(service, a_pod(service=service).ready().says(waiting=9)), T0).status
+    monkeypatch.setattr(Cluster, "__init__", lambda *_arguments: None)
+    monkeypatch.setattr(Cluster, "service", lambda _self, _name: service.model_copy(update={"status": status}))
+
+    printed = run("why-scale", "chat").output
+
+    assert "limited by maxReplicas" in printed
+    assert "LimitedByMax" not in printed
+
+
 @pytest.mark.capability("CO-1", "OB-6", "PF-23")
 def test_status_shows_the_error_budget_and_the_cost_with_its_unit(monkeypatch):
     service = a_service(

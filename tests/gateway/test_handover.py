@@ -94,6 +94,7 @@ def comparable(name: str, read: Read) -> Read:
 @pytest.mark.capability("RD-4", "API-19", "API-15")
 @pytest.mark.parametrize("name", [*REQUESTS, "a stop string"])
 async def test_wherever_a_stream_is_cut_the_client_reads_what_it_would_have_read(pair: Pair, name: str):
+    """Chaos C10: streams of a killed replica ended with an error event."""
     path, body = REQUESTS[name] if name in REQUESTS else (CHAT, await a_request_with_a_stop(pair))
     whole = comparable(name, await pair.ask(path, body))
     [size] = pair.cuts.sizes

@@ -448,7 +448,7 @@ async def test_adapters_are_routed_to_the_pods_that_list_them_and_shown_with_the
 
 
 @pytest.mark.capability("RG-7", "AS-9")
-def test_who_may_wait_is_read_from_the_spec_with_the_defaults_of_the_kind():
+def test_the_limits_of_waiting_are_read_from_the_spec_with_the_defaults_of_the_kind():
     body = a_service_object() | {"spec": {"autoscaling": {"maxReplicas": 4, "scaleToZero": {"idleSeconds": 60}}}}
     service = service_of(msgspec.convert(body, InferenceService))
     assert service.activation == WaitLimits(1000, 256 << 20, 600)

@@ -45,10 +45,11 @@ class AdapterDouble:
             return self._unload(name)
         return self._load(LoadAdapterRequest.model_validate_json(body or b"{}"))
 
-    def finish(self) -> None:
-        """The slow loads end, and the slow unloads too."""
-        self.adapters |= self.slow
-        self.slow.clear()
+    def finish(self, *names: str) -> None:
+        """The slow loads of these names end, or all of them, and the slow unloads too."""
+        for name in names or tuple(self.slow):
+            if name in self.slow:
+                self.adapters[name] = self.slow.pop(name)
         self.adapters = {name: info for name, info in self.adapters.items() if info.state != "draining"}
 
     def boot(self, boot_list: str) -> None:
@@ -101,5 +102,6 @@ class AdapterDouble:
         self.calls.append(f"probe {model}")
         info = self.adapters.get(model)
         if self.broken_probe or info is None or info.state != "host":
-            return (500 if self.broken_probe else 404), b'{"error": {"message": "no"}}'
+            is_known = info is not None and info.state in ("loading", "failed")
+            return (500 if self.broken_probe else 503 if is_known else 404), b'{"error": {"message": "no"}}'
         return 200, b"{}"

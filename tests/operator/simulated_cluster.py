@@ -60,6 +60,7 @@ class Runtime:
     ready_from: float = 0.0
     pod_uid: str = ""
     boots: int = 0
+    starts: int = 0  # of the process within its container, after DELETE /model
     adapters: AdapterDouble = field(default_factory=AdapterDouble)
 
 
@@ -209,6 +210,8 @@ class SimulatedCluster:
         self.claim_seconds = 1.0  # from POST /model to ready
         self.startup: StartupTimes | None = None  # what GET /state says; None: it is not answered
         self.refuses_models = 0  # so many POSTs of a model get no answer
+        self.keeps_model: Callable[[str], bool] = lambda _pod: False  # DELETE /model of this pod gets no answer
+        self.leaks: Callable[[str], bool] = lambda _pod: False  # memory of the model that this pod gave back is in use
         self.stop_seconds = 0.5
         self.kubelet_works = True
         self.write_seconds = 0.0
@@ -325,7 +328,8 @@ class SimulatedCluster:
             if not is_empty:
                 runtime.adapters.boot(self.boot_list(meta))
         runtime.pod_uid = uid
-        if runtime.starting == "Booting" and time >= self._since.setdefault(f"boot {uid}", time) + self.boot_seconds:
+        boot = f"boot {uid} {runtime.starts}"
+        if runtime.starting == "Booting" and time >= self._since.setdefault(boot, time) + self.boot_seconds:
             runtime.starting = "Standby" if "--standby" in pod["spec"]["containers"][0]["args"] else "NoModel"
         if runtime.starting == "Loading" and time >= runtime.ready_from:
             runtime.starting = ""
@@ -338,7 +342,7 @@ class SimulatedCluster:
                 {
                     "name": "server",
                     "ready": is_ready,
-                    "started": not runtime.starting,
+                    "started": not runtime.starting or _was_started(pod, runtime.boots),
                     "state": {"running": {}},
                     "restartCount": runtime.boots,
                 }
@@ -391,6 +395,17 @@ class SimulatedCluster:
             runtime.draining = runtime.is_ending
             drain = DrainStatus(draining=runtime.draining, running=runtime.running, waiting=runtime.waiting)
             return 200, drain.wire()
+        if path == names.PATH_MODEL and method == "DELETE":
+            if self.keeps_model(replica.pod):
+                raise ConnectionResetError(replica.pod)
+            if runtime.model is None:
+                return 200, ModelInfo().wire()
+            if not runtime.draining or runtime.running + runtime.waiting:
+                return 409, b"drain first"
+            runtime.model, runtime.draining, runtime.adapters = None, False, AdapterDouble()
+            runtime.starting = "MemoryNotFreed" if self.leaks(replica.pod) else "Booting"
+            runtime.starts += 1
+            return 202, ModelInfo().wire()
         if path == names.PATH_MODEL:
             if self.refuses_models:
                 self.refuses_models -= 1
@@ -407,7 +422,7 @@ class SimulatedCluster:
             queue = QueueCounts(running=0, waiting=0)
             facts = {"model_name": "m", "uptime_seconds": 1.0, "blocks": free, "queue": queue, "draining": False}
             return 200, State.model_validate({**facts, **sizes, "startup": self.startup}).wire()
-        boot_id = f"{pod['metadata']['uid']}-{runtime.boots}"
+        boot_id = f"{pod['metadata']['uid']}-{runtime.boots}-{runtime.starts}"
         if runtime.adapters.handles(path):
             return runtime.adapters.answer(method, path, body, boot_id)
         self.sampled.append((self.time(), replica.pod))
@@ -471,6 +486,12 @@ async def simulated_cluster(master_directory: Path) -> AsyncIterator[SimulatedCl
             await process.end()
         kubelet.cancel()
         await asyncio.gather(kubelet, return_exceptions=True)
+
+
+def _was_started(pod: Object, boots: int) -> bool:
+    """As the kubelet has it: a container that was ready once counts as started until it is restarted."""
+    servers = pod.get("status", {}).get("containerStatuses", [])
+    return any(one.get("started") and one.get("restartCount") == boots for one in servers)
 
 
 def _condition(kind: str, cluster: SimulatedCluster, *, is_true: bool = True) -> Object:

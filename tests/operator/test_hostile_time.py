@@ -164,10 +164,10 @@ def test_a_neighbour_with_many_silent_pods_and_a_refused_quota_changes_nothing_m
             cluster.silent = lambda pod: pod.startswith("noisy")
             cluster.start_operator()
             if beside:
-                cluster.apply("noisy", replicas=150)
-                await cluster.until(lambda: len(cluster.serving("noisy")) == 150, "the neighbour's pods")
+                cluster.apply("noisy", replicas=1000)
+                await cluster.until(lambda: len(cluster.serving("noisy")) == 1000, "the neighbour's pods")
                 cluster.server.fail(method="POST", path="/pods$", status=403, body="noisy", times=10**6)
-                cluster.apply("noisy", replicas=200)
+                cluster.apply("noisy", replicas=1050)
             await cluster.quiet(30)
             since = cluster.time()
             cluster.apply("chat", replicas=1)

@@ -106,13 +106,13 @@ class Fleet:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_busy_replicas_are_asked_every_two_seconds_and_idle_ones_every_fifteen():
+def test_busy_replicas_are_asked_every_one_and_a_half_seconds_and_idle_ones_every_fifteen():
     fleet = Fleet()
     fleet.load = {"busy": 3, "idle": 0}
 
     run_in_virtual_time(fleet.watch_for(60))
 
-    assert 26 <= fleet.calls_of("busy") <= 30
+    assert 35 <= fleet.calls_of("busy") <= 40
     assert 4 <= fleet.calls_of("idle") <= 5
 
 
@@ -124,8 +124,8 @@ def test_a_broken_and_a_hanging_replica_block_no_other():
 
     run_in_virtual_time(fleet.watch_for(60))
 
-    assert fleet.calls_of("busy") >= 26
-    assert fleet.calls_of("hanging") <= 16
+    assert fleet.calls_of("busy") >= 35
+    assert fleet.calls_of("hanging") <= 18
     assert fleet.errors
 
 

@@ -5,17 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from e2e.cluster.access import Access, ApiError, CommandError
 from slipway_api import names
 from slipway_api.runtime_api import LoadModelRequest
-from slipway_operator.controller.claimer import claim_operations
-from slipway_operator.core.actions import ClaimPod
+from slipway_kube.objects import Pod
+from slipway_operator.controller.claimer import claim_operations, return_operations
+from slipway_operator.controller.pod_state import state_metadata
+from slipway_operator.core.actions import ClaimPod, ReturnPod
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import build_pod
 from slipway_operator.core.service.revision import Revision
-from slipway_operator.core.warm_pool.pod import build_pool_pod
+from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_owner, waiting_metadata
 from slipway_operator.core.warm_pool.shape import shape_of_pool
 from tests.builders import IMAGE, T0, a_service
 from tests.operator.core.warm_pool.pools import a_pool
@@ -80,7 +83,9 @@ def test_the_kind_is_explained_listed_and_refuses_what_cannot_work(apiserver, na
 
 
 @pytest.mark.capability("AS-5")
-def test_of_two_services_one_gets_the_pod_and_an_old_version_is_not_deleted(apiserver, namespace):
+def test_of_two_services_one_gets_the_pod_which_is_not_deleted_by_its_old_version_and_returns_to_the_pool(
+    apiserver, namespace
+):
     access = PortAccess(nonce="n", admin_digests=("d",))
     ours = f"/apis/{names.API_VERSION}/namespaces/{namespace}"
 
@@ -128,3 +133,39 @@ def test_of_two_services_one_gets_the_pod_and_an_old_version_is_not_deleted(apis
     with pytest.raises(ApiError) as kept:
         apiserver.api("DELETE", f"{pods}/pool-warm-0", {"preconditions": guard, "gracePeriodSeconds": 0})
     assert kept.value.code == 409
+
+    def give_back(seen: Object) -> str:
+        returned = waiting_metadata(pool)
+        action = ReturnPod(
+            name="pool-warm-0",
+            uid=seen["metadata"]["uid"],
+            pool_owner=pool_owner(pool),
+            labels=returned["labels"],
+            annotations=returned["annotations"] | {names.ANNOTATION_CLAIMS: "1"},
+            dropped=frozenset(),
+            reason="",
+        )
+        pod = msgspec.json.decode(json.dumps(seen), type=Pod)
+        patch = json.dumps(return_operations(pod, uids["one"], action))
+        return apiserver.kubectl("patch", "pod", "pool-warm-0", "-n", namespace, "--type=json", "-p", patch)
+
+    with pytest.raises(CommandError):
+        give_back(after)
+    identity = {"name": "pool-warm-0", "namespace": namespace, "uid": after["metadata"]["uid"]}
+    state = state_metadata(drain_started=T0, drain_reason="scaling down")
+    drain = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": identity | state})
+    by = ("--server-side", "--force-conflicts", "--field-manager", names.FIELD_MANAGER_META)
+    apiserver.kubectl("apply", "-n", namespace, *by, "-f", "-", stdin=drain)
+    with pytest.raises(CommandError):
+        give_back(after)  # an older version than the drained one
+    assert "patched" in give_back(apiserver.api("GET", f"{pods}/pool-warm-0"))
+
+    back = apiserver.api("GET", f"{pods}/pool-warm-0")["metadata"]
+    assert back["labels"] == before["metadata"]["labels"]
+    assert back["annotations"] == before["metadata"]["annotations"] | {names.ANNOTATION_CLAIMS: "1"}
+    assert [owner["uid"] for owner in back["ownerReferences"]] == [pool.metadata.uid]
+    assert "patched" in claim("two")
+    apiserver.kubectl("apply", "-n", namespace, *by, "-f", "-", stdin=drain)
+    drained = apiserver.api("GET", f"{pods}/pool-warm-0")["metadata"]
+    assert drained["labels"][names.LABEL_STATE] == names.STATE_DRAINING
+    assert drained["labels"][names.LABEL_SERVICE] == "two"

@@ -13,7 +13,7 @@ from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutpu
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import read_config
 from slipway_runtime.models.decoder import load_decoder
-from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.quantize import activation_dtype, choose_kv_dtype, head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.worker.inputs import prepare_inputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -41,6 +41,7 @@ class Machine:
         path: Path = TINY,
         *,
         quantization: str = "none",
+        dtype: torch.dtype = torch.float32,
         kv_dtype: str = "auto",
         deterministic: bool = False,
         packed: bool = True,  # False: weights as they are in the checkpoint
@@ -50,15 +51,16 @@ class Machine:
         share: Share = WHOLE,
     ) -> None:
         config = read_config(path)
-        kernels = kernels_for(CPU, torch.float32, deterministic=deterministic)
-        make = matmul_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
-        head = head_maker(quantization, deterministic=deterministic, device=CPU) if packed else Dense
-        with Checkpoint(path, torch.float32, CPU) as checkpoint:
-            self.decoder = load_decoder(config, checkpoint, kernels, longest, torch.float32, CPU, make, head, share)
+        kernels = kernels_for(CPU, activation_dtype(dtype, CPU), deterministic=deterministic)
+        make = matmul_maker(quantization, deterministic=deterministic, device=CPU, dtype=dtype) if packed else Dense
+        head = head_maker(quantization, deterministic=deterministic, device=CPU, dtype=dtype) if packed else Dense
+        activations = activation_dtype(dtype, CPU)
+        with Checkpoint(path, activations, CPU) as checkpoint:
+            self.decoder = load_decoder(config, checkpoint, kernels, longest, activations, CPU, make, head, share)
         self._per_row, self._block = -(-longest // block), block
         size = CacheSize(rows * self._per_row, block, 0)
         own = part_of(config, share.size)
-        self.caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, torch.float32), CPU)
+        self.caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, dtype), CPU)
         self._runner = Runner(
             self.decoder, self.caches, kernels, block_size=block, max_num_seqs=rows, max_model_len=longest,
             eos_token_ids=(), device=CPU,

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from slipway_runtime.server.replica import HUNG
 from tests.runtime.processes import TINY, Replica, serving, serving_here
 
 TIME_TO_DIE = 20.0
@@ -105,6 +106,28 @@ async def test_when_the_engine_process_is_killed_streams_hear_of_it_and_the_repl
         assert await replica.ended() == 1
         died = next(line for line in replica.log if line["message"] == "the engine has died")
         assert "signal 9" in died["reason"]
+
+
+@pytest.mark.capability("RD-2", "RD-9")
+async def test_on_sigterm_a_replica_whose_engine_process_hangs_ends_its_streams_and_does_not_drain_for_an_hour():
+    """ADR 81: SIGSTOP as in the fault matrix; the kubelet sends SIGTERM."""
+    async with serving("--drain-timeout", "3600", "--hang-seconds", "3") as replica:
+        await replica.ready()
+        body = {"model": "tiny", "prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=60) as http,
+            http.stream("POST", f"{replica.url}/v1/completions", json=body) as stream,
+        ):
+            lines = stream.aiter_lines()
+            await anext(lines)
+            engine = replica.engine_pid
+            os.kill(engine, signal.SIGSTOP)
+            replica.terminate()
+            rest = [line async for line in lines if line]
+
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == HUNG
+        assert await replica.ended() == 0
+        await gone(engine)
 
 
 async def test_an_engine_that_is_still_loading_does_not_outlive_the_process_that_serves():

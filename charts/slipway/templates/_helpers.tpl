@@ -86,6 +86,12 @@ volumes:
       defaultMode: 0440
   {{- end }}
   {{- if eq .part "gateway" }}
+  {{- if .root.Values.gateway.snapshot.enabled }}
+  # It outlives the container, not the pod. Two files of at most 64 MiB.
+  - name: state
+    emptyDir:
+      sizeLimit: 160Mi
+  {{- end }}
   {{- with .root.Values.gateway.tenants.configMap }}
   - name: tenants
     configMap:

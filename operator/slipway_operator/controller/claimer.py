@@ -1,7 +1,8 @@
-"""Claims waiting pods of a WarmPool for their new owner, and asks claimed pods to load their model.
+"""Claims waiting pods of a WarmPool for a service and returns them; asks them to load a model and to give it back.
 
 A claim is one JSON patch whose `test` operations hold only while the pod waits for a claim in the pool that the plan
-saw. When a test fails, the pod is read: it may be ours already, because the reply to an earlier patch was lost.
+saw. When a test fails, the pod is read: it may be ours already, because the reply to an earlier patch was lost. A
+return is the reverse patch; where its tests fail, the service looks at the pod again.
 """
 
 from collections.abc import Callable
@@ -20,14 +21,18 @@ from slipway_kube.objects import Pod
 from slipway_kube.writer import Writer
 from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key, Memory, StoredObject
-from slipway_operator.core.actions import ClaimPod
+from slipway_operator.core.actions import ClaimPod, ReturnPod
 from slipway_operator.replica_client import ReplicaClient, address_of
 
 log = structlog.get_logger()
 
+# Of a pod as long as it lives: its admin token is derived from the nonce; the others say what it was made as.
+_KEPT = frozenset({names.ANNOTATION_ADMIN_NONCE, names.ANNOTATION_WARM_SHAPE, names.ANNOTATION_WARM_TEMPLATE})
+_OF_NODE_SCALERS = frozenset({names.ANNOTATION_SAFE_TO_EVICT, names.ANNOTATION_DO_NOT_DISRUPT})
+
 
 class Claimer:
-    """Executes ClaimPod and LoadModel."""
+    """Executes ClaimPod, LoadModel, ReturnPod and GiveModelBack."""
 
     def __init__(
         self,
@@ -63,6 +68,30 @@ class Claimer:
         self._ask(key, pod, action.request)
         return True
 
+    async def give_back(self, key: Key, stored: StoredObject, action: ReturnPod) -> bool:
+        """Make the replica a waiting pod of its pool; False where it has changed since the plan saw it."""
+        pod = self._pod_of(key.namespace, action.name)
+        if pod is None or pod.uid != action.uid:
+            return False
+        operations = return_operations(pod, stored.uid, action)
+        try:
+            await self._writer.json_patch(resources.PODS, key.namespace, action.name, operations)
+        except (NotFound, Conflict, Invalid) as refused:
+            log.info("a pod is not returned", object=str(key), pod=action.name, reason=str(refused))
+            return False
+        # The next plan must not see it as a draining replica any more.
+        now = self._pod_of(key.namespace, action.name)
+        if now is not None and now.labels.get(names.LABEL_STATE) == names.STATE_DRAINING:
+            self._writer.expect_label(key, action.uid, names.LABEL_STATE, names.STATE_WARM)
+        return True
+
+    def ask_for_model(self, key: Key, stored: StoredObject, name: str, uid: str) -> None:
+        """DELETE /model in the background. To a pod that the object does not control, no token is ever sent."""
+        pod = self._pod_of(key.namespace, name)
+        if pod is None or pod.uid != uid or not pod.status.pod_ip or address_of(pod).owner_uid != stored.uid:
+            return
+        self._calls.start(key, uid, partial(self._replicas.give_model_back, address_of(pod)))
+
     def ask_to_load(self, key: Key, stored: StoredObject, name: str, uid: str, request: LoadModelRequest) -> None:
         """POST /model in the background. To a pod that the object does not control, no token is ever sent."""
         pod = self._pod_of(key.namespace, name)
@@ -90,6 +119,31 @@ def claim_operations(action: ClaimPod) -> list[dict[str, Any]]:
     ]
     for field, values in (("labels", action.labels), ("annotations", action.annotations)):
         for name, value in values.items():
+            operations.append({"op": "add", "path": f"/metadata/{field}/{_escaped(name)}", "value": value})
+    return operations
+
+
+def return_operations(pod: Pod, owner_uid: str, action: ReturnPod) -> list[dict[str, Any]]:
+    """The JSON patch of a return: tests first, then owner, labels and annotations.
+
+    What others have put on the pod stays, such as the annotations of its network.
+    """
+    operations: list[dict[str, Any]] = [
+        {"op": "test", "path": "/metadata/uid", "value": action.uid},
+        {"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version},
+        {"op": "test", "path": f"/metadata/labels/{_escaped(names.LABEL_STATE)}", "value": names.STATE_DRAINING},
+        {"op": "test", "path": "/metadata/ownerReferences/0/uid", "value": owner_uid},
+        {"op": "replace", "path": "/metadata/ownerReferences", "value": [dict(action.pool_owner)]},
+    ]
+    for field, has, wanted in (
+        ("labels", pod.labels, action.labels),
+        ("annotations", pod.metadata.annotations, action.annotations),
+    ):
+        for name in has:
+            is_ours = name.startswith(f"{names.GROUP}/") or name in _OF_NODE_SCALERS or name in action.dropped
+            if is_ours and name not in wanted and name not in _KEPT:
+                operations.append({"op": "remove", "path": f"/metadata/{field}/{_escaped(name)}"})
+        for name, value in wanted.items():
             operations.append({"op": "add", "path": f"/metadata/{field}/{_escaped(name)}", "value": value})
     return operations
 

@@ -15,9 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from slipway_api import names
 from slipway_api.conditions import Reason
-from slipway_api.types import rfc3339
 from slipway_kube import resources
 from slipway_kube.client import Client
 from slipway_kube.errors import AlreadyExists, Conflict, Invalid, NotFound, StatusError
@@ -27,6 +25,7 @@ from slipway_operator.controller.children import Children
 from slipway_operator.controller.claimer import Claimer
 from slipway_operator.controller.isolation import BackgroundCalls
 from slipway_operator.controller.kinds import Key, Kind, Memory, StoredObject
+from slipway_operator.controller.pod_state import PodStates
 from slipway_operator.controller.store import ObjectStore
 from slipway_operator.core.actions import (
     Action,
@@ -42,8 +41,10 @@ from slipway_operator.core.actions import (
     DeleteRevision,
     DrainPod,
     Failure,
+    GiveModelBack,
     LoadModel,
     RemoveFinalizer,
+    ReturnPod,
     UndrainPod,
 )
 from slipway_operator.metrics import OperatorMetrics
@@ -52,7 +53,6 @@ from slipway_operator.smoke_client import SmokeTests
 
 log = structlog.get_logger()
 
-REASONS_SHOWN = 200  # characters of a drain reason that go into an annotation
 ACTIONS_PER_PASS = 25  # then the other keys get their turn: a thousand pods are created in forty passes
 
 
@@ -114,6 +114,7 @@ class Executor:
         self._pod_of = pod_of
         self._metrics = metrics
         self._claims = Claimer(client, writer, replicas, calls, pod_of)
+        self._states = PodStates(writer, pod_of)
         self._now = now
         self._monotonic = monotonic
 
@@ -155,7 +156,9 @@ class Executor:
                 return await self._create(key, stored, action, memory)
             case DrainPod():
                 if not action.marked:
-                    await self._mark_draining(key, action)
+                    await self._states.mark_draining(
+                        key, action.name, action.uid, started=action.started, reason=action.reason
+                    )
                 self._ask_to_drain(key, stored, action)
             case UndrainPod():
                 self._ask_to_serve_again(key, stored, action)
@@ -173,6 +176,11 @@ class Executor:
                 await self._annotate(key, action)
             case ClaimPod():
                 return await self._claims.claim(key, stored, action, memory)
+            case ReturnPod():
+                if not await self._claims.give_back(key, stored, action):
+                    raise StaleView(f"{action.name} changed before it could return to its pool")
+            case GiveModelBack():
+                self._claims.ask_for_model(key, stored, action.name, action.uid)
             case LoadModel():
                 self._claims.ask_to_load(key, stored, action.name, action.uid, action.request)
             case ApplyChild():
@@ -257,39 +265,6 @@ class Executor:
                 sentence = f"the ControllerRevision {action.name} belongs to another owner; waiting until it is removed"
                 raise Conflict(409, sentence, reason=Reason.NAME_CONFLICT) from None
 
-    async def _mark_draining(self, key: Key, action: DrainPod) -> None:
-        """Label the pod as draining. With its uid in the body, a deleted pod is never created anew."""
-        body: dict[str, Any] = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": action.name,
-                "namespace": key.namespace,
-                "uid": action.uid,
-                "labels": {names.LABEL_STATE: names.STATE_DRAINING},
-                "annotations": {
-                    names.ANNOTATION_DRAIN_STARTED: rfc3339(action.started),
-                    names.ANNOTATION_DRAIN_REASON: action.reason[:REASONS_SHOWN],
-                },
-            },
-        }
-        pod = self._pod_of(key.namespace, action.name)
-        is_shown = pod is not None and pod.labels.get(names.LABEL_STATE) == names.STATE_DRAINING
-        try:
-            # The next plan must see this label, or it would drain a second replica: so the label is expected.
-            await self._writer.label(
-                resources.PODS,
-                key.namespace,
-                action.name,
-                body,
-                label=names.LABEL_STATE,
-                field_manager=names.FIELD_MANAGER_META,
-                owner=None if is_shown else key,
-            )
-        except (NotFound, Conflict):
-            # The pod is deleted, or another one has its name: nothing is left to drain.
-            log.info("nothing left to drain", object=str(key), pod=action.name)
-
     def _ask_to_drain(self, key: Key, stored: StoredObject, action: DrainPod) -> None:
         """POST /drain to the runtime in the background; the label alone already ends routing to the replica.
 
@@ -326,24 +301,7 @@ class Executor:
         answer = await self._replicas.undrain(address)
         if answer.draining:
             raise ReplicaRefused(200, f"{action.name} drains although it was asked to serve again")
-        body: dict[str, Any] = {
-            "metadata": {
-                "name": action.name,
-                "namespace": key.namespace,
-                "uid": action.uid,
-                # Server-side apply removes what this manager set and does not name any more: the drain's annotations.
-                "labels": {names.LABEL_STATE: names.STATE_SERVING},
-            }
-        }
-        await self._writer.label(
-            resources.PODS,
-            key.namespace,
-            action.name,
-            body,
-            label=names.LABEL_STATE,
-            field_manager=names.FIELD_MANAGER_META,
-            owner=key,
-        )
+        await self._states.mark_serving(key, action.name, action.uid)
 
     def _stopped(self, action: Action, exc: StatusError, done: list[Action], left: tuple[Action, ...]) -> Execution:
         self._count(action, "refused")
@@ -367,6 +325,8 @@ def _object_of(action: Action) -> str:
         case (
             CreatePod()
             | ClaimPod()
+            | ReturnPod()
+            | GiveModelBack()
             | LoadModel()
             | DrainPod()
             | UndrainPod()

@@ -21,12 +21,13 @@ from slipway_kube.writer import Writer
 from slipway_operator.controller.executor import Executor, StaleView
 from slipway_operator.controller.kinds import Decision, Key, Kind, Memory, Refusal, StoredObject
 from slipway_operator.controller.store import ObjectStore
-from slipway_operator.core.actions import Action, ClaimPod, CreatePod, DeletePod, DrainPod
+from slipway_operator.core.actions import Action, ClaimPod, CreatePod, DeletePod, DrainPod, ReturnPod
 from slipway_operator.metrics import OperatorMetrics
 
 log = structlog.get_logger()
 
 PENDING_RECHECK_SECONDS = 5.0
+_ABOUT_PODS = (CreatePod, ClaimPod, ReturnPod, DrainPod, DeletePod)
 
 
 class Events(Protocol):
@@ -181,7 +182,7 @@ class Reconciler:
 
     def _record(self, key: Key, stored: StoredObject, decision: Decision, *, left: tuple[Action, ...]) -> None:
         """Post the events, except those of actions that were not executed."""
-        undone = {action.name for action in left if isinstance(action, CreatePod | ClaimPod | DrainPod | DeletePod)}
+        undone = {action.name for action in left if isinstance(action, _ABOUT_PODS)}
         api_version = self._kinds[key.kind].resource.api_version
         regarding = reference(api_version, key.kind, key.namespace, key.name, stored.uid)
         for event in decision.events:

@@ -62,6 +62,32 @@ class ClaimPod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnPod:
+    """Make a drained replica a waiting pod of its WarmPool again: one JSON patch with tests, the reverse of a claim.
+
+    Labels and annotations of ours that are not named here go, and those in `dropped`; the pool then asks the runtime to
+    give its model back. A failed test means that the pod has changed: the pass is repeated.
+    """
+
+    name: str
+    uid: str
+    pool_owner: Mapping[str, Any]  # the owner reference after
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    dropped: frozenset[str]  # labels and annotations of the service's template
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveModelBack:
+    """DELETE /model to a waiting pod that still has a service's model, in the background; the plan repeats it."""
+
+    name: str
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadModel:
     """POST /model to a claimed pod that has no model, in the background; best effort, the plan repeats it."""
 
@@ -212,6 +238,8 @@ Action = (
     | RemoveFinalizer
     | CreatePod
     | ClaimPod
+    | ReturnPod
+    | GiveModelBack
     | LoadModel
     | DrainPod
     | UndrainPod

@@ -9,7 +9,7 @@
 | LOST          | its node has not been ready for NODE_LOST            | no             | nothing; it may come back  |
 | READY         | condition Ready, and the runtime does not drain      | yes            | capacity                   |
 | UNSCHEDULABLE | no node has room                                     | yes            | coming capacity            |
-| UNHEALTHY     | it was ready, and is not for longer than is allowed  | yes            | nothing; it is replaced    |
+| UNHEALTHY     | its present run was ready, and is not for too long   | yes            | nothing; it is replaced    |
 | UNREADY       | it was ready a moment ago                            | yes            | coming capacity            |
 | OVERDUE       | unready for longer than its startup may take         | yes            | nothing: it blocks nothing |
 | IMAGE_ERROR   | the kubelet cannot pull the image                    | yes            | nothing                    |
@@ -193,7 +193,7 @@ def _unready_stage(replica: Replica, nodes: Mapping[str, Node], limits: Limits, 
     if replica.waiting_reason == "CrashLoopBackOff" and now < _overdue_at(replica, nodes, limits):
         return Stage.CRASHING
     if replica.started:
-        return Stage.UNHEALTHY if now >= _unready_since(replica, nodes) + limits.replace_after else Stage.UNREADY
+        return Stage.UNHEALTHY if now >= _unhealthy_at(replica, nodes, limits) else Stage.UNREADY
     if now >= _overdue_at(replica, nodes, limits):
         return Stage.OVERDUE
     if replica.waiting_reason in IMAGE_ERRORS:
@@ -250,7 +250,7 @@ def next_change(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> 
     if not replica.ready:
         moments.append(_overdue_at(replica, nodes, limits))
         if replica.started:
-            moments.append(_unready_since(replica, nodes) + limits.replace_after)
+            moments.append(_unhealthy_at(replica, nodes, limits))
     return moments
 
 
@@ -271,6 +271,18 @@ def _unready_since(replica: Replica, nodes: Mapping[str, Node]) -> datetime:
     begun = max(replica.scheduled_at or replica.created_at, replica.claimed_at or replica.created_at)
     moments = (begun, replica.unready_since, node.ready_since if node else None)
     return max(moment for moment in moments if moment is not None)
+
+
+def _unhealthy_at(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> datetime:
+    """When a replica whose server has started counts as unhealthy, if it is not ready before.
+
+    The kubelet writes Ready some moments after `started`. Until then the condition says since when an earlier run was
+    not ready, or the pod is there: a server that loaded for minutes would count as unhealthy when it has just started.
+    """
+    was_ready = (
+        replica.unready_since is None or replica.running_since is None or replica.unready_since > replica.running_since
+    )  # in its present run
+    return _unready_since(replica, nodes) + limits.replace_after if was_ready else _overdue_at(replica, nodes, limits)
 
 
 def _overdue_at(replica: Replica, nodes: Mapping[str, Node], limits: Limits) -> datetime:

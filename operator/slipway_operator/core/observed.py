@@ -130,6 +130,10 @@ class Replica:
     safe_to_evict: str = ""  # annotation of cluster-autoscaler; "": absent
     do_not_disrupt: str = ""  # annotation of Karpenter; "": absent
     claimed_at: datetime | None = None  # annotation slipway.dev/claimed-at; None: it was created for the service
+    pool: str = ""  # label: the WarmPool that made it; "": none did
+    warm_shape: str = ""  # annotation slipway.dev/warm-shape
+    claims: int = 0  # annotation slipway.dev/claims: how often it was claimed and returned before
+    pod_created_at: datetime | None = None  # metadata.creationTimestamp, also of a claimed pod
     serving_digests: tuple[str, ...] = ()  # annotation slipway.dev/serving-token-sha256
     running_since: datetime | None = None  # containerStatuses[server].state.running.startedAt
     sample: Sample | None = None  # the newest one, however old; None: never answered

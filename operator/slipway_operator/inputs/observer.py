@@ -96,7 +96,11 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
     # The API server always sets a creation time; a pod without one is as old as can be.
     created_at = pod.metadata.creation_timestamp or datetime.min.replace(tzinfo=UTC)
     claimed_at = _moment(annotations.get(names.ANNOTATION_CLAIMED_AT))
+    returned_at = moment_of(pod, names.ANNOTATION_RETURNED_AT)
+    if sample is not None and returned_at is not None and sample.at < returned_at:
+        sample = None  # it tells of the service that had the pod before
     running = server.state.running if server is not None else None
+    unready_since = ready.last_transition_time if ready is not None and not pod.is_ready else None
     digests = annotations.get(names.ANNOTATION_SERVING_TOKEN_SHA256, "")
     return seen.Replica(
         name=pod.name,
@@ -115,8 +119,12 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         unschedulable=scheduled.message if scheduled is not None and is_unschedulable else "",
         ready=pod.is_ready,
         ready_since=ready.last_transition_time if ready is not None and pod.is_ready else None,
-        unready_since=ready.last_transition_time if ready is not None and not pod.is_ready else None,
-        started=server is not None and bool(server.started),
+        unready_since=unready_since,
+        # The kubelet remembers that a container was ready once. One that has returned to its pool and was claimed again
+        # has to start for the new service: it has, if it was ready after the claim.
+        started=server is not None
+        and bool(server.started)
+        and not (claimed_at is not None and unready_since is not None and unready_since < claimed_at),
         scheduled_at=scheduled.last_transition_time if scheduled is not None and scheduled.status == "True" else None,
         waiting_reason=waiting.reason if waiting is not None else "",
         waiting_message=waiting.message if waiting is not None else "",
@@ -132,10 +140,19 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         safe_to_evict=annotations.get(names.ANNOTATION_SAFE_TO_EVICT, ""),
         do_not_disrupt=annotations.get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
         claimed_at=claimed_at,
+        pool=pod.labels.get(names.LABEL_POOL, ""),
+        warm_shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
+        claims=_number(annotations.get(names.ANNOTATION_CLAIMS)),
+        pod_created_at=created_at,
         serving_digests=tuple(part for part in digests.split(",") if part),
         running_since=running.started_at if running is not None else None,
         sample=sample,
     )
+
+
+def moment_of(pod: Pod, annotation: str) -> datetime | None:
+    """An annotation of a pod as a time; None where it is absent, or is none."""
+    return _moment(pod.metadata.annotations.get(annotation))
 
 
 def node_facts(node: Node) -> seen.Node:

@@ -2,7 +2,7 @@
 
 A replica's capacity does not change while it runs, so it is read once, after the first answer of the replica.
 
-Busy and draining replicas are asked every 2 s, idle ones every 15 s, each at its own moment within the interval so
+Busy and draining replicas are asked every 1.5 s, idle ones every 15 s, each at its own moment within the interval so
 that a fleet's calls spread out. What a gateway says of new requests wakes the idle replicas of the service at once: the
 first reaction to a burst does not wait for the end of an idle interval. When a replica does not answer, its last sample
 stays and grows old; the core decides what that means. Calls are shared fairly between services, and replicas that were
@@ -28,7 +28,7 @@ from slipway_operator.core.observed import Capacity, Sample
 
 log = structlog.get_logger()
 
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 1.5  # so that from a saturated replica to the pod of the next one it is less than 2 s
 IDLE_SECONDS = 15.0
 DEMANDED_SECONDS = 10.0  # at the busy pace after a gateway said that there are requests
 REPLACES_WITHIN = timedelta(seconds=10)  # load from another source that is as fresh replaces calls at the busy pace
@@ -38,6 +38,8 @@ BATCH_SECONDS = 0.01  # calls that are due within so short a time begin together
 
 CALLS, CALLS_OF_A_SERVICE = 256, 32
 SILENT_CALLS, SILENT_CALLS_OF_A_SERVICE = 32, 2
+
+_WAITING = (ReadyReason.NO_MODEL, ReadyReason.STANDBY)  # a pod of a WarmPool until it is claimed
 
 AddressT = TypeVar("AddressT")
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -218,7 +220,7 @@ class Scraper(Generic[AddressT, KeyT]):
         self._in_flight.pop(uid, None)
         target = self._targets.get(uid)
         if target is not None:
-            # Was it idle when it fell silent? Ask at the idle pace: a dead address must not cost a call every 2 s.
+            # Was it idle when it fell silent? Ask at the idle pace: a dead address must not cost a call every 1.5 s.
             self._plan_visit(uid, _loop_time() + self._interval(target, self._samples.get(uid)))
 
     async def _visit(self, target: Target[AddressT, KeyT]) -> None:
@@ -267,8 +269,10 @@ class Scraper(Generic[AddressT, KeyT]):
             self._demanded_until.pop(known.service, None)
 
     def _interval(self, target: Target[AddressT, KeyT], sample: Sample | None) -> float:
-        waits_for_a_model = sample is not None and sample.starting == ReadyReason.NO_MODEL
-        is_moving = target.is_draining or (target.is_starting and not waits_for_a_model)
+        starting = sample.starting if sample is not None else ""
+        # A container that has returned to its pool starts anew without the kubelet's knowledge: its word counts.
+        is_starting = (target.is_starting or bool(starting)) and starting not in _WAITING
+        is_moving = target.is_draining or is_starting
         is_demanded = _loop_time() < self._demanded_until.get(target.service, 0.0)
         if not is_moving and not is_demanded and self._is_learned(target.uid):
             return IDLE_SECONDS

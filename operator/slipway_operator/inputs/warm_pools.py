@@ -19,7 +19,7 @@ from slipway_operator.controller.queue import Urgency
 from slipway_operator.core.warm_pool.observed import HungryReplica, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.plan import plan
 from slipway_operator.inputs.caches import Inputs
-from slipway_operator.inputs.observer import PoolKey, node_facts, replica, service_of
+from slipway_operator.inputs.observer import PoolKey, moment_of, node_facts, replica, service_of
 from slipway_operator.inputs.pool_index import PoolIndex
 
 KIND = WARM_POOLS.kind
@@ -118,6 +118,8 @@ class WarmPools:
             replica=replica(pod, self._inputs.sample_of(pod.uid)),
             resource_version=pod.metadata.resource_version,
             shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
+            template=annotations.get(names.ANNOTATION_WARM_TEMPLATE, ""),
+            returned_at=moment_of(pod, names.ANNOTATION_RETURNED_AT),
             service=pod.labels.get(names.LABEL_SERVICE, ""),
             is_miss=names.ANNOTATION_POOL_MISSED in annotations,
         )

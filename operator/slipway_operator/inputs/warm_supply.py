@@ -3,8 +3,11 @@
 from collections import defaultdict
 from typing import Any
 
+from pydantic import ValidationError
+
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
+from slipway_api.warm_pool import WarmPool
 from slipway_kube.informer import Change
 from slipway_kube.objects import Pod
 from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS
@@ -12,7 +15,7 @@ from slipway_operator.controller.kinds import Key, StoredObject
 from slipway_operator.controller.queue import Urgency
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
 from slipway_operator.inputs.caches import Inputs
-from slipway_operator.inputs.observer import PoolKey, node_facts
+from slipway_operator.inputs.observer import PoolKey, node_facts, replica
 from slipway_operator.inputs.pool_index import PoolIndex
 
 
@@ -38,10 +41,10 @@ class WarmSupplies:
         if pool is None or pool.body["metadata"].get("deletionTimestamp"):
             return WarmSupply(pool=wanted.name)
         pods = tuple(self._facts(pod) for pod in self._index.of(key) if waits(pod, pool.uid))
-        return WarmSupply(pool=wanted.name, pool_uid=pool.uid, pods=pods)
+        return WarmSupply(pool=wanted.name, pool_uid=pool.uid, pods=pods, resource=_read(pool))
 
     def _facts(self, pod: Pod) -> WarmPod:
-        sample = self._inputs.sample_of(pod.uid)
+        sample = replica(pod, self._inputs.sample_of(pod.uid)).sample
         node = self._inputs.caches.nodes.get(("", pod.spec.node_name))
         facts = node_facts(node) if node is not None else None
         return WarmPod(
@@ -67,6 +70,13 @@ class WarmSupplies:
         """A pod of the pool has a news: a service that waits for one may have it."""
         for key in self._users.get(pool, ()):
             self._inputs.wake(key, Urgency.NORMAL)
+
+
+def _read(pool: StoredObject) -> WarmPool | None:
+    try:
+        return WarmPool.model_validate(pool.body)
+    except ValidationError:
+        return None
 
 
 def waits(pod: Pod, pool_uid: str) -> bool:

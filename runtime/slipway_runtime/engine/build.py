@@ -140,7 +140,7 @@ def build_engine(
         num_blocks=size.num_blocks,
         bytes_per_token=size.bytes_per_token * share.size,
         weight_bytes=weight_bytes,
-        dtype=str(plan.dtype).removeprefix("torch."),
+        dtype=str(plan.weight_dtype).removeprefix("torch."),
         device=plan.device.type,
         load_seconds=loaded - started,
         warmup_seconds=warm - loaded,

@@ -10,7 +10,7 @@ from slipway_runtime.kernels.dispatch import refusal
 from slipway_runtime.models.adapters import slot_bytes
 from slipway_runtime.models.checkpoint import checkpoint_digest
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig, ModelRefusedError, read_config
-from slipway_runtime.models.quantize import choose_dtype, choose_kv_dtype, refusal_of_format
+from slipway_runtime.models.quantize import activation_dtype, choose_dtype, choose_kv_dtype, refusal_of_format
 from slipway_runtime.models.sharding import part_of
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.residency import Residency
@@ -29,7 +29,8 @@ class EnginePlan:
     own: ModelConfig  # the part of it that each rank computes
     options: EngineOptions
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations
+    weight_dtype: torch.dtype  # of matrices that are not quantized
     kv_dtype: torch.dtype
     max_model_len: int  # before the size of the KV cache is known
     max_num_seqs: int
@@ -64,7 +65,7 @@ class EnginePlan:
         weights, and is part of the key too. Reads files: milliseconds.
         """
         options = self.options
-        formats = f"{self.dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
+        formats = f"{self.weight_dtype}/{options.quantization}/{options.kv_cache_dtype}/{options.deterministic}"
         ranks = f"/{options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""  # ranks sum in parts
         return f"{checkpoint_digest(self.model_path)}/{options.model_digest}/{formats}{ranks}"
 
@@ -108,7 +109,8 @@ def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePla
         own=own,
         options=options,
         device=on,
-        dtype=dtype,
+        dtype=activation_dtype(dtype, on),
+        weight_dtype=dtype,
         kv_dtype=choose_kv_dtype(options.kv_cache_dtype, dtype),
         max_model_len=_longest(config, options.max_model_len, _affordable_tokens(own, options, on)),
         max_num_seqs=num_seqs,

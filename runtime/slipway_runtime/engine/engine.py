@@ -293,6 +293,7 @@ class Engine:
             ),
             replies=tuple(replies),
             adapters=statuses,
+            text_blocks=self._scheduler.take_text_blocks(),
         )
 
 

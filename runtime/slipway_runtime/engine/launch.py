@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from slipway_runtime.boot_memory import BootMemory, decode
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import EngineFailed, Loaded, Loading, Message, News, StepReport, WarmingUp
 
@@ -48,7 +49,7 @@ class EngineNotLoadedError(Exception):
 class BootedEngine:
     """An engine process without a model yet: it imports torch and the kernels, and then waits for a model."""
 
-    def __init__(self, process: asyncio.subprocess.Process, booted: "asyncio.Future[None]") -> None:
+    def __init__(self, process: asyncio.subprocess.Process, booted: "asyncio.Future[BootMemory | None]") -> None:
         self.process = process
         self._booted = booted
 
@@ -56,14 +57,15 @@ class BootedEngine:
     async def start(cls) -> "BootedEngine":
         """Start the process; returns at once."""
         loop = asyncio.get_running_loop()
-        booted: asyncio.Future[None] = loop.create_future()
+        booted: asyncio.Future[BootMemory | None] = loop.create_future()
         reading, writing = os.pipe()
 
         def hear() -> None:
             loop.remove_reader(reading)
+            measured = decode(os.read(reading, 4096))  # one write, smaller than the pipe
             os.close(reading)
             if not booted.done():
-                booted.set_result(None)
+                booted.set_result(measured)
 
         try:
             process = await asyncio.create_subprocess_exec(
@@ -76,13 +78,9 @@ class BootedEngine:
         loop.add_reader(reading, hear)
         return cls(process, booted)
 
-    async def wait(self) -> bool:
-        """Return once everything is imported; False where the process ended instead."""
-        await self._booted
-        with contextlib.suppress(TimeoutError):  # the pipe was closed by the end of the process, or written to
-            async with asyncio.timeout(LAST_WORD_SECONDS):
-                await self.process.wait()
-        return self.process.returncode is None
+    async def wait(self) -> BootMemory | None:
+        """Return the memory in use once everything is imported; None where the process ended instead."""
+        return await asyncio.shield(self._booted)
 
     async def stop(self) -> None:
         """End the process."""

@@ -1,7 +1,7 @@
 """The parts of an engine, each built as the plan says: weights, slots for adapters, KV memory on device and host."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -56,6 +56,7 @@ def load_weights(
             on_news(Loading(bytes_done=done, bytes_total=total))
 
     options = plan.options
+    maker = partial(matmul_maker, deterministic=options.deterministic, device=plan.device)
     with Checkpoint(plan.model_path, plan.dtype, plan.device, on_progress=tell) as checkpoint:
         return load_decoder(
             plan.config,
@@ -64,11 +65,16 @@ def load_weights(
             plan.max_model_len,
             plan.dtype,
             plan.device,
-            matmul_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
-            head_maker(options.quantization, deterministic=options.deterministic, device=plan.device),
+            maker(options.quantization, dtype=plan.weight_dtype),
+            head_maker(
+                options.quantization,
+                deterministic=options.deterministic,
+                device=plan.device,
+                dtype=plan.weight_dtype,
+            ),
             share,
             scores_tokens=not options.pooling,
-            make_router=matmul_maker("none", deterministic=options.deterministic, device=plan.device),
+            make_router=maker("none"),
         )
 
 

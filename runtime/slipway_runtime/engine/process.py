@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from slipway_api import logs
+from slipway_runtime.boot_memory import BootMemory, encode
 from slipway_runtime.engine.launch import BOOT_FLAG, EngineStart
 from slipway_runtime.engine.loop import StepLoop
 from slipway_runtime.messages import EngineFailed, Loaded, Message, News
@@ -116,16 +117,24 @@ def _write(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, news: "que
 
 
 def _boot(done: int) -> None:
-    """Do what needs no model: import torch and the kernels, and create the GPU's context, where there is a GPU."""
+    """Do what needs no model: import torch and the kernels, and create the GPU's context, where there is a GPU.
+
+    Then writes the memory in use to the file descriptor `done`.
+    """
     import torch
 
     import slipway_runtime.engine.build  # noqa: F401  everything that an engine is built from
     from slipway_runtime.kernels import native
 
     native.library()
+    device = 0
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
-    os.write(done, b"1")
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            device += total - free
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    os.write(done, encode(BootMemory(device_bytes=device, host_bytes=pages * os.sysconf("SC_PAGE_SIZE"))))
     os.close(done)
 
 

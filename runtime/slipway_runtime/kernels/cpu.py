@@ -4,7 +4,8 @@ They compute what the reference computes. Also, a row's result depends on its ow
 `deterministic` uses them too, at no cost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ Ints = npt.NDArray[np.int64]
 
 QUERIES = 8  # tokens of a sequence per tile, which share each read of a key; as in attention.cpp
 TOKENS = 4  # tokens of an adapter per tile, which share each read of its matrices; as in lora.cpp
-_KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2}  # of a cache; as in attention.cpp
+KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}  # of a cache; as in attention.cpp
 
 _found = native.library()
 assert _found is not None, "dispatch asks for this only where there is a library"
@@ -47,9 +48,10 @@ _native = _found
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight."""
     assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x = x.contiguous()  # named, so that it lives until the call has ended
+    out = torch.empty_like(x)
     size = x.shape[-1]
-    _native.rms_norm(x.contiguous().data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    _native.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
 
 
@@ -92,6 +94,7 @@ def rope_and_store(
         sin.data_ptr(),
         cos.stride(0),
         cache.data_ptr() if plain else None,
+        KINDS[cache.dtype],
         slots.data_ptr(),
         None if of_queries is None else of_queries.data_ptr(),
         None if of_keys is None else of_keys.data_ptr(),
@@ -116,6 +119,7 @@ class Plan:
     positions: Tensor  # (T,) of the tokens in their sequences
     num_scores: int  # of one head: the work
     block_size: int
+    memo: dict[object, Any] = field(default_factory=dict)  # of `cpu_layer`, for the time of the step
 
 
 def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
@@ -159,7 +163,7 @@ def paged_attention(
         q.data_ptr(),
         q.stride(0),
         cache.data_ptr(),
-        _KINDS[cache.dtype],
+        KINDS[cache.dtype],
         out.data_ptr(),
         plan.tiles.data_ptr(),
         len(plan.tiles),
@@ -206,8 +210,9 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: LoraPlan) -> None
     if not weights.slots & plan.slots:
         return  # none of the step's adapters changes this layer
     num_parts, max_rank, num_slots, in_size = weights.a.shape
+    x = x.contiguous()
     _native.add_lora(
-        x.contiguous().data_ptr(),
+        x.data_ptr(),
         y.data_ptr(),
         weights.a.data_ptr(),
         weights.b.data_ptr(),

@@ -73,7 +73,7 @@ def store(kv: Tensor, cache: Tensor, slots: Tensor) -> None:
     page = block_size_of(cache, head_dim)
     block, place = slots // page, slots % page
     if not is_quantized(cache.dtype):
-        cache[block, :, :, place] = kv
+        cache[block, :, :, place] = kv.to(cache.dtype)
         return
     code, scale = quantize(kv, cache.dtype)
     # As plain bytes: torch's assignment by index does not support float8.

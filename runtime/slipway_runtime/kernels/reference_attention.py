@@ -202,9 +202,9 @@ def _extend(
     count = chunk.end - chunk.start
     queries = q[rows].reshape(count, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # (Hkv, G, n, D)
     into = out[rows].view(count, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-    if chunk.past == 0 and not kv_pages.is_quantized(cache.dtype):
+    if chunk.past == 0 and cache.dtype == kv.dtype:
         seen = kv[rows].permute(1, 2, 0, 3)
-    else:  # read quantized keys and values from the cache, as later steps will read them
+    else:  # read rounded keys and values from the cache, as later steps will read them
         seen = gather(cache, chunk.blocks, q, plan, ("extend", index))[:, 0, :, : chunk.length]
     # The query heads of a KV head read the same keys: a stride of zero instead of a copy.
     k, v = seen.unsqueeze(2).expand(2, num_kv_heads, queries.shape[1], -1, q.shape[2])
@@ -251,7 +251,7 @@ def gather(cache: Tensor, blocks: Tensor, like: Tensor, plan: Plan, key: tuple[o
         buffer = pages.new_empty(size)
         plan.memo["buffer",] = buffer
     read = torch.index_select(pages, 0, wanted, out=buffer[:size].view(len(wanted), -1))
-    return read.view(*shape, -1, head_dim).flatten(3, 4)
+    return read.view(*shape, -1, head_dim).flatten(3, 4).to(like.dtype)
 
 
 def decode_mask(lengths: Ints, window: int | None, like: Tensor) -> Tensor | None:

@@ -15,17 +15,17 @@ class Attention:
     """Projects x to q, k, v heads, applies rotary positions, stores keys and values, attends to the sequence so far."""
 
     __slots__ = (
-        "_head_dim",
-        "_kernels",
-        "_norms",
-        "_num_kv_heads",
-        "_num_q_heads",
-        "_rotary_table",
-        "_scale",
-        "_scoring",
-        "_window",
+        "head_dim",
+        "kernels",
+        "norms",
+        "num_kv_heads",
+        "num_q_heads",
         "out",
         "qkv",
+        "rotary_table",
+        "scale",
+        "scoring",
+        "window",
     )
 
     def __init__(
@@ -51,24 +51,24 @@ class Attention:
         """
         self.qkv = qkv
         self.out = out
-        self._num_q_heads = num_q_heads
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
-        self._norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        self._window = window
-        self._kernels = kernels
-        self._scale = scale or head_dim**-0.5
-        self._scoring = None if softcap is None and sinks is None else Scoring(softcap, sinks)
-        self._rotary_table = rotary_table
+        self.num_q_heads = num_q_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        self.window = window
+        self.kernels = kernels
+        self.scale = scale or head_dim**-0.5
+        self.scoring = None if softcap is None and sinks is None else Scoring(softcap, sinks)
+        self.rotary_table = rotary_table
 
     def __call__(self, x: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
-        q_heads, kv_heads = self._num_q_heads, self._num_kv_heads
-        qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self._head_dim)
-        cos, sin, table = step.cos, step.sin, self._rotary_table
+        q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
+        qkv = self.qkv(x, step).view(x.shape[0], q_heads + 2 * kv_heads, self.head_dim)
+        cos, sin, table = step.cos, step.sin, self.rotary_table
         if cos.shape[1] > 1:  # the model has several rotary tables
             cos, sin = cos[:, table : table + 1], sin[:, table : table + 1]
-        q = self._kernels.rope_and_store(qkv, cos, sin, cache, step.slots, q_heads, self._norms)
-        kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self._head_dim)
-        attended = self._kernels.paged_attention(q, kv, cache, step.plan, self._scale, self._window, self._scoring)
+        q = self.kernels.rope_and_store(qkv, cos, sin, cache, step.slots, q_heads, self.norms)
+        kv = qkv[:, q_heads:].view(x.shape[0], 2, kv_heads, self.head_dim)
+        attended = self.kernels.paged_attention(q, kv, cache, step.plan, self.scale, self.window, self.scoring)
         return self.out(attended, step)

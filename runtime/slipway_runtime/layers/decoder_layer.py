@@ -7,6 +7,7 @@ from torch import Tensor
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.attention import Attention, StepContext
 from slipway_runtime.layers.linear import Linear
+from slipway_runtime.layers.native_layer import NativeLayer, native_layer
 from slipway_runtime.layers.norm import RMSNorm
 
 
@@ -28,18 +29,18 @@ class Mlp(Protocol):
 class DenseMlp:
     """Gated MLP: down(activation(gate) · up)."""
 
-    __slots__ = ("_kernels", "_silu", "down", "gate_up")
+    __slots__ = ("down", "gate_up", "kernels", "silu")
 
     def __init__(self, gate_up: Linear, down: Linear, kernels: Kernels, *, activation: str = "silu") -> None:
         self.gate_up = gate_up
         self.down = down
-        self._silu = activation == "silu"  # else GELU by tanh
-        self._kernels = kernels
+        self.silu = activation == "silu"  # else GELU by tanh
+        self.kernels = kernels
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
         gate_up = self.gate_up(x, step)
-        return self.down(self._kernels.swiglu(gate_up) if self._silu else self._kernels.geglu(gate_up), step)
+        return self.down(self.kernels.swiglu(gate_up) if self.silu else self.kernels.geglu(gate_up), step)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -55,7 +56,7 @@ class DenseMlp:
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); Gemma also norms the outputs of attention and MLP."""
 
-    __slots__ = ("_attention_norm", "_attention_out_norm", "_mlp_norm", "_mlp_out_norm", "attention", "mlp")
+    __slots__ = ("_attention_norm", "_attention_out_norm", "_mlp_norm", "_mlp_out_norm", "attention", "mlp", "native")
 
     def __init__(
         self,
@@ -73,12 +74,17 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._attention_out_norm = attention_out_norm
         self._mlp_out_norm = mlp_out_norm
+        self.native: NativeLayer | None = None  # None: always computed part by part
+        if isinstance(mlp, DenseMlp) and attention_out_norm is None and mlp_out_norm is None:
+            self.native = native_layer(attention, mlp.gate_up, mlp.down, attention_norm, mlp_norm, silu=mlp.silu)
 
     def __call__(self, x: Tensor | None, stream: Tensor, cache: Tensor, step: StepContext) -> Tensor:
         """stream: (T, H) residual, updated in place  x: (T, H) MLP output of the layer before -> of this layer.
 
-        The caller adds the result to the stream, or passes it to the next layer.
+        The caller adds the result to the stream, or passes it to the next layer. It may lie where x lay.
         """
+        if self.native is not None and self.native.computes(cache, step):
+            return self.native(x, stream, cache, step)
         normed = self._attention_norm(stream) if x is None else self._attention_norm.after_adding(x, stream)
         attended = self.attention(normed, cache, step)
         if self._attention_out_norm is not None:

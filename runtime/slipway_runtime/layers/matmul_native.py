@@ -23,22 +23,23 @@ LARGEST_ROW = 2**31 // (255 * 127)  # most inputs whose sum of byte products alw
 class NativePacked:
     """float32 weights, packed for the compiled kernels."""
 
-    __slots__ = ("_native", "_packed", "in_features", "out_features")
+    __slots__ = ("in_features", "native", "out_features", "packed")
     rows_are_independent = True
 
     def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in), float32
         self.out_features, self.in_features = weight.shape
-        self._native = native
-        self._packed = torch.empty(native.padded_outputs(self.out_features) * self.in_features)
-        native.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), *weight.shape)
+        self.native = native
+        self.packed = torch.empty(native.padded_outputs(self.out_features) * self.in_features)
+        plain = weight.contiguous()  # named, so that it lives until the call has ended
+        native.pack(plain.data_ptr(), self.packed.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        rows = x.shape[0]
+        rows, x = x.shape[0], x.contiguous()
         y = x.new_empty(rows, self.out_features)
-        self._native.linear(
-            x.contiguous().data_ptr(),
-            self._packed.data_ptr(),
+        self.native.linear(
+            x.data_ptr(),
+            self.packed.data_ptr(),
             y.data_ptr(),
             rows,
             self.in_features,
@@ -49,36 +50,76 @@ class NativePacked:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, the last panel's padding included."""
-        return self._packed.nbytes
+        return self.packed.nbytes
+
+
+class NativeBf16:
+    """bfloat16 weights times float32 rows, packed for the compiled kernels.
+
+    On processors that multiply bfloat16 the rows are rounded to it; on others the weights become float32 in registers.
+    """
+
+    __slots__ = ("in_features", "native", "out_features", "packed")
+    rows_are_independent = True
+
+    def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in), rounded to bfloat16
+        self.out_features, self.in_features = weight.shape
+        self.native = native
+        padded = native.padded_bf16_outputs(self.out_features) * native.padded_bf16_inputs(self.in_features)
+        self.packed = torch.empty(padded, dtype=torch.bfloat16)
+        rounded = weight.to(torch.bfloat16).contiguous()
+        native.pack_bf16(rounded.data_ptr(), self.packed.data_ptr(), *weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+        rows, x = x.shape[0], x.contiguous()
+        y = x.new_empty(rows, self.out_features)
+        scratch = torch.empty(self.native.bf16_scratch(rows, self.in_features), dtype=torch.uint8)
+        self.native.linear_bf16(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            y.data_ptr(),
+            scratch.data_ptr(),
+            rows,
+            self.in_features,
+            self.out_features,
+        )
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, padding included."""
+        return self.packed.nbytes
 
 
 class NativeInt8:
     """int8 weights times rows of x quantized to int8, each by its own scale; integer sums are exact."""
 
-    __slots__ = ("_native", "_offsets", "_packed", "_scales", "in_features", "out_features")
+    __slots__ = ("in_features", "native", "offsets", "out_features", "packed", "scales")
     rows_are_independent = True
 
     def __init__(self, weight: Tensor | OneScaleRows, native: Native) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
-        self._native = native
+        self.native = native
         codes, scales = rounded_rows(weight, torch.int8)
-        padded = native.padded_outputs(self.out_features)
-        self._scales = torch.zeros(padded)
-        self._scales[: self.out_features] = scales
-        self._offsets = torch.zeros(padded, dtype=torch.int32)
-        self._packed = torch.empty(padded * -(-self.in_features // 4) * 4, dtype=torch.int8)
-        native.pack_bytes(codes.data_ptr(), self._packed.data_ptr(), self._offsets.data_ptr(), *weight.shape)
+        padded = native.padded_byte_outputs(self.out_features)
+        self.scales = torch.zeros(padded)
+        self.scales[: self.out_features] = scales
+        self.offsets = torch.zeros(padded, dtype=torch.int32)
+        self.packed = torch.empty(padded * native.padded_byte_inputs(self.in_features), dtype=torch.int8)
+        native.pack_bytes(codes.data_ptr(), self.packed.data_ptr(), self.offsets.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        rows = x.shape[0]
+        rows, x = x.shape[0], x.contiguous()
         y = x.new_empty(rows, self.out_features)
-        scratch = torch.empty(rows * (self.in_features + 8), dtype=torch.uint8)  # the rounded rows and their scales
-        self._native.linear_bytes(
-            x.contiguous().data_ptr(),
-            self._packed.data_ptr(),
-            self._scales.data_ptr(),
-            self._offsets.data_ptr(),
+        scratch = torch.empty(self.native.bytes_scratch(rows, self.in_features), dtype=torch.uint8)
+        self.native.linear_bytes(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            self.scales.data_ptr(),
+            self.offsets.data_ptr(),
             y.data_ptr(),
             scratch.data_ptr(),
             rows,
@@ -90,7 +131,7 @@ class NativeInt8:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and offsets."""
-        return self._packed.nbytes + self._scales.nbytes + self._offsets.nbytes
+        return self.packed.nbytes + self.scales.nbytes + self.offsets.nbytes
 
     @staticmethod
     def fits(weight: Tensor | OneScaleRows, native: Native) -> bool:

@@ -2,6 +2,7 @@
 
     quantization   on a CPU                                     on a GPU
     none           packed for the processor                     as they are
+    none, bfloat16 bfloat16 × float32 rows (compiled kernels)   as they are
     int8           bytes × bytes where the processor does that  codes converted in the kernel, up to 256 rows
     fp8            codes dequantized, then a product            float8 × float8 from compute capability 8.9 on
 
@@ -42,7 +43,7 @@ from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
 from slipway_runtime.layers.matmul import MakeMatmul, Matmul
 from slipway_runtime.layers.matmul_int4 import Int4
-from slipway_runtime.layers.matmul_native import NativeInt8
+from slipway_runtime.layers.matmul_native import NativeBf16, NativeInt8
 from slipway_runtime.layers.matmul_prepacked import computes_bf16, prepacked
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
 from slipway_runtime.layers.matmul_tiled import RowsDifferError, Tiled
@@ -58,19 +59,29 @@ _SMALL_MODEL = 100_000_000  # parameters; below, float32 costs little memory on 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The model's dtype. auto, on a GPU: the checkpoint's if it has 16 bits, else bfloat16, also for int4 weights.
 
-    auto, on a CPU: float32, or bfloat16 if the model is large and the CPU computes bfloat16.
+    auto, on a CPU: float32, or bfloat16 if the model is large and the CPU or the compiled kernels compute bfloat16.
     """
     if asked != "auto":
         if asked not in _DTYPES:
             raise ModelRefusedError(f"dtype is {asked!r}: auto, {', '.join(_DTYPES)} are known")
         return _DTYPES[asked]
     if device.type == "cpu":
-        return torch.bfloat16 if computes_bf16() and config.num_parameters >= _SMALL_MODEL else torch.float32
+        capable = computes_bf16() or native.library() is not None
+        return torch.bfloat16 if capable and config.num_parameters >= _SMALL_MODEL else torch.float32
     form = parse_quantization(config.quantization)
     if form is not None and form.name == "int4":
         return torch.bfloat16  # the int4 kernel supports no other dtype; AWQ's and GPTQ's config files have float16
     own = {"bfloat16": torch.bfloat16, "float16": torch.float16}
     return own.get(config.dtype, torch.bfloat16)
+
+
+def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of activations, norms and adapters in a model of this dtype.
+
+    On a CPU with compiled kernels bfloat16 is the form of matrices and KV cache alone, and all between is float32.
+    """
+    compiled = device.type == "cpu" and dtype == torch.bfloat16 and native.library() is not None
+    return torch.float32 if compiled else dtype
 
 
 def choose_kv_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
@@ -90,8 +101,13 @@ def refusal_of_format(config: ModelConfig, quantization: str, device: torch.devi
     return ""
 
 
-def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
-    """A function that makes the `Matmul` of a layer's weight (out, in); raises ModelRefusedError."""
+def matmul_maker(
+    quantization: str, *, deterministic: bool, device: torch.device, dtype: torch.dtype | None = None
+) -> MakeMatmul:
+    """A function that makes the `Matmul` of a layer's weight (out, in); raises ModelRefusedError.
+
+    dtype: of unquantized matrices, where it is not that of the activations (`activation_dtype`).
+    """
     if quantization not in QUANTIZATIONS:
         raise ModelRefusedError(f"quantization is {quantization!r}: {', '.join(QUANTIZATIONS)} are known")
     dynamic = quantization == "int8" and device.type == "cpu" and DynamicInt8.works_here()
@@ -103,7 +119,7 @@ def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device
         if isinstance(weight, QuantizedWeight) and quantization == "none":
             chosen = _keep(weight, dynamic=on_cpu and weight.rounds_inputs and DynamicInt8.works_here())
         if chosen is None:
-            chosen = _choose(dequantized(weight), quantization, dynamic=dynamic)
+            chosen = _choose(dequantized(weight), quantization, dynamic=dynamic, dtype=dtype)
         if not deterministic or chosen.rows_are_independent:
             return chosen
         try:
@@ -114,9 +130,12 @@ def matmul_maker(quantization: str, *, deterministic: bool, device: torch.device
     return make
 
 
-def head_maker(quantization: str, *, deterministic: bool, device: torch.device) -> MakeMatmul:
+def head_maker(
+    quantization: str, *, deterministic: bool, device: torch.device, dtype: torch.dtype | None = None
+) -> MakeMatmul:
     """`matmul_maker` for lm_head, which fp8 does not quantize."""
-    return matmul_maker("none" if quantization == "fp8" else quantization, deterministic=deterministic, device=device)
+    kept = "none" if quantization == "fp8" else quantization
+    return matmul_maker(kept, deterministic=deterministic, device=device, dtype=dtype)
 
 
 def _keep(weight: QuantizedWeight, *, dynamic: bool) -> Matmul | None:
@@ -136,11 +155,14 @@ def _keep(weight: QuantizedWeight, *, dynamic: bool) -> Matmul | None:
     return WeightOnly(codes, codes.codes.dtype)
 
 
-def _choose(weight: Tensor, quantization: str, *, dynamic: bool) -> Matmul:
+def _choose(weight: Tensor, quantization: str, *, dynamic: bool, dtype: torch.dtype | None) -> Matmul:
     if quantization == "none":
+        if dtype == torch.bfloat16 and weight.dtype == torch.float32 and (library := native.library()) is not None:
+            return NativeBf16(weight, library)
         return prepacked(weight)
     if quantization == "int8":
-        if dynamic and (library := native.library()) is not None and NativeInt8.fits(weight, library):
+        library = native.library() if weight.device.type == "cpu" else None
+        if library is not None and NativeInt8.fits(weight, library):
             return NativeInt8(weight, library)
         return DynamicInt8(weight) if dynamic else WeightOnly(weight, torch.int8)
     return ScaledFp8(weight) if ScaledFp8.fits(weight) else WeightOnly(weight, torch.float8_e4m3fn)

@@ -11,10 +11,10 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import structlog
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from slipway_api import names
@@ -42,6 +42,7 @@ from slipway_runtime.server.replica import Replica
 
 log = structlog.get_logger()
 
+MOST_WAIT_SECONDS = 2.0  # of an answer to a startup probe
 ANSWER_SECONDS = 0.2  # a load or an unload that takes longer answers 202, and continues
 
 _B = TypeVar("_B", bound=Body)
@@ -71,9 +72,12 @@ async def _asked(http: Request, kind: type[_B], shape: str, *, or_empty: bool = 
 
 
 @open_routes.get(names.PATH_READY)
-async def ready(http: Request) -> Response:
-    """Readiness: 200 where the replica takes new requests, else 503."""
+async def ready(
+    http: Request, wait_seconds: Annotated[float, Query(alias=names.PARAMETER_WAIT, ge=0, le=MOST_WAIT_SECONDS)] = 0.0
+) -> Response:
+    """Readiness: 200 where the replica takes new requests, else 503; before its first time, after `waitSeconds`."""
     replica: Replica = http.app.state.replica
+    await replica.wait_until_started(wait_seconds)
     body = replica.ready()
     return _wire(body, 200 if body.ready else 503)
 
@@ -198,6 +202,14 @@ async def load_model(http: Request) -> Response:
     choice.choose(await _asked(http, LoadModelRequest, "a ModelSpec, with at least a uri"))
     info = choice.info()
     return _wire(info, 200 if info.loaded else 202)
+
+
+@routes.delete(names.PATH_MODEL)
+async def give_model_back(http: Request) -> Response:
+    """Give the model of POST /model back: 202, then the process starts over; 200 where there is none. After a drain."""
+    choice: ModelChoice = http.app.state.model_choice
+    is_accepted = choice.give_back()
+    return _wire(choice.info(), 202 if is_accepted else 200)
 
 
 @routes.post(names.PATH_SLEEP)

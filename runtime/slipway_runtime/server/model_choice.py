@@ -3,6 +3,8 @@
 The request of POST /model is stored in a file of the pod. A container that the kubelet restarts reads the file and
 loads the same model: the restart of a replica must not depend on the operator.
 
+DELETE /model gives the model of a POST back: the file is removed, and the process starts over as at its first start.
+
 A process in standby has loaded the model of its command line, and answers no requests. The first POST /model with
 the same model claims it: name, revision, tokens, sampling defaults and warm prompts are those of the request.
 
@@ -51,6 +53,8 @@ class ModelChoice:
         self._kept = settings.run_directory / KEPT_REQUEST
         self._chosen: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
         self._claimed: asyncio.Future[RuntimeSettings] = asyncio.get_running_loop().create_future()
+        self._given_back = asyncio.Event()
+        self._is_for_good = bool(settings.model_uri) and not settings.standby  # of the command line
         if settings.model_uri:
             self._take(settings)
             if settings.standby and (claim := _read(self._kept)) is not None:
@@ -107,6 +111,25 @@ class ModelChoice:
         if self._settings.standby:
             _keep(self._kept, request)
             self._take(wanted)
+
+    def give_back(self) -> bool:
+        """Give up the model of an earlier POST /model; False where there is none. Idempotent.
+
+        Raises ApiError 409 for a model of the command line, and while requests may come or are open.
+        """
+        if self._is_for_good:
+            raise ApiError(409, "the model of the command line stays until the pod ends")
+        if not self.is_claimed:
+            return False
+        if not self._replica.is_drained:
+            raise ApiError(409, "drain first: requests are open, or new ones are taken")
+        self._kept.unlink(missing_ok=True)
+        self._given_back.set()
+        return True
+
+    async def given_back(self) -> None:
+        """Wait until the model is given back."""
+        await self._given_back.wait()
 
     def info(self) -> ModelInfo:
         """The model of the process, and whether it is loaded."""

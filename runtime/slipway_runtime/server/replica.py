@@ -8,6 +8,7 @@
 | not loaded    | any      | –                                  | no    | Loading         | yes    |
 | warming up    | any      | –                                  | no    | WarmingUp       | yes    |
 | unclaimed     | any      | –                                  | no    | Standby         | yes    |
+| no model      | any      | –, and the last one left memory    | no    | MemoryNotFreed  | yes    |
 | loaded        | no       | few                                | yes   | Ready           | yes    |
 | loaded        | yes      | few                                | no    | Draining        | yes    |
 | asleep        | no       | –                                  | no    | Sleeping        | yes    |
@@ -15,17 +16,16 @@
 | loaded        | any      | more than `hang_seconds`           | no    | StepLoopStalled | no     |
 | died          | any      | any                                | no    | EngineDead      | no     |
 
-A step is due while the engine has requests. An idle engine gets a ping every few seconds, whose answer is due, so that
-a hanging engine is found before the first request. The allowed time of a step grows with the longest step so far: a
-prompt of 30,000 tokens on a CPU is slow, and does not hang.
+`step_watch.py` says when a step is due, and how long it may take.
 
 A drain makes the replica unready at once, refuses new requests after some seconds (when routers know that it is not
 ready), and finishes the open ones. Requests that still run at the deadline end with an error or, where a gateway
-records the tokens of the stream, with a mark upon which the gateway continues it on another replica.
+records the tokens of the stream, with a mark upon which the gateway continues it on another replica. A replica that
+was never ready refuses at once. Where the engine has died, or hangs for `hang_seconds`, none of its requests will
+finish: then the drain ends at once (ADR 81).
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -35,14 +35,15 @@ import structlog
 
 from slipway_api.runtime_api import DrainStatus, Health, Ready, ReadyReason, Signals, StartupTimes
 from slipway_runtime.engine.client import EngineDead
-from slipway_runtime.messages import EngineStats, FinishReason, Ping, Sleep, WakeUp
+from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
 from slipway_runtime.server.loaded import Identity, LoadedModel
+from slipway_runtime.server.step_watch import StepWatch
+from slipway_runtime.server.text_blocks import TextBlockLog
 
 log = structlog.get_logger()
 
-PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
-LONGEST_STEPS: Final = 4.0  # limit of a step, in multiples of the longest so far: attention grows with the context
+HANG_CHECK_SECONDS: Final = 0.25  # how often a draining replica looks whether its engine hangs
 ENGINE_STOPPED: Final = "the engine of this replica has stopped"
 _ASLEEP: Final = "this replica sleeps until /wake_up is asked for"
 _STARTING: Final = {
@@ -51,10 +52,13 @@ _STARTING: Final = {
     ReadyReason.DOWNLOADING: "the model is being downloaded",
     ReadyReason.LOADING: "the model is loading",
     ReadyReason.WARMING_UP: "the first steps are running",
+    ReadyReason.MEMORY_NOT_FREED: "memory of the model that was given back is still in use",
     ReadyReason.STANDBY: "the model is here and answers after POST /model",
 }
 _BROKEN: Final = frozenset({ReadyReason.STEP_LOOP_STALLED, ReadyReason.ENGINE_DEAD})
+MOST_WAITING: Final = 8  # callers of the open /ready that wait at the same time
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
+HUNG: Final = "the replica is going away and its engine hangs"
 
 
 class Replica:
@@ -71,12 +75,15 @@ class Replica:
     ) -> None:
         self.identity = identity
         self.boot_id = secrets.token_hex(6)
+        self.text_blocks = TextBlockLog(self.boot_id)
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()
         self.serving_token_digests: tuple[str, ...] = ()  # set by POST /model; the serving port requires one of them
         self._phase = ReadyReason.LOADING if identity.uri else ReadyReason.BOOTING
         self._progress = ""
+        self._started_once = asyncio.Event()  # ready for the first time, or drained before
+        self._waiting = 0  # callers of `wait_until_started`
         self._draining = False
         self._refusing = False  # whether new requests are refused: from some seconds after the drain began
         self.drain_timeout = drain_timeout
@@ -86,11 +93,10 @@ class Replica:
         self._hang_seconds = hang_seconds
         self._started = clock()
         self._open: dict[str, bool] = {}  # requests in the engine, and whether another replica can continue each
-        self._busy_since = 0.0
-        self._drained_out: set[str] = set()
+        self._drained_out: dict[str, str] = {}  # requests that a drain has ended, and why
         self._asleep = 0  # level of sleep; 0: awake
-        self._ping: asyncio.Task[None] | None = None
-        self._pinged_at = 0.0
+        self._steps: StepWatch | None = None  # of the loaded engine
+        self._until_it_hangs: asyncio.Task[None] | None = None  # while it drains
 
     # --- phases before ready
 
@@ -103,6 +109,11 @@ class Replica:
         """Note that the engine process has imported torch and the kernels, and waits for a model."""
         if self._phase is ReadyReason.BOOTING:
             self._phase = ReadyReason.NO_MODEL
+
+    def memory_not_freed(self, excess: str) -> None:
+        """Note that the model which was given back has left memory in use; `excess` says how much."""
+        self._phase = ReadyReason.MEMORY_NOT_FREED
+        self._progress = f": {excess}"
 
     def downloading(self) -> None:
         """Note that the model is being downloaded."""
@@ -125,8 +136,12 @@ class Replica:
     def ready_with(self, loaded: LoadedModel, startup: StartupTimes) -> None:
         """Begin to serve requests, unless a drain came first."""
         self.loaded = loaded
+        self._steps = StepWatch(
+            loaded.engine, self.clock, stall_seconds=self._stall_seconds, hang_seconds=self._hang_seconds
+        )
         self.startup = startup
         self._phase = ReadyReason.READY
+        self._started_once.set()
         if self._refusing:
             loaded.engine.drain()
 
@@ -138,14 +153,27 @@ class Replica:
         tokenizer = self.loaded.tokenizer_sha256[:12] if self.loaded else ""
         return "/".join(part for part in (self.identity.model, self.identity.revision, tokenizer) if part)
 
+    async def wait_until_started(self, seconds: float) -> None:
+        """Return when the replica is ready for the first time or begins to drain, or after so long."""
+        if seconds <= 0 or self._started_once.is_set() or self._waiting >= MOST_WAITING:
+            return
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await self._started_once.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting -= 1
+
     def ready(self) -> Ready:
         """Whether the replica takes new requests, and if not, why."""
         if self.loaded is None:
             return Ready(ready=False, reason=self._phase, message=_STARTING[self._phase] + self._progress)
         if not self.loaded.engine.alive:
             return Ready(ready=False, reason=ReadyReason.ENGINE_DEAD, message=ENGINE_STOPPED)
-        stats = self.loaded.engine.stats()
-        silent, limit = self._silent_seconds(stats), self._longest_stall()
+        assert self._steps is not None
+        stats, silent, limit = self.stats(), self._steps.silent_seconds(), self._steps.longest_stall
         if silent > limit:
             return Ready(
                 ready=False,
@@ -166,44 +194,22 @@ class Replica:
             return Health(healthy=True)
         if not self.loaded.engine.alive:
             return Health(healthy=False, message=ENGINE_STOPPED)
-        silent = self._silent_seconds(self.loaded.engine.stats())
-        if silent > self._hang_seconds:
+        assert self._steps is not None
+        if self._steps.hangs:
             limit = f"the limit is {self._hang_seconds:.0f} s"
-            message = f"requests wait and no step for {silent:.0f} s, {limit}: the engine hangs"
+            message = f"requests wait and no step for {self._steps.silent_seconds():.0f} s, {limit}: the engine hangs"
             return Health(healthy=False, message=message)
         return Health(healthy=True)
-
-    def _silent_seconds(self, stats: EngineStats) -> float:
-        """Seconds without a step although one was due; 0 where none is due."""
-        assert self.loaded is not None
-        times, now = self.loaded.engine.times, self.clock()
-        if self._ping is not None and not self._ping.done():
-            return max(0.0, now - max(times.reported_at, self._pinged_at))
-        if stats.running + stats.waiting > stats.paused:
-            return max(0.0, now - max(stats.last_step_at, times.waiting_since, self._busy_since))
-        if now - times.reported_at > PING_AFTER_SECONDS:
-            self._pinged_at, self._ping = now, asyncio.create_task(self._send_ping())
-        return 0.0
-
-    def _longest_stall(self) -> float:
-        """Seconds that a step may take before the replica counts as stalled; at most `hang_seconds`."""
-        assert self.loaded is not None
-        return min(self._stall_seconds + LONGEST_STEPS * self.loaded.engine.times.longest, self._hang_seconds)
-
-    async def _send_ping(self) -> None:
-        """Ping the engine. Readiness probes of the kubelet and the operator, each second, trigger the pings."""
-        assert self.loaded is not None
-        with contextlib.suppress(EngineDead):
-            await self.loaded.engine.call(Ping(call=0))
 
     def signals(self) -> Signals:
         """The load signals for the autoscaler."""
         stats = self.stats()
+        running, waiting = self._requests()
         return Signals(
             boot_id=self.boot_id,
             kv_usage=stats.blocks_live / stats.blocks_total if stats.blocks_total else 0.0,
-            running=stats.running,
-            waiting=stats.waiting,
+            running=running,
+            waiting=waiting,
             waiting_tokens=stats.waiting_tokens,
             draining=self._draining,
             admitted=stats.admitted,
@@ -219,6 +225,19 @@ class Replica:
     def stats(self) -> EngineStats:
         """The engine's statistics; zeros before it is loaded."""
         return self.loaded.engine.stats() if self.loaded is not None else _NOTHING
+
+    def _requests(self) -> tuple[int, int]:
+        """Running and waiting requests. Where the engine makes no step any more, its own counts stay as they were."""
+        if self._can_finish():
+            stats = self.stats()
+            return stats.running, stats.waiting
+        return len(self._open), 0
+
+    def _can_finish(self) -> bool:
+        """Whether the requests of the engine may finish: it has not died and does not hang."""
+        if self.loaded is None or self._steps is None:
+            return True
+        return self.loaded.engine.alive and not self._steps.hangs
 
     @property
     def uptime_seconds(self) -> float:
@@ -242,15 +261,9 @@ class Replica:
         return self.loaded
 
     def opened(self, request_id: str, *, choices: int = 1, can_continue_elsewhere: bool = False) -> None:
-        """Note that a request has entered the engine, which counts each of its choices.
-
-        Starts the time for stall detection if the engine was idle. An engine that hangs makes no step and still counts
-        requests that have left: then a new request must not restart the time.
-        """
-        stats = self.stats()
-        was_idle = stats.running + stats.waiting <= choices or stats.last_step_at >= self._busy_since
-        if not self._open and was_idle:
-            self._busy_since = self.clock()
+        """Note that a request has entered the engine, which counts each of its choices."""
+        if not self._open and self._steps is not None:
+            self._steps.request_came(choices)
         self._open[request_id] = can_continue_elsewhere
 
     def closed(self, request_id: str) -> None:
@@ -259,10 +272,10 @@ class Replica:
 
     def why_it_failed(self, request_id: str, error: str) -> ApiError:
         """The error for the client of a request that the server ended."""
-        if request_id in self._drained_out:
-            return unavailable(DRAINED_OUT, started=True)
         if self.loaded is not None and not self.loaded.engine.alive:
             return unavailable(ENGINE_STOPPED, started=True)
+        if request_id in self._drained_out:
+            return unavailable(self._drained_out[request_id], started=True)
         return ApiError(500, error or "the request was ended by the engine")
 
     # --- sleep
@@ -321,8 +334,12 @@ class Replica:
         """
         if not self._draining:
             log.info("draining", reason=reason, open=len(self._open))
+            self._until_it_hangs = asyncio.create_task(self._end_when_the_engine_hangs())
+        if self.loaded is None:
+            refuse_after_seconds = 0.0  # it was never ready: no router sends it anything
         seconds = self.drain_timeout if timeout_seconds is None else timeout_seconds
         self._draining = True
+        self._started_once.set()
         self._deadline = _earlier(self._deadline, seconds, self._end_what_is_left)
         if min(seconds, refuse_after_seconds) <= 0:
             self._refuse_new_requests()
@@ -337,7 +354,7 @@ class Replica:
 
     def undrain(self) -> DrainStatus:
         """End the drain: take requests again."""
-        for timer in (self._deadline, self._refuse_at):
+        for timer in (self._deadline, self._refuse_at, self._until_it_hangs):
             if timer is not None:
                 timer.cancel()
         self._deadline = self._refuse_at = None
@@ -349,13 +366,17 @@ class Replica:
 
     def drain_status(self) -> DrainStatus:
         """Progress of a drain; a request counts until its last byte is written to the socket."""
-        stats = self.stats()
-        running = max(stats.running, len(self._open) - stats.waiting)
-        return DrainStatus(draining=self._draining, running=running, waiting=stats.waiting)
+        running, waiting = self._requests()
+        return DrainStatus(draining=self._draining, running=max(running, len(self._open) - waiting), waiting=waiting)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether new requests are refused and no request is left."""
+        return self._refusing and self.drain_status().is_drained
 
     async def drained(self) -> None:
         """Wait until new requests are refused and no request is left."""
-        while not (self._refusing and self.drain_status().is_drained):  # noqa: ASYNC110  counters of engine and server
+        while not self.is_drained:  # noqa: ASYNC110  counters of engine and server
             await asyncio.sleep(0.05)  # the engine's statistics come with its steps, not as an event
 
     async def all_closed(self) -> None:
@@ -363,10 +384,18 @@ class Replica:
         while self._open:  # noqa: ASYNC110  only at the end of the process
             await asyncio.sleep(0.02)
 
-    def _end_what_is_left(self) -> None:
+    async def _end_when_the_engine_hangs(self) -> None:
+        """End a drain in which nothing can finish any more: its streams end now, or go on elsewhere."""
+        while self._can_finish():  # noqa: ASYNC110  a hang is an event that does not happen
+            await asyncio.sleep(HANG_CHECK_SECONDS)
+        log.warning("the drain ends: the engine makes no step any more", open=len(self._open))
+        self._refuse_new_requests()
+        self._end_what_is_left(HUNG)
+
+    def _end_what_is_left(self, why: str = DRAINED_OUT) -> None:
         assert self.loaded is not None or not self._open
         for request_id, can_continue_elsewhere in sorted(self._open.items()):
-            self._drained_out.add(request_id)
+            self._drained_out[request_id] = why
             assert self.loaded is not None
             reason = FinishReason.HANDED_OVER if can_continue_elsewhere else FinishReason.ERROR
             self.loaded.engine.abort(request_id, reason)

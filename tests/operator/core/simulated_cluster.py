@@ -54,6 +54,7 @@ from tests.operator.core.simulated_traffic import SimulatedTraffic
 from tests.operator.core.stale_cache import StaleCache
 
 TICK = timedelta(seconds=1)
+HANG_LIMIT = timedelta(seconds=120)  # the runtime's --hang-seconds
 _FACTS = {
     names.ANNOTATION_NODE_LEAVING_SINCE: "leaving_since",
     names.ANNOTATION_NODE_DRAIN_FORCED: "drain_forced",
@@ -458,19 +459,22 @@ class SimulatedCluster(Faults):
             pod.replica = replace(pod.replica, waiting_reason="ImagePullBackOff")
             return
         if pod.replica.phase == "Pending":
-            pod.replica = replace(pod.replica, phase="Running", waiting_reason="")
+            pod.replica = replace(pod.replica, phase="Running", waiting_reason="", running_since=self.now)
         pod.loads_for -= seconds
         if pod.drain_arrives_at is not None and self.now >= pod.drain_arrives_at:
             pod.drains = True
         flaps = pod.flaps_until is not None and self.now < pod.flaps_until
         is_started = pod.loads_for <= 0 and not pod.replica.waiting_reason
-        if is_started != pod.replica.started:
+        was_started = pod.replica.started  # the kubelet writes Ready a moment after `started`
+        if is_started != was_started:
             pod.replica = replace(pod.replica, started=is_started)
-        self._set_ready(pod, is_ready=is_started and not (pod.drains or flaps or pod.is_hung))
+        self._set_ready(pod, is_ready=is_started and was_started and not (pod.drains or flaps or pod.is_hung))
         if pod.drains and pod.running and self.now.second % 3 == 0 and not pod.is_hung:
             pod.running -= 1
         if pod.drains:
             pod.waiting = 0  # what waits gets its turn
+            if pod.is_hung and self.now >= pod.hung_since + HANG_LIMIT:
+                pod.running = 0  # its runtime ends what cannot finish
         if pod.answers and pod.loads_for <= 0:
             answer = Sample(at=self.now, kv_usage=pod.kv, running=pod.running, waiting=pod.waiting, draining=pod.drains)
             for ago in reversed(range(min(seconds, pod.late_by + 1))):

@@ -50,6 +50,7 @@ class Faults:
         """Its engine stands still; its ports answer."""
         self.faults += 1
         self.pods[name].is_hung = True
+        self.pods[name].hung_since = self.now
         self.pods[name].disturbed_until = self.now
 
     def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
@@ -64,6 +65,7 @@ class Faults:
             started=False,
             waiting_reason="CrashLoopBackOff",
             restarts=restarts,
+            running_since=self.now,
             last_word=last_word,
         )
 

@@ -26,6 +26,7 @@ class SimulatedPod:
     flaps_until: Any = None  # its readiness probe fails until then
     disturbed_until: Any = None  # when the last fault of its own began, or ends
     is_hung: bool = False  # its engine stands still
+    hung_since: Any = None
     is_ending: bool = False  # it drains for good, whatever it is asked
     drain_arrives_at: Any = None
     said: list[Sample] = field(default_factory=list)  # the answers on their way

@@ -302,7 +302,8 @@ async def test_a_leaked_block_is_found_when_the_engine_is_idle(stage):
 
 
 @pytest.mark.capability("API-10")
-async def test_who_does_not_read_is_paused_and_goes_on_where_it_was(stage, monkeypatch):
+async def test_a_stream_that_is_not_read_is_paused_and_goes_on_where_it_was(stage, monkeypatch):
+    """Chaos C11: it read a count before the engine had told it."""
     monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 10)
     monkeypatch.setattr("slipway_runtime.engine.stream.RESUME_UNREAD", 2)
     stage.close_gate()
@@ -327,7 +328,8 @@ async def test_who_does_not_read_is_paused_and_goes_on_where_it_was(stage, monke
 @pytest.mark.parametrize(
     ("deadline", "limit", "reason"), [(None, 0.0, FinishReason.CANCELLED), (0.0, 60.0, FinishReason.TIMEOUT)]
 )
-async def test_who_never_comes_back_is_ended_though_no_step_runs(monkeypatch, deadline, limit, reason):
+async def test_a_stream_that_is_never_read_again_is_ended_though_no_step_runs(monkeypatch, deadline, limit, reason):
+    """Chaos C11: it hung on a busy machine."""
     monkeypatch.setattr("slipway_runtime.engine.stream.PAUSE_UNREAD", 5)
     stage = Stage()
     client = stage.client = EngineClient(

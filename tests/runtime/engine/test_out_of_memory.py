@@ -38,7 +38,7 @@ def reasons(served: Served) -> dict[str, FinishReason | None]:
 
 
 @pytest.mark.capability("OB-8")
-def test_who_is_in_the_step_ends_and_who_waits_is_answered_as_always(served: Served):
+def test_requests_in_the_step_end_and_waiting_ones_are_answered_as_always(served: Served):
     wanted = {first: alone(served, first=first) for first in (1, 4)}
     served.engine._scheduler.forget_prefixes()
     served.outputs.clear()

@@ -153,7 +153,7 @@ def test_after_a_step_that_failed_on_one_rank_none_is_tried(tmp_path):
         ranks.execute(OutOfMemory(), SchedulerOutput(step=2))
 
 
-def test_who_lets_go_of_ranks_ends_them(tmp_path):
+def test_ranks_end_when_nothing_refers_to_them(tmp_path):
     a_checkpoint(tmp_path)
     (meeting := tmp_path / "meeting").mkdir()
     ranks = Ranks(decide(tmp_path, OPTIONS), directory=meeting, on_death=lambda _: None)

@@ -18,7 +18,7 @@ from slipway_runtime.kernels import fixed_order, kv_pages, reference
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for
 from slipway_runtime.kernels.native import Native
 from slipway_runtime.kernels.native.compile import build
-from slipway_runtime.layers.matmul_native import LARGEST_ROW, NativeInt8, NativePacked
+from slipway_runtime.layers.matmul_native import LARGEST_ROW, NativeBf16, NativeInt8, NativePacked
 from slipway_runtime.layers.matmul_quantized import WeightOnly
 
 CPU = torch.device("cpu")
@@ -43,6 +43,21 @@ def test_packed_weights_multiply_as_plain_ones(library: Native, rows: int, out_s
 def test_a_matrix_deeper_than_a_panel_keeps_its_sum(library):
     weight, x = a_matrix(50, 2500), torch.randn(11, 2500)
     torch.testing.assert_close(NativePacked(weight, library)(x), F.linear(x, weight), atol=2e-4, rtol=1e-4)
+
+
+@SHARED
+@given(rows=st.integers(1, 70), out_size=st.integers(1, 200), in_size=st.integers(1, 150))
+def test_bfloat16_weights_multiply_within_the_error_of_a_float32_sum(
+    library: Native, rows: int, out_size: int, in_size: int
+) -> None:
+    """Products of bfloat16 numbers are exact in float32; each of the `in_size` additions rounds by at most 2⁻²⁴."""
+    weight, x = a_matrix(out_size, in_size), torch.randn(rows, in_size)
+    rounded = x.bfloat16() if library.rounds_to_bf16 else x
+    exact = rounded.double() @ weight.bfloat16().double().T
+    most = (in_size + 1) * 2**-24 * 1.01 * (rounded.double().abs() @ weight.bfloat16().double().abs().T)
+    y = NativeBf16(weight, library)(x)
+    assert ((y.double() - exact).abs() <= most + 1e-30).all()
+    assert torch.equal(NativeBf16(weight.bfloat16(), library)(x), y)
 
 
 @pytest.mark.capability("QZ-1")
@@ -71,15 +86,15 @@ def test_the_largest_sum_of_bytes_fits(library):
 
 
 @pytest.mark.capability("API-19")
-@pytest.mark.parametrize("make", [NativePacked, NativeInt8])
+@pytest.mark.parametrize("make", [NativePacked, NativeBf16, NativeInt8])
 def test_the_product_of_a_row_depends_on_no_other(library, make):
     weight = a_matrix(130, 1100)
     if make is NativeInt8 and not NativeInt8.fits(weight, library):
         pytest.skip("this processor does not multiply bytes")
-    matmul, x = make(weight, library), torch.randn(41, 1100)
+    matmul, x = make(weight, library), torch.randn(161, 1100)
     assert matmul.rows_are_independent
     whole = matmul(x)
-    for start, count in ((0, 1), (3, 2), (5, 8), (7, 9), (1, 40), (40, 1)):
+    for start, count in ((0, 1), (3, 2), (5, 8), (7, 9), (1, 40), (40, 1), (2, 16), (9, 17), (128, 33), (160, 1)):
         assert torch.equal(matmul(x[start : start + count]), whole[start : start + count])
     library.set_threads(2)
     try:
@@ -88,7 +103,7 @@ def test_the_product_of_a_row_depends_on_no_other(library, make):
         library.set_threads(1)
 
 
-@pytest.mark.parametrize("make", [NativePacked, NativeInt8])
+@pytest.mark.parametrize("make", [NativePacked, NativeBf16, NativeInt8])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_row_that_overflowed_says_so_and_harms_no_other(library, make, odd):
     weight = a_matrix(60, 33)
@@ -147,6 +162,18 @@ def test_heads_are_normed_rotated_and_stored_as_by_the_reference(compiled, head_
         torch.testing.assert_close(ours, expected, atol=1.0 if kv_dtype == torch.int8 else 1e-5, rtol=step)
 
 
+def test_a_bfloat16_cache_stores_what_torch_rounds_to(compiled):
+    tokens, kv_heads, page, head_dim = 4, 2, 4, 20
+    qkv = torch.randn(tokens, 3 * kv_heads, head_dim)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38, 1e-45, -0.0, 1 + 2**-8, 1 + 3 * 2**-8])
+    qkv[1, -1, : len(odd)] = odd  # a value, which is not rotated
+    cos, sin = torch.ones(tokens, 1, head_dim), torch.zeros(tokens, 1, head_dim)
+    caches = [torch.zeros(3, 2, kv_heads, page, head_dim, dtype=torch.bfloat16) for _ in range(2)]
+    for each, cache in zip((reference, compiled), caches, strict=True):
+        each.rope_and_store(qkv.clone(), cos, sin, cache, torch.tensor([5, 0, 11, 6]), kv_heads)
+    torch.testing.assert_close(caches[1], caches[0], atol=0, rtol=0, equal_nan=True)
+
+
 # --- attention
 
 
@@ -160,7 +187,7 @@ def a_cache(
     cache = torch.zeros(shape, dtype=kv_dtype)
     positions = np.arange(length)
     kv_pages.store(
-        torch.randn(length, 2, kv_heads, head_dim),
+        torch.randn(length, 2, kv_heads, head_dim).to(kv_dtype if kv_dtype == torch.bfloat16 else torch.float32),
         cache,
         torch.from_numpy(table[positions // page] * page + positions % page),
     )
@@ -168,10 +195,10 @@ def a_cache(
 
 
 @pytest.mark.capability("API-19", "KV-11")
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("groups", "head_dim", "page", "window"),
-    [(3, 64, 16, None), (1, 40, 16, 9), (4, 128, 8, 70), (9, 16, 1, None), (2, 20, 48, 100)],
+    [(3, 64, 16, None), (1, 40, 16, 9), (4, 128, 8, 70), (9, 16, 1, None), (2, 20, 48, 100), (5, 32, 16, 33)],
 )
 def test_attention_of_a_token_is_the_same_however_its_prompt_was_cut(
     compiled: Kernels, groups: int, head_dim: int, page: int, window: int | None, kv_dtype: torch.dtype
@@ -180,13 +207,18 @@ def test_attention_of_a_token_is_the_same_however_its_prompt_was_cut(
     length, kv_heads = 203, 2
     cache, table = a_cache(kv_dtype, length, page, kv_heads, head_dim)
     q = torch.randn(length, kv_heads * groups, head_dim)
+    if kv_dtype == torch.bfloat16:
+        q = q.bfloat16().float()  # tiles multiply rounded queries
 
     def attend(each: Kernels, start: int, end: int) -> torch.Tensor:
         plan = each.plan_attention(np.array([start]), np.array([end - start]), table, page, q)
         return each.paged_attention(q[start:end], q[start:end], cache, plan, 0.2, window)
 
     whole = attend(compiled, 0, length)
-    torch.testing.assert_close(whole, attend(fixed_order, 0, length), atol=2e-5, rtol=1e-4)
+    plain = cache.float() if kv_dtype == torch.bfloat16 else cache
+    plan = fixed_order.plan_attention(np.array([0]), np.array([length]), table, page, q)
+    expected = fixed_order.paged_attention(q, q, plain, plan, 0.2, window)
+    torch.testing.assert_close(whole, expected, atol=2e-5, rtol=1e-4)
     for start, end in ((0, 1), (0, 7), (7, 8), (8, 72), (63, 66), (72, 202), (202, 203), (150, 151)):
         assert torch.equal(attend(compiled, start, end), whole[start:end])
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from slipway_runtime.kernels import native
 from tests.runtime.checkpoints import a_checkpoint
+from tests.runtime.machine import Machine, Stretch
 from tests.runtime.models.logits import KERNELS, Bench, assert_close, check_logits, oracle, some_tokens
 
 SHAPES = {
@@ -145,3 +147,15 @@ def test_bfloat16_stays_close_to_transformers_in_bfloat16(tmp_path):
     theirs, exact = oracle(model, tokens), oracle(model.float(), tokens)
     drift, theirs_drift = (ours - exact).abs().mean(), (theirs - exact).abs().mean()
     assert drift < 1.5 * theirs_drift, "no further from float32 than transformers is"
+
+
+def test_compiled_bfloat16_is_closer_to_float32_than_transformers_in_bfloat16(tmp_path):
+    """Matrices and KV are bfloat16, what is between them is float32."""
+    if native.library() is None:
+        pytest.skip("there are no compiled kernels here")
+    model = a_checkpoint(tmp_path).to(torch.bfloat16)
+    machine, tokens = Machine(tmp_path, dtype=torch.bfloat16, rows=1), some_tokens(40, seed=2)
+    ours = machine.logits(Stretch(0, tokens, 0, 40))[0]
+    theirs, exact = oracle(model, tokens), oracle(model.float(), tokens)
+    assert (ours - exact).abs().mean() < 0.9 * (theirs - exact).abs().mean()
+    assert machine.caches[0].dtype == torch.bfloat16

@@ -61,7 +61,7 @@ def test_long_prompts_ahead_mean_a_longer_wait_than_their_number_says():
 
 
 @pytest.mark.capability("BS-4")
-def test_who_would_wait_too_long_is_told_at_once():
+def test_a_request_that_would_wait_too_long_is_refused_at_once():
     admission = a_queue_that_starts(per_second=0.5, max_wait_seconds=30)
     admission.admit(waiting=15, waiting_tokens=0, prompt_tokens=1, now=8.0)
     with pytest.raises(Overloaded, match="about 32 s, the limit is 30 s") as refusal:

@@ -39,7 +39,7 @@ def test_weights_divide_the_tokens():
 
 
 @pytest.mark.capability("BS-6")
-def test_who_comes_back_from_silence_has_saved_up_nothing():
+def test_a_tenant_that_sent_nothing_has_no_credit():
     play = Play(blocks=200, max_num_seqs=2, budget=32)
     flood(play, {"busy": 100})
     for _ in range(100):

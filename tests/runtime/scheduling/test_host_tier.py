@@ -77,7 +77,7 @@ def test_a_slot_is_read_before_it_is_given_to_another_block_in_the_same_plan():
 
 
 @pytest.mark.capability("KV-12")
-def test_who_comes_in_the_same_step_finds_what_is_on_its_way_back():
+def test_requests_of_the_same_step_share_the_blocks_that_are_copied_back():
     play = Play(blocks=14, budget=64, host_blocks=40)
     chat(play, "first", [*SYSTEM, 40])
     others(play, 3)
@@ -105,7 +105,7 @@ def test_evicted_again_it_costs_no_second_copy():
 
 
 @pytest.mark.capability("KV-12", "KV-7")
-def test_who_was_preempted_comes_back_with_what_it_had():
+def test_a_preempted_request_resumes_with_its_blocks_of_host_memory():
     play = Play(blocks=8, block_size=2, max_num_seqs=2, budget=16, host_blocks=32)
     play.add("a", [1, 2, 3], max_tokens=10)
     play.add("b", [4, 5, 6], max_tokens=10)
@@ -183,7 +183,7 @@ def test_it_goes_with_its_adapter_and_with_a_flush():
     assert chat(play, "after the flush", [*SYSTEM, 42]) == 0
 
 
-def test_who_wants_the_prompt_scored_computes_it():
+def test_a_request_for_prompt_logprobs_takes_nothing_from_host_memory():
     play = Play(blocks=12, budget=64, host_blocks=40)
     chat(play, "first", [*SYSTEM, 40])
     others(play, 2)

@@ -52,7 +52,7 @@ def test_with_everybody_paused_there_is_no_work_until_one_goes_on():
 
 
 @pytest.mark.parametrize("short", [{"max_num_seqs": 1}, {"blocks": 6, "max_num_seqs": 2}], ids=["rows", "blocks"])
-def test_who_is_paused_makes_room_for_who_waits_and_comes_back(short):
+def test_a_paused_request_makes_room_for_a_waiting_one_and_resumes(short):
     play = Play(block_size=4, budget=16, **short)
     play.add("slow", range(1, 10), max_tokens=8)
     play.step()

@@ -300,7 +300,7 @@ def test_two_lrus_with_little_memory_for_adapters_fill_the_cache_with_kv_that_no
 
 
 @pytest.mark.capability("ML-2")
-def test_whoever_looks_sees_how_many_requests_an_adapter_has():
+def test_the_requests_of_an_adapter_are_counted():
     stage = a_play()
 
     def requests() -> int:

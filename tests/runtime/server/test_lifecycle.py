@@ -14,7 +14,7 @@ from slipway_api.runtime_api import DrainStatus, Ready, ReadyReason, Signals, St
 from slipway_runtime.engine.client import StepTimes
 from slipway_runtime.main import ask_for_drain
 from slipway_runtime.server.admin import serve_control
-from slipway_runtime.server.replica import DRAINED_OUT
+from slipway_runtime.server.replica import DRAINED_OUT, HUNG, MOST_WAITING
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 
 
@@ -49,6 +49,32 @@ async def test_a_replica_is_alive_at_once_and_ready_only_when_its_model_answers(
         assert await ready_of(replica) == (200, ReadyReason.READY)
         assert replica.replica.signals().starting == ""
         assert (await replica.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.capability("RD-3", "AS-5")
+async def test_the_answer_to_a_startup_probe_waits_until_the_replica_is_ready():
+    async with a_replica(load=False) as replica:
+        waiting = asyncio.create_task(replica.admin("/ready?waitSeconds=2"))
+        async with asyncio.timeout(60):
+            while not replica.replica._waiting:  # noqa: ASYNC110  the request takes its way through a socket
+                await asyncio.sleep(0)
+        replica.replica.ready_with(replica.models[0], StartupTimes())
+        assert (await waiting).status_code == 200
+        assert (await replica.admin("/ready?waitSeconds=2")).status_code == 200
+
+
+@pytest.mark.capability("RD-3")
+async def test_the_answer_to_a_startup_probe_waits_no_longer_than_it_may_nor_when_a_drain_begins():
+    async with a_replica(load=False) as replica:
+        for wait, status in (("0.01", 503), ("-1", 400), ("3", 400), ("long", 400), ("nan", 400)):
+            assert (await replica.admin(f"/ready?waitSeconds={wait}")).status_code == status
+        waiting = [asyncio.create_task(replica.replica.wait_until_started(3600)) for _ in range(MOST_WAITING)]
+        await asyncio.sleep(0)
+        assert (await replica.admin("/ready?waitSeconds=2")).status_code == 503, "one more is answered at once"
+        assert not any(one.done() for one in waiting)
+
+        replica.replica.drain(60, "the pod is deleted")
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
 
 
 @pytest.mark.capability("RD-3", "RD-9")
@@ -251,6 +277,74 @@ async def test_at_the_deadline_of_a_drain_a_stream_ends_with_an_error_event():
 
         assert json.loads(rest[-2][6:])["error"]["message"] == DRAINED_OUT
         assert rest[-1] == "data: [DONE]"
+        async with asyncio.timeout(60):
+            await replica.replica.drained()
+
+
+@pytest.mark.capability("RD-2", "RD-9")
+async def test_a_drain_of_a_hung_engine_ends_its_streams_at_once_and_leaves_no_request():
+    """ADR 81: the hour of the drain is for streams that can finish."""
+    async with a_replica() as replica, replica.streaming(**FOREVER) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        replica.steps.hold()
+        replica.clock.ahead += 121
+        assert (await replica.admin("/health")).status_code == 503
+        await replica.admin("/drain", "POST", json={"timeoutSeconds": 3600, "refuseAfterSeconds": 3000})
+        rest = [line async for line in lines if line]
+
+        assert json.loads(rest[-2][6:])["error"]["message"] == HUNG
+        async with asyncio.timeout(60):
+            await replica.replica.drained()
+        assert replica.client.stats().running == 1, "the engine counts it for ever"
+        signals = Signals.model_validate_json((await replica.admin("/signals")).content)
+        assert (signals.draining, signals.running, signals.waiting) == (True, 0, 0)
+        replica.steps.let_go()
+
+
+@pytest.mark.capability("RD-1", "RD-9")
+async def test_a_drain_that_begins_during_a_stall_waits_until_the_engine_goes_on_or_hangs():
+    """ADR 81: a stall of less than --hang-seconds does not shorten a drain."""
+    async with a_replica() as replica, replica.streaming(**FOREVER) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        replica.steps.hold()
+        replica.clock.ahead += 100
+        await replica.admin("/drain", "POST", json={"timeoutSeconds": 3600})
+        assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+        ending = replica.replica._until_it_hangs
+        assert ending is not None
+        replica.steps.allow(3)
+        await replica.until(lambda stats: stats.generated_tokens >= 3)
+        assert (ending.done(), replica.replica.drain_status().running) == (False, 1)
+
+        replica.clock.ahead += 121
+        rest = [line async for line in lines if line]
+        assert json.loads(rest[-2][6:])["error"]["message"] == HUNG
+        replica.steps.let_go()
+
+
+@pytest.mark.capability("RD-1", "RD-9")
+async def test_a_drain_ends_when_the_engine_dies():
+    """ADR 81: the counts of a dead engine stay as they were."""
+    async with a_replica() as replica:
+        replica.steps.hold()
+        asking = asyncio.create_task(replica.chat(**FOREVER))
+        await replica.until(lambda stats: stats.running + stats.waiting == 1)
+        await replica.admin("/drain", "POST", json={"timeoutSeconds": 3600})
+        replica.steps.failure = RuntimeError("broken")
+        replica.steps.let_go()
+
+        assert (await asking).status_code == 503
+        async with asyncio.timeout(60):
+            await replica.replica.drained()
+
+
+@pytest.mark.capability("RD-1")
+async def test_a_replica_that_was_never_ready_has_drained_at_once():
+    """ADR 81: no router sends it anything, so it does not wait for routers. Such is a container that restarted."""
+    async with a_replica(load=False) as replica:
+        replica.replica.drain(3600, refuse_after_seconds=3000)
         async with asyncio.timeout(60):
             await replica.replica.drained()
 

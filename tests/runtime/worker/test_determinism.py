@@ -110,7 +110,11 @@ def test_without_determinism_only_tokens_within_rounding_may_differ():
 
 
 @pytest.mark.capability("API-19")
-@pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_dtype": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_dtype": "fp8"}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("family", "shape"),
     [("qwen2", {}), ("qwen3", {"head_dim": 20}), ("mistral", {"sliding_window": 9, "num_key_value_heads": 1})],

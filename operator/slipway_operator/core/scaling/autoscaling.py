@@ -21,7 +21,7 @@ from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.actions import earliest
 from slipway_operator.core.observed import PastRecommendation
-from slipway_operator.core.scaling.limits import Bounds, bounds_of
+from slipway_operator.core.scaling.limits import LIMIT_NAMES, Bounds, bounds_of
 from slipway_operator.core.scaling.signals import (
     TIME_TO_ANSWER,
     Readings,
@@ -370,6 +370,7 @@ def _evidence(
     deciding = [value for value, wanted in wanted_by.items() if desired < current or wanted == recommended]
     measured = ", ".join(str(value) for value in deciding)
     age = max(0, int((now - (readings.oldest or now)).total_seconds()))
-    limit = f"; {recommended} wanted, limited by {limited_by.value}" if limited_by and desired != recommended else ""
+    named = LIMIT_NAMES[limited_by] if limited_by and desired != recommended else ""
+    limit = f"; {recommended} wanted, limited by {named}" if named else ""
     shortage = f": {capacity_shortage}" if limited_by is Limit.LIMITED_BY_CAPACITY else ""
     return f"{change}: {measured} ({len(readings.metered)}/{readings.ready} pods, {age}s old){limit}{shortage}"

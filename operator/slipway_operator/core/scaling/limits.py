@@ -1,12 +1,25 @@
 """The limits within which autoscaling decides: minReplicas or the active schedule, maxReplicas or the budget. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from slipway_api.autoscaling import Autoscaling, Limit
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_operator.core.scaling.schedules import Scheduled
 
 NOTHING_SCHEDULED = Scheduled(None, None)
+LIMIT_NAMES: Final[Mapping[Limit, str]] = {
+    Limit.LIMITED_BY_MAX: "maxReplicas",
+    Limit.MIN_REPLICAS: "minReplicas",
+    Limit.LIMITED_BY_BUDGET: "budget.maxGPUs",
+    Limit.LIMITED_BY_CAPACITY: "the cluster's capacity",
+    Limit.SCALE_UP_RATE: "behavior.scaleUp.maxPods",
+    Limit.SCALE_DOWN_RATE: "behavior.scaleDown.maxPods",
+    Limit.STABILIZATION_WINDOW: "the stabilization window",
+    Limit.LIVE_DEMAND: "the requests that run now",
+}
+"""The limits as sentences name them: by the field of the spec where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ from slipway_operator.core.service.target import Target, choose_target
 from slipway_operator.core.service.undrain import take_back
 from slipway_operator.core.service.upgrade import choose_revision
 from slipway_operator.core.warm_pool.claim import Claims, describe_wait, load_claimed, wait_events
+from slipway_operator.core.warm_pool.give_back import DELETION, Returns
 
 LOOK_AT_SIGNALS: Final = timedelta(seconds=15)  # an idle replica causes no event: look whether it still answers
 NEXT_VICTIM_AFTER: Final = timedelta(seconds=1)
@@ -324,7 +325,7 @@ def _one_victim_at_a_time(
     goes with its node is not chosen by us, so it is not counted.
     """
     rules, limits = _drain_rules(observed.service), observed.service.spec.rollout.rolling_update
-    steps, has_victim = Steps(), False
+    steps, has_victim, returns = Steps(), False, Returns(observed, now)
     must_stay = 0 if decided.rollout.may_empty else max(0, decided.desired - limits.max_unavailable)
     spare = sum(one.is_ready for one in decided.members) - must_stay
     for member, reason in leaving:
@@ -337,7 +338,7 @@ def _one_victim_at_a_time(
             elif member.is_ready and spare <= 0:
                 continue
             has_victim = True
-        steps += next_step
+        steps += returns.instead_of_deletion(member.replica, next_step)
     return steps
 
 
@@ -384,9 +385,10 @@ def _drain_all(observed: Observed, members: tuple[Member, ...], now: datetime) -
     if not holding:
         release = RemoveFinalizer(finalizer=names.FINALIZER, reason="no replica is left to drain")
         return Plan(actions=(release,), status=None)
-    steps = Steps()
+    steps, returns = Steps(), Returns(observed, now)
     for member in holding:
-        steps += drain_replica(member.replica, _drain_rules(service), now, reason="the service is being deleted")
+        next_step = drain_replica(member.replica, _drain_rules(service), now, reason=DELETION)
+        steps += returns.instead_of_deletion(member.replica, next_step)
     ends = [one.replica.deleted_at + GONE_AFTER for one in holding if one.replica.deleted_at]
     return Plan(
         actions=steps.actions,

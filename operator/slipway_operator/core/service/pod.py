@@ -24,6 +24,7 @@ from slipway_operator.core.service.revision import Revision, owner_reference
 PREFERRED: Final = "preferredDuringSchedulingIgnoredDuringExecution"
 GPU_PRODUCT_LABEL: Final = "nvidia.com/gpu.product"
 OWN_MOUNTS: Final = {"tmp": "/tmp", "run": names.RUN_DIRECTORY, "cache": names.CACHE_DIRECTORY}  # noqa: S108  a mount
+STARTUP_WAIT_SECONDS: Final = 0.9  # within the period of 1 s, so that as many probes fail as seconds pass
 SHARED_MEMORY: Final = {"shm": "/dev/shm"}  # noqa: S108  GPUs that share a model meet there; a container has 64 MB of it
 
 
@@ -235,13 +236,20 @@ def _resources(service: InferenceService, overlay: ContainerOverlay) -> dict[str
 
 
 def _probes(startup_timeout_seconds: int) -> dict[str, Any]:
-    """The probes: startup (loading takes minutes), readiness and liveness."""
+    """The probes: startup (loading takes minutes), readiness and liveness.
+
+    A container that fails startup or liveness has nothing to finish: it does not get the grace of a whole drain. The
+    answer to a startup probe waits: a replica that becomes ready does not wait for the next one.
+    """
+    failed = {"terminationGracePeriodSeconds": GRACE_AFTER_DRAIN_SECONDS}
+    started = {"path": f"{names.PATH_READY}?{names.PARAMETER_WAIT}={STARTUP_WAIT_SECONDS}", "port": "admin"}
+    startup = {"httpGet": started, "periodSeconds": 1, "timeoutSeconds": 2}
     ready = {"httpGet": {"path": names.PATH_READY, "port": "admin"}}
     health = {"httpGet": {"path": names.PATH_HEALTH, "port": "admin"}}
     return {
-        "startupProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": startup_timeout_seconds},
+        "startupProbe": startup | {"failureThreshold": startup_timeout_seconds} | failed,
         "readinessProbe": ready | {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 3},
-        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
+        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3} | failed,
     }
 
 

@@ -31,7 +31,7 @@ from slipway_operator.core.service.replicas import SCALING_DOWN
 TAKE_BACK_WITHIN: Final = timedelta(seconds=60)
 PATIENCE: Final = timedelta(seconds=10)
 ASK_AGAIN: Final = timedelta(seconds=2)
-FRESH: Final = timedelta(seconds=10)  # a draining replica is asked every 2 s
+FRESH: Final = timedelta(seconds=10)  # a draining replica is asked every 1.5 s
 TIME_TO_BE_READY: Final = timedelta(seconds=10)  # for the kubelet's next probe
 
 

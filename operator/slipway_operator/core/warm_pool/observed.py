@@ -18,6 +18,8 @@ class PoolPod:
     replica: Replica
     resource_version: str = ""
     shape: str = ""  # annotation slipway.dev/warm-shape
+    template: str = ""  # annotation slipway.dev/warm-template
+    returned_at: datetime | None = None  # annotation slipway.dev/returned-at; None: no service has had it
     service: str = ""  # label: of a claimed pod, and of one that was started cold
     is_miss: bool = False  # started cold by a service that names the pool
 
@@ -31,6 +33,12 @@ class PoolPod:
         """Whether it has started as far as its level says, and waits for a claim."""
         sample = self.replica.sample
         return sample is not None and sample.starting in CLAIMABLE
+
+    @property
+    def has_service_model(self) -> bool:
+        """Whether it has returned, and its process still has the model of the service."""
+        sample = self.replica.sample
+        return self.returned_at is not None and sample is not None and not sample.starting
 
     @property
     def has_ended(self) -> bool:

@@ -3,15 +3,17 @@
 Only pods that wait for a claim are the pool's; a claimed pod belongs to its service, and the pool does nothing with it
 but count it. A deletion names the version of the pod that was read: a pod that was claimed since then has another one,
 so it is left alone. At most `refill.maxConcurrent` pods start at a time, not within `refill.delaySeconds` of a claim,
-and after pods that ended by themselves not before a pause of 10, 20, 40 … 300 s.
+and after pods that ended by themselves not before a pause of 10, 20, 40 … 300 s. A pod that a service has returned
+still has its model: it is asked to give it back until it has, and counts as starting meanwhile.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, islice
-from typing import Final
+from typing import Any, Final
 
+from slipway_api import names
 from slipway_api.warm_pool import WarmPoolStatus
 from slipway_api.warm_pool_conditions import PoolEvent
 from slipway_operator.core.actions import Action, CreatePod, DeletePod, Event, earliest
@@ -21,6 +23,13 @@ from slipway_operator.core.service.replicas import backoff
 from slipway_operator.core.warm_pool.autosize import Size, wanted_size
 from slipway_operator.core.warm_pool.observed import Backoff, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.pod import build_pool_pod, pool_pod_name
+from slipway_operator.core.warm_pool.recycle import (
+    Recycled,
+    ask_for_models,
+    find_aged,
+    find_unreturned,
+    next_recycling,
+)
 from slipway_operator.core.warm_pool.shape import Shape, differing_parts, shape_of_pool
 from slipway_operator.core.warm_pool.status import Counts, build_status, status_events
 from slipway_operator.core.warm_pool.uses import count_uses, last_claim
@@ -28,6 +37,7 @@ from slipway_operator.core.warm_pool.uses import count_uses, last_claim
 GRACE_SECONDS: Final = 30  # nothing runs in a pod that waits
 RESTARTS_UNTIL_REPLACED: Final = 3
 MOST_YIELDS: Final = 64
+NO_ACCESS: Final = PortAccess(nonce="", admin_digests=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +75,13 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     left = [pod for pod in left if pod not in [one.pod for one in yielded]]
     surplus = _remove_surplus(left, size)
     left = [pod for pod in left if pod not in [one.pod for one in surplus]]
+    unreturned = [_recycle(one) for one in find_unreturned(left, pool.spec.level, now)]
+    left = [pod for pod in left if pod not in [one.pod for one in unreturned]]
     outdated = _remove_outdated(observed, left, shape)
     left = [pod for pod in left if pod not in [one.pod for one in outdated]]
-    removals = (*ended, *yielded, *surplus, *outdated)
+    aged = _remove_aged(observed, left, size, shape, now) if not outdated else []
+    left = [pod for pod in left if pod not in [one.pod for one in aged]]
+    removals = (*ended, *yielded, *surplus, *unreturned, *outdated, *aged)
 
     resume_at = _paused_until(observed, pause, last_claim(uses.listed))
     creations: tuple[CreatePod, ...] = ()
@@ -83,6 +97,7 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
         image_error=next((_image_error(pod) for pod in left if _image_error(pod)), ""),
         backoff=pause,
         yielded_to=yielded_to,
+        returned=frozenset(pod.name for pod in left if pod.returned_at is not None),
     )
     status = build_status(observed, counts, uses, now)
     booted = frozenset(pod.name for pod in left if _can_be_claimed(pod, observed))
@@ -93,9 +108,10 @@ def plan(observed: ObservedPool, now: datetime) -> PoolPlan:
     again_at = earliest(
         resume_at if resume_at and resume_at > now else None,
         size.again_at,
+        next_recycling(left, pool.spec, now),
     )
     return PoolPlan(
-        actions=(*(_delete(one) for one in removals), *creations),
+        actions=(*(_delete(one) for one in removals), *ask_for_models(left), *creations),
         status=status,
         events=events,
         requeue_after=None if again_at is None else max(0.0, (again_at - now).total_seconds()),
@@ -163,15 +179,30 @@ def _remove_outdated(observed: ObservedPool, live: Sequence[PoolPod], shape: Sha
     starting = sum(not pod.is_booted and not differing_parts(pod.shape, shape) for pod in live)
     room = max(0, observed.pool.spec.refill.max_concurrent - starting)
     outdated = [(pod, parts) for pod in _coldest_first(live, observed) if (parts := differing_parts(pod.shape, shape))]
-    removals = [_recycle(pod, parts) for pod, parts in outdated[:room]]
+    removals = [
+        _recycle(Recycled(pod, f"the pool asks for other pods: {', '.join(parts)}")) for pod, parts in outdated[:room]
+    ]
     cordoned = [pod for pod in live if is_cordoned(pod.replica, observed.nodes)]
     known = [one.pod for one in removals]
     removals += [_Removal(pod, f"its node {pod.replica.node} is cordoned") for pod in cordoned if pod not in known]
     return removals
 
 
-def _recycle(pod: PoolPod, parts: Sequence[str]) -> _Removal:
-    message = f"{pod.name} is replaced: the pool asks for other pods: {', '.join(parts)}"
+def _remove_aged(
+    observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: Shape, now: datetime
+) -> list[_Removal]:
+    """At most one pod that is too old, or built by another version of the operator."""
+    if observed.fault or not live:
+        return []
+    claimable = sum(_can_be_claimed(pod, observed) for pod in live)
+    template = _build(observed, 0, shape, NO_ACCESS)["metadata"]["annotations"][names.ANNOTATION_WARM_TEMPLATE]
+    aged = find_aged(live, observed.pool.spec, template, now, claimable=claimable, size=size.pods)
+    return [_recycle(one) for one in aged]
+
+
+def _recycle(recycled: Recycled) -> _Removal:
+    pod = recycled.pod
+    message = f"{pod.name} is replaced: {recycled.why}"
     return _Removal(pod, message, Event(reason=PoolEvent.POD_RECYCLED, action="Delete", message=message, pod=pod.name))
 
 
@@ -204,26 +235,29 @@ def _refill(observed: ObservedPool, live: Sequence[PoolPod], size: Size, shape: 
     starting = sum(not pod.is_booted for pod in live)
     missing = min(size.pods - len(live), pool.spec.refill.max_concurrent - starting)
     taken = {pod.name for pod in observed.pods} | observed.taken_names
-    names = (name for number in count() if (name := pool_pod_name(pool.metadata.name, number)) not in taken)
+    free = (name for number in count() if (name := pool_pod_name(pool.metadata.name, number)) not in taken)
     creations = []
     for _ in range(max(0, missing)):
-        name = next(names)
+        name = next(free)
         nonce = derive_nonce(observed.nonce_seed, pool.metadata.namespace, name)
         access = PortAccess(nonce=nonce, admin_digests=observed.token_digests(pool.metadata.namespace, name, nonce))
         number = int(name.rsplit("-", 1)[1])
-        image = pool.spec.image or observed.defaults.runtime_image
-        manifest = build_pool_pod(
-            pool,
-            number,
-            shape,
-            image=image,
-            access=access,
-            node_cache=observed.defaults.node_cache,
-            user=observed.defaults.pod_user,
-        )
+        manifest = _build(observed, number, shape, access)
         reason = f"{len(live)} of {size.pods} pods wait: {size.reason}"
         creations.append(CreatePod(name=name, manifest=manifest, reason=reason))
     return tuple(creations)
+
+
+def _build(observed: ObservedPool, number: int, shape: Shape, access: PortAccess) -> dict[str, Any]:
+    return build_pool_pod(
+        observed.pool,
+        number,
+        shape,
+        image=observed.pool.spec.image or observed.defaults.runtime_image,
+        access=access,
+        node_cache=observed.defaults.node_cache,
+        user=observed.defaults.pod_user,
+    )
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------

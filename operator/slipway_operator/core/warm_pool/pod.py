@@ -7,6 +7,9 @@ grace period is the longest that a service may ask for, and the startup probe wa
 operator replaces a claimed pod that does not become ready in time.
 """
 
+import hashlib
+import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from slipway_api import names
@@ -18,6 +21,7 @@ from slipway_operator.core.service.revision import Revision
 from slipway_operator.core.warm_pool.shape import Shape, write_shape
 from slipway_operator.core.warm_pool.stand_in import stand_in_service
 
+_DIGITS: Final = 8
 LONGEST_GRACE_SECONDS: Final = 3630  # the longest spec.drain.timeoutSeconds, and 30
 NEVER: Final = 2**31 - 1  # failures of the startup probe until the kubelet restarts the container: 68 years
 
@@ -49,23 +53,6 @@ def build_pool_pod(
         }
     )
     pod = build_pod(bare, revision, slot=0, attempt=0, access=access, node_cache=node_cache, user=user)
-    pod["metadata"] = {
-        "name": pool_pod_name(name, number),
-        "namespace": pool.metadata.namespace,
-        "labels": {
-            **spec.template.metadata.labels,
-            names.LABEL_MANAGED_BY: names.MANAGED_BY,
-            "app.kubernetes.io/name": name,
-            names.LABEL_POOL: name,
-            names.LABEL_STATE: names.STATE_WARM,
-        },
-        "annotations": {
-            **spec.template.metadata.annotations,
-            names.ANNOTATION_WARM_SHAPE: write_shape(shape),
-            **access.annotations(),
-        },
-        "ownerReferences": [pool_owner(pool)],
-    }
     (server,) = pod["spec"]["containers"]
     if spec.level is WarmLevel.BOOTED:
         server["args"] = ["serve", "--port", str(names.SERVING_PORT), "--admin-port", str(names.ADMIN_PORT)]
@@ -75,7 +62,42 @@ def build_pool_pod(
     pod["spec"]["terminationGracePeriodSeconds"] = LONGEST_GRACE_SECONDS
     spread = pod["spec"]["topologySpreadConstraints"][0]
     spread["labelSelector"] = {"matchLabels": {names.LABEL_POOL: name}}
+    metadata = waiting_metadata(pool)
+    pod["metadata"] = {
+        "name": pool_pod_name(name, number),
+        "namespace": pool.metadata.namespace,
+        "labels": metadata["labels"],
+        "annotations": {
+            **metadata["annotations"],
+            names.ANNOTATION_WARM_SHAPE: write_shape(shape),
+            names.ANNOTATION_WARM_TEMPLATE: digest_template(pod, access),
+            **access.annotations(),
+        },
+        "ownerReferences": [pool_owner(pool)],
+    }
     return pod
+
+
+def digest_template(pod: Mapping[str, Any], access: PortAccess) -> str:
+    """A digest of the pod's spec without what differs from pod to pod: the digests of its admin tokens."""
+    tokens = ",".join(access.admin_digests)
+    text = json.dumps(pod["spec"], sort_keys=True)
+    return hashlib.sha256((text.replace(tokens, "") if tokens else text).encode()).hexdigest()[:_DIGITS]
+
+
+def waiting_metadata(pool: WarmPool) -> dict[str, dict[str, str]]:
+    """Labels and annotations of every pod that waits, also of one that has returned from a service."""
+    template, name = pool.spec.template.metadata, pool.metadata.name
+    return {
+        "labels": {
+            **template.labels,
+            names.LABEL_MANAGED_BY: names.MANAGED_BY,
+            "app.kubernetes.io/name": name,
+            names.LABEL_POOL: name,
+            names.LABEL_STATE: names.STATE_WARM,
+        },
+        "annotations": dict(template.annotations),
+    }
 
 
 def pool_owner(pool: WarmPool) -> dict[str, Any]:

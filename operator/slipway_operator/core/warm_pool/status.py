@@ -38,6 +38,7 @@ class Counts:
     image_error: str = ""
     backoff: Backoff
     yielded_to: tuple[str, ...] = ()
+    returned: frozenset[str] = frozenset()  # names of the pods that a service has had
 
     @property
     def warming(self) -> int:
@@ -140,8 +141,10 @@ def status_events(
     before, size = observed.pool.status, counts.size
     events = []
     for name in sorted(booted - observed.booted_before) if observed.booted_before is not None else ():
-        message = f"{name} can be claimed: {counts.ready} of {size.pods}"
-        events.append(Event(reason=PoolEvent.POD_WARMED, action="Start", message=message, pod=name))
+        is_back = name in counts.returned
+        message = f"{name} can be claimed{' again' if is_back else ''}: {counts.ready} of {size.pods}"
+        reason, action = (PoolEvent.POD_RETURNED, "Return") if is_back else (PoolEvent.POD_WARMED, "Start")
+        events.append(Event(reason=reason, action=action, message=message, pod=name))
     for use in uses.new:
         if use.hit:
             message = f"{use.pod} is a replica of {use.service}; {counts.ready} of {size.pods} pods are left"

@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from slipway_api.runtime_api import ReadyReason
+from slipway_api.warm_pool import WarmPool
 
 # No model, or its model with no name: what the process says while a claim can have it.
 CLAIMABLE: Final = (ReadyReason.NO_MODEL, ReadyReason.STANDBY)
@@ -38,3 +39,4 @@ class WarmSupply:
     pool: str
     pool_uid: str = ""  # empty: there is no such WarmPool
     pods: tuple[WarmPod, ...] = ()
+    resource: WarmPool | None = None  # None: there is none, it is being deleted, or it cannot be read

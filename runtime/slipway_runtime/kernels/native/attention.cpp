@@ -8,14 +8,18 @@
 // QUERIES neighbouring tokens of a sequence go through a tile together, and with them the query heads of a KV head:
 // they share the reading of keys and values. Keys are turned on their side first, so that a vector holds the scores of
 // LANES keys and nothing is summed across lanes. One-byte caches are turned back into numbers a tile at a time.
+//
+// Where there is a tile unit and the cache is bfloat16, it multiplies keys, where they lie, by queries that are rounded
+// to bfloat16; the rest is the same.
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int KEYS = 64;
 constexpr int QUERIES = 8;
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
 constexpr int ROWS = 6;
 #else
 constexpr int ROWS = 3;
@@ -26,8 +30,8 @@ constexpr int64_t WORTH_A_THREAD = 1 << 16;  // scores
 struct Cache {
     const uint8_t *bytes;  // (blocks, 2, kv heads, page bytes)
     int64_t kv_heads, page, size;
-    int kind;  // 0: float32, else codes with a scale behind a page's codes: 1 int8, 2 float8_e4m3fn
-    int64_t page_bytes() const { return kind == 0 ? page * size * 4 : page * (size + 4); }
+    int kind;  // 0: float32, 3: bfloat16, else codes with a scale behind a page's codes: 1 int8, 2 float8_e4m3fn
+    int64_t page_bytes() const { return page * (kind == 0 ? size * 4 : kind == 3 ? size * 2 : size + 4); }
 };
 
 float FLOAT8[256];
@@ -48,6 +52,14 @@ INLINE void read_tile(const Cache &cache, const int64_t *table, int64_t first, i
         }
         float *row = buffer + j * padded;
         rows[j] = row;
+        if (cache.kind == 3) {
+            const uint16_t *halves_of = (const uint16_t *)of_head + place * cache.size;
+            for (int64_t d = 0; d < padded; d += LANES) {
+                int64_t room = cache.size - d;
+                store(row + d, room >= LANES ? from_bf16(halves_of + d, LANES) : from_bf16(halves_of + d, room));
+            }
+            continue;
+        }
         const uint8_t *codes = of_head + place * cache.size;
         float scale = 1;
         if (cache.kind) std::memcpy(&scale, of_head + cache.page * cache.size + 4 * place, 4);
@@ -56,6 +68,21 @@ INLINE void read_tile(const Cache &cache, const int64_t *table, int64_t first, i
                      : cache.kind == 1 ? (float)(int8_t)codes[d] * scale
                                        : FLOAT8[codes[d]] * scale;
         for (int64_t d = cache.size; d < padded; d++) row[d] = 0;
+    }
+}
+
+// Asks for the keys and values of `count` positions, which lie apart by blocks, so that no hardware foresees them.
+INLINE void prefetch_tile(const Cache &cache, const int64_t *table, int64_t first, int64_t count, int64_t head) {
+    int64_t row = cache.page_bytes() / cache.page;
+    for (int64_t done = 0; done < count;) {
+        int64_t block = (first + done) / cache.page, place = (first + done) % cache.page;
+        int64_t here = cache.page - place < count - done ? cache.page - place : count - done;
+        for (int kv = 0; kv < 2; kv++) {
+            const uint8_t *from = cache.bytes + ((table[block] * 2 + kv) * cache.kv_heads + head) * cache.page_bytes();
+            for (int64_t byte = place * row; byte < (place + here) * row; byte += 64)
+                __builtin_prefetch(from + byte, 0, 2);
+        }
+        done += here;
     }
 }
 
@@ -132,13 +159,58 @@ INLINE void accumulate_any(int rows, int vectors, float *const *sums, const floa
         case 1: return accumulate_rows<1>(vectors, sums, a, row, from, to);
         case 2: return accumulate_rows<2>(vectors, sums, a, row, from, to);
         case 3: return accumulate_rows<3>(vectors, sums, a, row, from, to);
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
         case 4: return accumulate_rows<4>(vectors, sums, a, row, from, to);
         case 5: return accumulate_rows<5>(vectors, sums, a, row, from, to);
         default: return accumulate_rows<6>(vectors, sums, a, row, from, to);
 #endif
     }
 }
+
+#if defined(__AMX_TILE__)
+constexpr int PAIRS = TILE_BYTES / 4;  // of a head's numbers, in a row of a tile
+
+INLINE bool multiplies_tiles(const Cache &cache) {
+    return cache.kind == 3 && cache.page % TILE_ROWS == 0 && cache.size % (2 * PAIRS) == 0;
+}
+
+// q: (size) -> column `column` of the tiles (size / 32, PAIRS, TILE_OUTPUTS, 2) in bfloat16.
+INLINE void pack_query(const float *q, int64_t size, uint16_t *packed, int column) {
+    for (int64_t d = 0; d < size; d += LANES) {
+        uint32_t pairs[LANES / 2];
+        store_bf16((uint16_t *)pairs, load(q + d), LANES);
+        for (int i = 0; i < LANES / 2; i++)
+            std::memcpy(packed + ((d / 2 + i) * TILE_OUTPUTS + column) * 2, pairs + i, sizeof *pairs);
+    }
+}
+
+// The scores of `count` keys from `first` on and of 16 queries: (16, KEYS), of which `wanted` are stored.
+INLINE void score_tile(const Cache &cache, const int64_t *table, int64_t first, int count, int64_t head,
+                       const uint16_t *packed, float *scores, int wanted) {
+    alignas(64) float of_keys[TILE_ROWS * TILE_OUTPUTS];
+    for (int j = 0; j < count; j += TILE_ROWS) {
+        int64_t block = (first + j) / cache.page, place = (first + j) % cache.page;
+        const uint8_t *keys = cache.bytes + (table[block] * 2 * cache.kv_heads + head) * cache.page_bytes() +
+                              place * cache.size * 2;
+        asm volatile("" ::: "memory");
+        _tile_zero(0);
+        for (int64_t d = 0; d < cache.size; d += 2 * PAIRS) {
+            _tile_loadd(4, keys + d * 2, cache.size * 2);
+            _tile_loadd(6, packed + d * TILE_OUTPUTS, TILE_BYTES);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, of_keys, TILE_BYTES);
+        asm volatile("" ::: "memory");
+        vec block_of[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) block_of[i] = load(of_keys + i * TILE_OUTPUTS);
+        transpose(block_of);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (i < wanted) store(scores + i * KEYS + j, block_of[i]);
+    }
+}
+#endif
 
 // One query head of one token, and what it has seen so far.
 struct Query {
@@ -178,7 +250,7 @@ INLINE void weigh(Query &query, float scale, float softcap, int64_t padded) {
     for (int64_t d = 0; d < padded; d += LANES) store(query.sum + d, load(query.sum + d) * keep);
 }
 
-// `count` queries, at most ROWS, and one tile.
+// `count` queries, at most ROWS, and one tile. turned: its keys; null: the queries have their scores.
 INLINE void attend(Query **queries, int count, const float *turned, const float *const *values, int64_t size,
                    int64_t padded, float scale, float softcap) {
     const float *a[ROWS];
@@ -189,9 +261,10 @@ INLINE void attend(Query **queries, int count, const float *turned, const float 
         needed = query.to > needed ? query.to : needed;
         all_from = query.from > all_from ? query.from : all_from;
         all_to = query.to < all_to ? query.to : all_to;
-        for (int j = 0; j < KEYS; j += LANES) store(query.scores + j, vec{});
+        if (turned)
+            for (int j = 0; j < KEYS; j += LANES) store(query.scores + j, vec{});
     }
-    for (int j = 0; j < needed; j += WIDTH * LANES) {
+    for (int j = 0; turned && j < needed; j += WIDTH * LANES) {
         int vectors = (needed - j + LANES - 1) / LANES;
         for (int r = 0; r < count; r++) a[r] = queries[r]->q, sums[r] = queries[r]->scores + j;
         auto row = [=](int d) { return turned + d * KEYS + j; };
@@ -237,15 +310,27 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
     bool in_place = cache.kind == 0 && padded == size;
     int num_queries = count * step.groups;
     Query queries[num_queries], *seeing[num_queries];
-    float scores[num_queries * KEYS], sums[num_queries * padded], turned[padded * KEYS];
+#if defined(__AMX_TILE__)
+    bool by_tiles = multiplies_tiles(cache);
+    int64_t query_blocks = (num_queries + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
+    uint16_t packed[by_tiles ? query_blocks * size * TILE_OUTPUTS : 1];
+#else
+    constexpr bool by_tiles = false;
+#endif
+    float scores[num_queries * KEYS], sums[num_queries * padded], turned[by_tiles ? 1 : padded * KEYS];
     float buffer[in_place ? 1 : KEYS * padded];
     const float *rows[KEYS];
     std::memset(sums, 0, sizeof(float) * num_queries * padded);
-    std::memset(turned, 0, sizeof(float) * padded * KEYS);
+    if (by_tiles) std::memset(scores, 0, sizeof(float) * num_queries * KEYS);
+    else std::memset(turned, 0, sizeof(float) * padded * KEYS);
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
         queries[m] = {step.q + own * step.q_stride + of_head * size, scores + m * KEYS, sums + m * padded,
                       step.positions[own], step.sinks ? step.sinks[of_head] : -1e30f, step.sinks ? 1.0f : 0.0f, 0, 0};
+#if defined(__AMX_TILE__)
+        if (by_tiles)
+            pack_query(queries[m].q, size, packed + m / TILE_OUTPUTS * size * TILE_OUTPUTS, m % TILE_OUTPUTS);
+#endif
     }
     auto oldest = [&](int64_t position) {
         return step.window > 0 && position >= step.window ? position - step.window + 1 : 0;
@@ -254,8 +339,17 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
     int64_t end = queries[num_queries - 1].position + 1;
     for (int64_t first = oldest(queries[0].position) / KEYS * KEYS; first < end; first += KEYS) {
         int present = end - first < KEYS ? end - first : KEYS, count_seeing = 0;
-        read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
-        turn(rows, present, padded, turned);
+        if (first + KEYS < end)
+            prefetch_tile(cache, table, first + KEYS, end - first - KEYS < KEYS ? end - first - KEYS : KEYS, head);
+#if defined(__AMX_TILE__)
+        if (by_tiles)
+            for (int m = 0; m < num_queries; m += TILE_OUTPUTS)
+                score_tile(cache, table, first, present, head, packed + m * size, scores + m * KEYS, num_queries - m);
+#endif
+        if (!by_tiles) {
+            read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
+            turn(rows, present, padded, turned);
+        }
         read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
         for (int m = 0; m < num_queries; m++) {
             int64_t from = oldest(queries[m].position) - first, to = queries[m].position + 1 - first;
@@ -264,8 +358,8 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
             if (queries[m].from < queries[m].to) seeing[count_seeing++] = &queries[m];
         }
         for (int m = 0; m < count_seeing; m += ROWS)
-            attend(seeing + m, count_seeing - m < ROWS ? count_seeing - m : ROWS, turned, rows, size, padded,
-                   step.scale, step.softcap);
+            attend(seeing + m, count_seeing - m < ROWS ? count_seeing - m : ROWS, by_tiles ? nullptr : turned, rows,
+                   size, padded, step.scale, step.softcap);
     }
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
@@ -294,9 +388,14 @@ EXPORT void attend_pages(const float *q, int64_t q_stride, const void *cache, in
                             float scale, int64_t window, float softcap, const float *sinks, int64_t num_scores) {
     Step step{q, out, {(const uint8_t *)cache, kv_heads, page, size, (int)kind}, tables, positions, q_stride, width,
               query_heads / kv_heads, window, scale, softcap, sinks};
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && num_scores * query_heads > WORTH_A_THREAD)
-    for (int64_t item = 0; item < num_tiles * kv_heads; item++) {
-        const int64_t *tile = tiles + item / kv_heads * 3;
-        attend_tile(step, tile[0], (int)tile[1], tile[2], item % kv_heads);
+#pragma omp parallel num_threads(threads) if (threads > 1 && num_scores * query_heads > WORTH_A_THREAD)
+    {
+        START_TILES(INT64_MAX);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < num_tiles * kv_heads; item++) {
+            const int64_t *tile = tiles + item / kv_heads * 3;
+            attend_tile(step, tile[0], (int)tile[1], tile[2], item % kv_heads);
+        }
+        END_TILES();
     }
 }

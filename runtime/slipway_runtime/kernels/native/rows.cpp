@@ -38,6 +38,20 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int64_t size) {
     }
 }
 
+// x: (size) -> numbers `first` … of a cache in float32 (kind 0) or bfloat16.
+INLINE void copy_head(const float *x, void *cache, int64_t first, int64_t size, int64_t kind) {
+    if (kind == 0) {
+        std::memcpy((float *)cache + first, x, sizeof(float) * size);
+        return;
+    }
+    for (int64_t i = 0; i < size; i += LANES) {
+        uint16_t *to = (uint16_t *)cache + first + i;
+        int64_t room = size - i;
+        if (room >= LANES) store_bf16(to, load(x + i), LANES);
+        else store_bf16(to, load_some(x + i, room), room);
+    }
+}
+
 }  // namespace
 
 // x: (rows, size), weight: (size) -> out: (rows, size).
@@ -94,9 +108,10 @@ EXPORT void geglu(const float *gate_up, float *out, int64_t rows, int64_t size) 
 }
 
 // qkv: (tokens, query heads + 2 · kv heads, size). Queries and keys are normed where there are weights, and rotated in
-// place; keys and values go to their slots of a float32 cache (blocks, 2, kv heads, page, size), where there is one.
-EXPORT void rope_and_store(float *qkv, const float *cos, const float *sin, int64_t angles_stride, float *cache,
-                           const int64_t *slots, const float *query_norm, const float *key_norm, float eps,
+// place; keys and values go to their slots of a cache (blocks, 2, kv heads, page, size), where there is one: float32
+// (kind 0) or bfloat16.
+EXPORT void rope_and_store(float *qkv, const float *cos, const float *sin, int64_t angles_stride, void *cache,
+                           int64_t kind, const int64_t *slots, const float *query_norm, const float *key_norm, float eps,
                            int64_t tokens, int64_t query_heads, int64_t kv_heads, int64_t size, int64_t page) {
     int64_t heads = query_heads + 2 * kv_heads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && tokens * heads * size > WORTH_A_THREAD)
@@ -110,7 +125,7 @@ EXPORT void rope_and_store(float *qkv, const float *cos, const float *sin, int64
         if (!cache) continue;
         int64_t block = slots[token] / page, place = slots[token] % page;
         for (int64_t head = 0; head < 2 * kv_heads; head++)
-            std::memcpy(cache + ((block * 2 * kv_heads + head) * page + place) * size,
-                        own + (query_heads + head) * size, sizeof(float) * size);
+            copy_head(own + (query_heads + head) * size, cache, ((block * 2 * kv_heads + head) * page + place) * size,
+                      size, kind);
     }
 }

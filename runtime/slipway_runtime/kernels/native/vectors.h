@@ -11,8 +11,22 @@
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4;
 #else
 constexpr int LANES = 8;
+#endif
+
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+#define MANY_REGISTERS 1  // 32, else 16
+#else
+#define MANY_REGISTERS 0
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define MULTIPLIES_BYTES 1
+#else
+#define MULTIPLIES_BYTES 0
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -37,18 +51,48 @@ INLINE vec load_some(const float *from, int count) {
 
 INLINE void store_some(float *to, vec x, int count) { std::memcpy(to, &x, sizeof(float) * count); }
 
+// bfloat16: the upper half of a float32. Rounds to the nearest, halves to even, as torch does.
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+INLINE vec from_bf16(const uint16_t *from, int count) {
+    halves x{};
+    std::memcpy(&x, from, sizeof(uint16_t) * count);
+    return (vec)(__builtin_convertvector(x, ivec) << 16);
+}
+
+INLINE void store_bf16(uint16_t *to, vec x, int count) {
+    ivec bits = (ivec)x, kept = (bits >> 16) & 1;
+    ivec rounded = (ivec)choose(x == x, (vec)(bits + 0x7fff + kept), (vec)(ivec{} + 0x7fc00000));
+    halves upper = __builtin_convertvector((rounded >> 16) & 0xffff, halves);
+    std::memcpy(to, &upper, sizeof(uint16_t) * count);
+}
+
 // Halves on each other until one number is left: the order is the same for every vector.
 #if defined(__AVX512F__)
 typedef float half __attribute__((vector_size(32)));
 INLINE half low(vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE half high(vec x) { return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15); }
-#else
+#elif !defined(__ARM_NEON)
 typedef vec half;
 #endif
+#if !defined(__ARM_NEON)
 typedef float quarter __attribute__((vector_size(16)));
 INLINE quarter low_quarter(half x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
 INLINE quarter high_quarter(half x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+#endif
 
+#if defined(__ARM_NEON)
+INLINE float sum(vec x) {
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1);
+    return x[0] + x[1];
+}
+
+INLINE float largest(vec x) {
+    vec other = __builtin_shufflevector(x, x, 2, 3, 0, 1);
+    x = x > other ? x : other;
+    return x[0] > x[1] ? x[0] : x[1];
+}
+#else
 INLINE float sum(vec x) {
 #if defined(__AVX512F__)
     half h = low(x) + high(x);
@@ -71,6 +115,7 @@ INLINE float largest(vec x) {
     q = q > other ? q : other;
     return q[0] > q[1] ? q[0] : q[1];
 }
+#endif
 
 // e to the power of x, to two units in the last place; exactly 1 at 0, exactly 0 below -87, NaN stays NaN.
 // Cody and Waite's reduction with the polynomial of Cephes' expf.

@@ -10,7 +10,7 @@ from slipway_api.conditions import Reason
 from slipway_api.inference_status import ScalingDecision
 from slipway_operator.core.observed import Demand, PastRecommendation, Sample
 from slipway_operator.core.scaling.autoscaling import HISTORY_LENGTH, Past, Recommendation, decide, with_change
-from slipway_operator.core.scaling.limits import bounds_of
+from slipway_operator.core.scaling.limits import LIMIT_NAMES, bounds_of
 from slipway_operator.core.scaling.signals import Readings
 from tests.builders import T0, minutes, seconds
 
@@ -258,7 +258,7 @@ def test_without_room_for_the_last_ones_no_more_are_asked_for():
         quick(), Readings(metered=pods(2, kv=0.95), pending=0), current=2, capacity_shortage="0/2 nodes are available"
     )
     assert (answer.desired, answer.verdict) == (2, Reason.LIMITED_BY_CAPACITY)
-    assert answer.reason.endswith("3 wanted, limited by LimitedByCapacity: 0/2 nodes are available")
+    assert answer.reason.endswith("3 wanted, limited by the cluster's capacity: 0/2 nodes are available")
 
 
 @pytest.mark.capability("AS-4")
@@ -291,7 +291,7 @@ def test_tells_the_evidence():
     assert down.reason == "4→2: KVCacheUtilization 0.20 < 0.80, QueueDepth 0.00 < 2.00 (3/4 pods, 4s old)"
 
     limited = ask(quick(maxReplicas=4), Readings(metered=pods(2, waiting=9, at=T0)), current=2)
-    assert limited.reason == ("2→4: QueueDepth 9.00 > 2.00 (2/2 pods, 0s old); 9 wanted, limited by LimitedByMax")
+    assert limited.reason == ("2→4: QueueDepth 9.00 > 2.00 (2/2 pods, 0s old); 9 wanted, limited by maxReplicas")
     assert limited.verdict is Reason.LIMITED_BY_MAX
 
 
@@ -319,7 +319,7 @@ def test_each_limit_is_named_where_it_holds_the_number(limit, rules, readings, f
 
     assert answer.limited_by is limit
     assert answer.desired != answer.recommended
-    assert answer.reason.count(f"{answer.recommended} wanted, limited by {limit.value}") == 1
+    assert answer.reason.count(f"{answer.recommended} wanted, limited by {LIMIT_NAMES[limit]}") == 1
 
 
 # --- windows and rates --------------------------------------------------------------------------------------------

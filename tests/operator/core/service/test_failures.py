@@ -1,5 +1,7 @@
 """What fails while a service lives, as stories: probes, engines, nodes, device plugins, rollouts that cannot start."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.builders import a_service, edited, minutes
@@ -203,6 +205,54 @@ def test_a_hung_engine_is_replaced_after_the_stated_time():
     assert "ReplicaReplaced" in world.event_reasons()
     world.run(60)
     assert len(world.pods) == 2
+
+
+@pytest.mark.capability("RD-9")
+def test_a_server_that_has_loaded_for_minutes_is_not_replaced_when_it_has_just_started():
+    """ADR 81: it counted as unhealthy for the moment in which it had started and was not Ready yet."""
+    world = SimulatedCluster(a_service(replicas=2), load_seconds=300)
+    world.reconcile()
+    world.run(330)
+    originals = {pod.replica.uid for pod in world.ready}
+    assert len(originals) == 2
+    name = next(iter(world.pods))
+    world.crash_loop(name, restarts=1)
+    world.pods[name].replica = replace(world.pods[name].replica, waiting_reason="")  # the kubelet starts it at once
+    world.pods[name].loads_for = 300
+    world.run(330)
+    assert {pod.replica.uid for pod in world.ready} == originals
+    assert "ReplicaReplaced" not in world.event_reasons()
+
+
+@pytest.mark.capability("RD-9")
+def test_a_hung_engine_with_streams_does_not_stay_until_the_deadline_of_its_drain():
+    """ADR 81: its runtime ends the streams, because none of them can finish."""
+    world = running(2, drain={"timeoutSeconds": 3600})
+    name = next(iter(world.pods))
+    world.pods[name].running = 3
+    world.hang(name)
+    world.run(240)
+    assert name not in world.pods
+    assert len(world.ready) == len(world.pods) == 2
+    assert "DrainTimedOut" not in world.event_reasons()
+
+
+@pytest.mark.capability("RD-2", "RD-9")
+def test_a_drain_during_a_short_stall_is_not_shortened():
+    """ADR 81: the engine goes on, and so do its streams."""
+    world = running(2, drain={"timeoutSeconds": 3600})
+    for pod in world.pods.values():
+        pod.running = 30
+    world.service = edited(world.service, replicas=1)
+    world.run(5)
+    (leaving,) = world.draining
+    world.hang(leaving.replica.name)
+    world.run(60)
+    assert (leaving.running > 0, leaving.replica.deleted_at) == (True, None)
+    leaving.is_hung = False
+    world.run(120)
+    assert leaving.replica.name not in world.pods
+    assert "DrainTimedOut" not in world.event_reasons()
 
 
 @pytest.mark.capability("RD-9", "RD-10")

@@ -93,11 +93,21 @@ def test_startup_readiness_and_liveness_are_three_different_questions():
     server = server_of(a_service(runtime={"startupTimeoutSeconds": 900}))
 
     startup, readiness, liveness = (server[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe"))
-    assert startup["httpGet"] == readiness["httpGet"] == {"path": "/ready", "port": "admin"}
+    assert readiness["httpGet"] == {"path": "/ready", "port": "admin"}
+    assert startup["httpGet"] == {"path": "/ready?waitSeconds=0.9", "port": "admin"}
     assert liveness["httpGet"] == {"path": "/health", "port": "admin"}
     assert startup["periodSeconds"] * startup["failureThreshold"] == 900
     assert readiness["periodSeconds"] * readiness["failureThreshold"] <= 5
     assert server["lifecycle"]["preStop"]["exec"]["command"] == ["slipway-runtime", "drain"]
+
+
+@pytest.mark.capability("RD-9")
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe"])
+def test_a_container_that_failed_is_restarted_without_the_grace_of_a_drain(probe: str):
+    """ADR 81: a hung server would stay for the hour that its streams may take to drain."""
+    server = server_of(a_service(drain={"timeoutSeconds": 3600}))
+
+    assert server[probe]["terminationGracePeriodSeconds"] == 30
 
 
 def test_grace_covers_the_whole_drain():

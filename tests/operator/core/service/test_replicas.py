@@ -76,6 +76,10 @@ def leaving(result):
         (hung_since(T0 - seconds(90)), (), Stage.UNHEALTHY),
         (hung_since(T0 - seconds(89)), (), Stage.UNREADY),
         (hung_since(T0 - seconds(90)), (BACK,), Stage.UNREADY),
+        (hung_since(T0 - seconds(90)).but(running_since=T0 - minutes(9)), (), Stage.UNHEALTHY),
+        (hung_since(T0 - minutes(9)).but(running_since=T0 - minutes(9)), (), Stage.UNREADY),  # loaded for 9 minutes
+        (hung_since(T0 - minutes(9)).but(running_since=T0 - minutes(8)), (), Stage.UNREADY),  # restarted, and loaded
+        (hung_since(T0 - minutes(40)).but(running_since=T0 - minutes(39)), (), Stage.UNHEALTHY),  # never became ready
         (pod().ready().says(draining=True), (), Stage.UNREADY),
         (pod().ready().deleted(T0 - seconds(30)), (), Stage.STUCK),
     ],

@@ -8,7 +8,9 @@ from typing import Any
 from slipway_api import names
 from slipway_api.warm_pool import WarmPool, WarmPoolStatus
 from slipway_operator.core.observed import Node, Replica, Sample
+from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.warm_pool.observed import HungryReplica, ObservedPool, PoolPod
+from slipway_operator.core.warm_pool.pod import build_pool_pod
 from slipway_operator.core.warm_pool.shape import shape_of_pool, write_shape
 from tests.builders import DEFAULTS, IMAGE, T0, digests
 
@@ -39,7 +41,19 @@ class APoolPod:
         return self.but(phase="Running", node="node-1", sample=sample)
 
     def of_shape(self, **spec: Any) -> "APoolPod":
-        return APoolPod(replace(self.facts, shape=write_shape(shape_of_pool(a_pool(**spec), IMAGE))))
+        """As the pool of this spec makes its pods."""
+        pool = a_pool(**spec)
+        shape = shape_of_pool(pool, IMAGE)
+        access = PortAccess(nonce="n", admin_digests=("digest",))
+        made = build_pool_pod(pool, 7, shape, image=spec.get("image", IMAGE), access=access, user=DEFAULTS.pod_user)
+        template = made["metadata"]["annotations"][names.ANNOTATION_WARM_TEMPLATE]
+        return APoolPod(replace(self.facts, shape=write_shape(shape), template=template))
+
+    def returned(self, at: datetime = T0) -> "APoolPod":
+        """A service has had it, and its process still has the model."""
+        sample = Sample(at=at, kv_usage=0, running=0, waiting=0, draining=True)
+        pod = self.but(phase="Running", node="node-1", sample=sample)
+        return APoolPod(replace(pod.facts, returned_at=at))
 
     def claimed_by(self, service: str, at: datetime = T0) -> "APoolPod":
         pod = self.but(owner_uid=f"uid-of-{service}", state=names.STATE_SERVING, claimed_at=at, created_at=at)

@@ -247,6 +247,7 @@ def test_every_condition_and_event_of_a_pool_that_is_documented_is_said():
         plan(seen(a_pool(size=1), booted, hungry=hungry), T0),
         plan(seen(a_pool(size=1), booted.of_shape(image="old")), T0),
         plan(seen(a_pool(status=WarmPoolStatus(size=1), **auto)), T0),
+        plan(seen(a_pool(size=1), a_waiting_pod(0).returned().booted(), booted_before=frozenset()), T0),
     ]
 
     said = {(one.type, one.status.value, one.reason) for made in plans for one in made.status.conditions}

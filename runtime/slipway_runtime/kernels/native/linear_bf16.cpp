@@ -1,0 +1,208 @@
+// y = x Wᵀ for weights in bfloat16 that were packed once, and float32 rows.
+//
+// Processors that multiply bfloat16 get the rows rounded to it; the tile unit where there is one, else the instruction
+// that multiplies and adds pairs. On others the weights become float32 in registers, which is exact, and the rows are
+// not rounded: half the memory of float32 weights is read, at about a tenth more instructions.
+//
+// Sums are float32, one chain from the first input to the last whatever the number of rows, so a row's result depends
+// on the row alone.
+//
+// Floor: two bytes a weight over the memory's bandwidth up to some 30 rows, then the processor's products a cycle:
+// 2 · LANES (float32 units), LANES · 2 (pairs), 512 (tiles).
+
+#include "tiles.h"
+#include "vectors.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int WIDTH = 2, PANEL = WIDTH * LANES, PAIR = 2;
+constexpr int64_t DEPTH = 32;  // inputs are padded to a multiple, which is what a row of a tile holds
+constexpr int64_t WORTH_A_THREAD = 1 << 20;  // multiplications
+
+int64_t padded_inputs(int64_t in) { return (in + DEPTH - 1) / DEPTH * DEPTH; }
+
+#if defined(__AVX512BF16__)
+typedef uint16_t Input;  // a row of x is rounded first
+
+void round_row(const float *x, uint16_t *rounded, int64_t row, int64_t in, int64_t padded) {
+    for (int64_t k = 0; k < padded; k += LANES) {
+        int64_t room = in - k;
+        vec part = room >= LANES ? load(x + k) : room > 0 ? load_some(x + k, room) : vec{};
+        __m256bh half = _mm512_cvtneps_pbh((__m512)part);
+#if defined(__AMX_TILE__)
+        uint8_t *to = place_in_tiles((uint8_t *)rounded, row, k / DEPTH, padded / DEPTH) + k % DEPTH * sizeof(Input);
+#else
+        uint16_t *to = rounded + row * padded + k;
+#endif
+        std::memcpy(to, &half, sizeof half);
+    }
+}
+#else
+typedef float Input;
+#endif
+
+#if !defined(__AMX_TILE__)
+#if MANY_REGISTERS
+constexpr int ROWS = 12;  // 24 sums, two or four vectors of weights and an input in 32 registers
+#else
+constexpr int ROWS = 4;  // 8, four and one in 16
+#endif
+
+// x: rows `stride` numbers apart. The last input of an odd number is in a pair with zero weights.
+template <int rows>
+void multiply_rows(const Input *x, int64_t stride, const uint16_t *panel, int64_t in, float *y, int64_t out,
+                   int outputs) {
+    vec sums[rows][WIDTH]{};
+    int64_t pairs = in / PAIR;
+    for (int64_t k = 0; k < pairs; k++, panel += PANEL * PAIR) {
+#if defined(__AVX512BF16__)
+        __m512bh w[WIDTH];
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDTH; v++) w[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES * PAIR);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            int32_t both;
+            std::memcpy(&both, x + r * stride + k * PAIR, sizeof both);
+            __m512bh input = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDTH; v++) sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], input, w[v]);
+        }
+#else
+        vec even[WIDTH], odd[WIDTH];
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDTH; v++) {
+            ivec both = (ivec)load((const float *)(panel + v * LANES * PAIR));
+            even[v] = (vec)(both << 16), odd[v] = (vec)(both & (int32_t)0xffff0000);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vec first = all(x[r * stride + k * PAIR]);
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDTH; v++) sums[r][v] += first * even[v];
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            vec second = all(x[r * stride + k * PAIR + 1]);
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDTH; v++) sums[r][v] += second * odd[v];
+        }
+#endif
+    }
+#if !defined(__AVX512BF16__)
+    if (in % PAIR)
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < WIDTH; v++)
+                sums[r][v] += all(x[r * stride + in - 1]) *
+                              (vec)((ivec)load((const float *)(panel + v * LANES * PAIR)) << 16);
+#endif
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDTH; v++) {
+            int room = outputs - v * LANES;
+            float *to = y + r * out + v * LANES;
+            if (room >= LANES) store(to, sums[r][v]);
+            else if (room > 0) store_some(to, sums[r][v], room);
+        }
+}
+
+using MultiplyRows = void (*)(const Input *, int64_t, const uint16_t *, int64_t, float *, int64_t, int);
+constexpr MultiplyRows multiply_some[] = {
+    nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
+#if MANY_REGISTERS
+    multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
+    multiply_rows<9>, multiply_rows<10>, multiply_rows<11>, multiply_rows<12>,
+#endif
+};
+
+void multiply_panel(const Input *x, int64_t stride, const uint16_t *panel, float *y, int64_t rows, int64_t in,
+                    int64_t out, int outputs) {
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        int together = rows - row < ROWS ? rows - row : ROWS;
+        multiply_some[together](x + row * stride, stride, panel, in, y + row * out, out, outputs);
+    }
+}
+#else
+
+// x: laid out as tiles.
+void multiply_panel(const Input *x, int64_t stride, const uint16_t *panel, float *y, int64_t rows, int64_t in,
+                    int64_t out, int outputs) {
+    alignas(64) float sums[2 * TILE_ROWS * PANEL];
+    for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+        int64_t left = rows - row, steps = in / DEPTH;
+        const uint8_t *own = (const uint8_t *)(x + row * stride), *weights = (const uint8_t *)panel;
+        if (left > TILE_ROWS) multiply_tiles<Numbers::bfloat16, true>(own, weights, steps, sums);
+        else multiply_tiles<Numbers::bfloat16, false>(own, weights, steps, sums);
+        int together = left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS;
+        for (int r = 0; r < together; r++) {
+            float *to = y + (row + r) * out;
+            const float *from = sums + r * PANEL;
+            if (outputs == PANEL) store(to, load(from)), store(to + LANES, load(from + LANES));
+            else std::memcpy(to, from, sizeof(float) * outputs);
+        }
+    }
+}
+#endif
+
+}  // namespace
+
+EXPORT int64_t padded_bf16_outputs(int64_t out) { return (out + PANEL - 1) / PANEL * PANEL; }
+EXPORT int64_t padded_bf16_inputs(int64_t in) { return padded_inputs(in); }
+
+// Bytes of `scratch` for that many rows.
+EXPORT int64_t bf16_scratch(int64_t rows, int64_t in) {
+#if defined(__AVX512BF16__)
+    return (rows + 31) / 32 * 32 * padded_inputs(in) * sizeof(Input);
+#else
+    (void)rows, (void)in;
+    return 0;
+#endif
+}
+
+// weight: (out, in) bfloat16 -> packed: (panels, padded inputs / PAIR, PANEL, PAIR), zeros behind the last of both.
+EXPORT void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t out, int64_t in) {
+    int64_t padded = padded_inputs(in);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++)
+        for (int o = 0; o < PANEL; o++) {
+            int64_t output = panel * PANEL + o;
+            for (int64_t k = 0; k < padded; k++)
+                packed[panel * PANEL * padded + (k / PAIR * PANEL + o) * PAIR + k % PAIR] =
+                    output < out && k < in ? weight[output * in + k] : 0;
+        }
+}
+
+// x: (rows, in) -> y: (rows, out).
+EXPORT void linear_bf16(const float *x, const uint16_t *packed, float *y, uint8_t *scratch, int64_t rows, int64_t in,
+                        int64_t out) {
+    int64_t panels = (out + PANEL - 1) / PANEL, padded = padded_inputs(in);
+    bool many = threads > 1 && rows * in * out > WORTH_A_THREAD;
+#pragma omp parallel num_threads(threads) if (many)
+    {
+#if defined(__AVX512BF16__)
+        Input *inputs = (Input *)scratch;
+        int64_t stride = padded, depth = padded;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) round_row(x + row * in, inputs, row, in, padded);
+#else
+        const Input *inputs = x;
+        int64_t stride = in, depth = in;
+        (void)scratch;
+#endif
+        START_TILES(rows);
+        for (int64_t row = 0; row < rows; row += ROWS_TOGETHER) {
+            int64_t together = rows - row < ROWS_TOGETHER ? rows - row : ROWS_TOGETHER;
+#pragma omp for schedule(static) nowait
+            for (int64_t panel = 0; panel < panels; panel++) {
+                int outputs = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
+                multiply_panel(inputs + row * stride, stride, packed + panel * PANEL * padded,
+                               y + row * out + panel * PANEL, together, depth, out, outputs);
+            }
+        }
+        END_TILES();
+    }
+}
