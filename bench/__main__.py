@@ -15,7 +15,11 @@ from bench.machine import this_machine
 BENCHMARKS = (
     "gateway",
     "routing",
+    "hedging",
     "handover",
+    "capacity",
+    "flood",
+    "idle",
     "runtime",
     "linears",
     "cpu_steps",

@@ -25,12 +25,17 @@ from bench.shapes import checkpoint, linear_sizes
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
 # (prompt tokens, output tokens, at once, rounds)
 CASES = ((32, 64, 1, 2), (32, 64, 8, 1), (32, 64, 32, 1), (512, 32, 1, 1), (512, 32, 8, 1), (512, 32, 32, 1))
+# Of weights; arithmetic and KV cache are float32 for fp32, else whatever the engine has for bfloat16.
+KINDS = tuple(os.environ.get("SLIPWAY_BENCH_KINDS", "fp32,bf16,int8").split(","))
+CLOCK = os.environ.get("SLIPWAY_BENCH_CLOCK", "wall")  # cpu: see `peers.waves`
 SECONDS = 900  # the longest that one engine may take over one case
 THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1"))
 
 
 def measure() -> Section:
     """All cases, engine after engine within each, so that other load affects all of them."""
+    if unknown := set(KINDS) - {"fp32", "bf16", "int8"}:
+        raise ValueError(f"SLIPWAY_BENCH_KINDS has {', '.join(sorted(unknown))}: fp32, bf16 and int8 are known")
     figures: list[Figure] = []
     floor = {rows: linear_floor_seconds(rows) for rows in (1, 8, 32)}
     for rows, seconds in floor.items():
@@ -60,18 +65,17 @@ def linear_floor_seconds(rows: int, repeats: int = 3) -> float:
 
 def _case(prompt: int, tokens: int, users: int, rounds: int, floor: dict[int, float]) -> Iterator[Figure]:
     at = f"{prompt}/{tokens} at {users}"
-    for weights in ("none", "int8"):
-        ours = _drive("slipway", weights, prompt, tokens, users, rounds)
-        kind = "fp32" if weights == "none" else weights
+    for kind in KINDS:
+        ours = _drive("slipway", kind, prompt, tokens, users, rounds)
         decode = float(ours["decode_tokens_per_second"])
         share = decode * floor[users] / users
         yield Figure(f"{at}, {kind}: tok/s", float(ours["tokens_per_second"]), "tok/s", _spread(ours))
         yield Figure(f"{at}, {kind}: prefill", float(ours["prefill_tokens_per_second"]), "tok/s")
         yield Figure(f"{at}, {kind}: decode", decode, "tok/s", f"{share:.2f} of the fp32 linears' floor")
         for name, peer in PEERS.items():
-            if weights not in peer.weights:
+            if kind not in peer.weights:
                 continue
-            theirs = _drive(name, weights, prompt, tokens, users, rounds)
+            theirs = _drive(name, kind, prompt, tokens, users, rounds)
             if "error" in theirs:
                 yield Figure(f"{at}, {kind}: ÷ {name}", float("nan"), "×", str(theirs["error"]))
                 continue
@@ -85,7 +89,7 @@ def _spread(result: dict[str, Any]) -> str:
     return f"TTFT p50 {ttft.p50 * 1e3:.0f} ms, ITL p50 {gap.p50 * 1e3:.1f} ms"
 
 
-def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds: int) -> dict[str, Any]:
+def _drive(name: str, kind: str, prompt: int, tokens: int, users: int, rounds: int) -> dict[str, Any]:
     """One engine over one case, in a process of its own."""
     python = Path(sys.executable) if name == "slipway" else interpreter(name)
     if python is None:
@@ -94,9 +98,10 @@ def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds
     task = {
         "checkpoint": str(checkpoint(SHAPE)),
         "shape": SHAPE,
-        "weights": weights,
-        "dtype": "fp32",
+        "weights": "int8" if kind == "int8" else "none",
+        "dtype": "fp32" if kind == "fp32" else "bf16",
         "threads": THREADS,
+        "clock": CLOCK,
         "rounds": rounds,
         "concurrency": users,
         "prompt_tokens": prompt,

@@ -19,13 +19,15 @@ class Peer:
     driver: str  # file beside this one
     requirements: tuple[str, ...] = ()  # none: our own environment has it
     overrides: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ("none",)  # which weight types it is asked for
+    weights: tuple[str, ...] = ("fp32", "bf16")  # which weight types it is asked for
     preload: str = ""  # a library of its environment that must be loaded first
     stub: tuple[str, str] = field(default=("", ""))  # a distribution it looks for under another name
 
 
 PEERS: Final = {
-    "llama.cpp": Peer("with_llama_cpp.py", ("llama-cpp-python>=0.3,<0.4", "gguf>=0.17,<1"), weights=("none", "int8")),
+    "llama.cpp": Peer(
+        "with_llama_cpp.py", ("llama-cpp-python>=0.3,<0.4", "gguf>=0.17,<1"), weights=("fp32", "bf16", "int8")
+    ),
     "OpenVINO GenAI": Peer(
         "with_openvino.py", ("openvino-genai>=2026.1", "openvino>=2026.1", "optimum-intel>=1.25"), weights=("int8",)
     ),

@@ -1,6 +1,7 @@
 """The interface of every engine driver, ours and the peers': waves of equal requests, timed at the engine's Python API.
 
-stdin (JSON):  checkpoint, shape, weights (none|int8), threads, rounds, concurrency, prompt_tokens, max_tokens
+stdin (JSON):  checkpoint, shape, weights (none|int8), dtype (fp32|bf16), threads, rounds, concurrency, prompt_tokens,
+               max_tokens, clock (wall|cpu: the process's CPU time, for one thread on a busy machine)
 stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second
 
 A wave is `concurrency` requests at once, greedy, of the same lengths; the next one starts when it has ended, so that
@@ -70,4 +71,5 @@ def drive(task: dict[str, Any], wave: Wave, clock: Callable[[], float] = time.pe
 def main(open_engine: Callable[[dict[str, Any]], Wave]) -> None:
     """Read the task, open the engine, drive it, print the result."""
     task = json.load(sys.stdin)
-    print(json.dumps(drive(task, open_engine(task))), flush=True)
+    clock = time.process_time if task.get("clock") == "cpu" else time.perf_counter
+    print(json.dumps(drive(task, open_engine(task), clock)), flush=True)
