@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
 from slipway_runtime.engine.decide import EnginePlan, decide
-from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker
+from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker, launching
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
@@ -47,6 +47,7 @@ from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.runner import Runner
 
 _DEFAULTS = EngineOptions()
+T = TypeVar("T")
 _NOT_RECORDED = "decode steps are computed one by one: those of several ranks are not recorded"
 
 
@@ -118,7 +119,9 @@ def build_engine(
     loaded = time.perf_counter()
 
     on_news(WarmingUp())
-    worker = Worker(execute) if plan.overlap else None
+    # With several ranks a step is not launched ahead: the others get its tokens from the host.
+    launch = partial(_execute, runner.launch, grammars) if ranks is None else launching(execute)
+    worker = Worker(launch) if plan.overlap else None
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
@@ -194,8 +197,10 @@ def _new_scheduler(
     )
 
 
-def _execute(compute: Compute, grammars: Grammars | None, plan: SchedulerOutput) -> StepResult:
-    """Execute a plan with the masks of its grammars, which are made while the model computes."""
+def _execute(
+    compute: Callable[[SchedulerOutput, Masks | None], T], grammars: Grammars | None, plan: SchedulerOutput
+) -> T:
+    """Execute or launch a plan with the masks of its grammars, which are made while the model computes."""
     return compute(plan, None if grammars is None else grammars.masks(plan))
 
 
@@ -221,7 +226,7 @@ def _warm_up(
 
     def execute(step: SchedulerOutput, masks: Masks) -> StepResult:
         masked = partial(compute, masks=masks)
-        return masked(step) if worker is None else worker.call(masked, step).result()
+        return masked(step) if worker is None else worker.call(launching(masked), step).result()
 
     widest_step = warm_up(scheduler, execute, vocab_size=plan.config.vocab_size, adapters=tuple(digests))
     for slot, digest in enumerate(digests):
