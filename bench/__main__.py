@@ -34,6 +34,7 @@ BENCHMARKS = (
     "failover",
     "adapters_at_scale",
     "warm_claim",
+    "kubeai",
 )
 
 

@@ -74,6 +74,14 @@ void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, 
             for (int64_t i = 0; i < matrix.out; i++) y[row * matrix.out + i] += matrix.bias[i];
 }
 
+// Rows that go through the MLP before the next: what it keeps of them fits the second cache, as long as reading its
+// weights again costs less, which holds while the third cache has them.
+int64_t rows_of_mlp(const Layer &layer, int64_t rows) {
+    const int64_t together = 128, third_cache = 16 << 20;
+    int64_t size = layer.gate_up.form == 0 ? 4 : layer.gate_up.form == 1 ? 2 : 1;
+    return rows <= together || layer.gate_up.in * layer.gate_up.out * size > third_cache ? rows : together;
+}
+
 // The numbers that a layer keeps between its parts: one run of memory, in this order.
 struct Buffers {
     int64_t normed, heads, attended, output, gate_up, active, products, end;
@@ -85,8 +93,9 @@ struct Buffers {
         attended = after(heads, rows * layer.heads.out);
         output = after(attended, rows * layer.output.in);
         gate_up = after(output, rows * layer.output.out);
-        active = after(gate_up, rows * layer.gate_up.out);
-        products = after(active, rows * layer.down.in);
+        int64_t together = rows_of_mlp(layer, rows);
+        active = after(gate_up, together * layer.gate_up.out);
+        products = after(active, together * layer.down.in);
         end = products + larger_of(larger_of(scratch_of(layer.heads, rows), scratch_of(layer.output, rows)),
                                    larger_of(scratch_of(layer.gate_up, rows), scratch_of(layer.down, rows)));
     }
@@ -120,8 +129,12 @@ EXPORT void decoder_layer(const Layer *layer, const Step *step, const float *x, 
                  of.sinks, step->num_scores);
     multiply(of.output, attended, output, products, rows);
     add_rms_norm(output, stream, of.mlp_norm, normed, rows, hidden, of.mlp_eps);
-    multiply(of.gate_up, normed, gate_up, products, rows);
-    if (of.silu) swiglu(gate_up, active, rows, of.down.in);
-    else geglu(gate_up, active, rows, of.down.in);
-    multiply(of.down, active, added, products, rows);
+    const int64_t together = rows_of_mlp(of, rows);
+    for (int64_t row = 0; row < rows; row += together) {
+        int64_t count = rows - row < together ? rows - row : together;
+        multiply(of.gate_up, normed + row * hidden, gate_up, products, count);
+        if (of.silu) swiglu(gate_up, active, count, of.down.in);
+        else geglu(gate_up, active, count, of.down.in);
+        multiply(of.down, active, added + row * of.down.out, products, count);
+    }
 }
