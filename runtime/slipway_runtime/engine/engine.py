@@ -74,6 +74,7 @@ class Grammars(Protocol):
     def start(self, request: Request) -> bool: ...  # noqa: D102
     def take_compiled(self) -> list[str]: ...  # noqa: D102
     def accept(self, output: Output) -> str: ...  # noqa: D102
+    def follow(self, step: int) -> None: ...  # noqa: D102
 
 
 class Sleeper(Protocol):
@@ -177,7 +178,7 @@ class Engine:
         try:
             result = self._execute(plan)
         except StepOutOfMemoryError as error:
-            return self._report(self._give_up(error, now), now, planning=planned - began)
+            return self._report(self._give_up(error, now, plan.step), now, planning=planned - began)
         executed = self._stopwatch()
         outputs = self._update(plan, result, now, executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
@@ -243,21 +244,25 @@ class Engine:
         if plan.rows:
             self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
         outputs = self._scheduler.update(result, now + seconds)
-        return self._after_update(outputs, now + seconds, in_flight=in_flight)
+        return self._after_update(outputs, now + seconds, plan.step, in_flight=in_flight)
 
-    def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
-        """End the requests whose step ran out of memory; their final outputs. No plan is being executed."""
+    def _give_up(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
+        """End the requests whose step ran out of memory; their final outputs. No plan is being executed.
+
+        step: the last one that was planned.
+        """
         self._oom_steps += 1
         if self._oom_steps > MAX_OOM_STEPS:
             raise error
         outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
         log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
-        return self._after_update(outputs, now, in_flight=False)
+        return self._after_update(outputs, now, step, in_flight=False)
 
-    def _after_update(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
+    def _after_update(self, outputs: list[Output], now: float, step: int, *, in_flight: bool) -> list[Output]:
         """After a step: advance grammars, load and drop adapters, publish KV events; the outputs to report."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
+            self._grammars.follow(step)
         if self._adapters is not None:
             self._adapters.after_step(now, in_flight=in_flight)
         if self._pending_sleep is not None and not self._scheduler.has_work:  # nothing is in flight any more
@@ -375,7 +380,11 @@ class OverlappedEngine(Engine):
         try:
             result = pending.result()
         except StepOutOfMemoryError as error:
-            return self._report(self._give_up_both(error, now), now, planning=planned - began)
+            return self._report(self._give_up_both(error, now, plan.step), now, planning=planned - began)
+        except BaseException:
+            if self._grammars is not None:  # the plan after this one does not wait for its outputs
+                self._grammars.follow(plan.step)
+            raise
         executed = self._stopwatch()
         outputs = self._update(plan, result, now, executed - began, in_flight=following is not None)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
@@ -384,10 +393,12 @@ class OverlappedEngine(Engine):
         plan = self._scheduler.schedule(now)
         return plan, self._submit(plan)
 
-    def _give_up_both(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
+    def _give_up_both(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
         """Give up the plan that failed, and the one after it, which builds on its results."""
+        if self._grammars is not None:  # the plan after it waits for masks
+            self._grammars.follow(step)
         following, self._in_flight = self._in_flight, None
         failure = following[1].exception() if following is not None else None
         if failure is not None and not isinstance(failure, StepOutOfMemoryError):
             raise failure
-        return self._give_up(error, now)
+        return self._give_up(error, now, step if following is None else following[0].step)

@@ -164,13 +164,14 @@ class Scheduler:
     @property
     def can_overlap(self) -> bool:
         """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight if there is
-        something to plan, unless the next samples depend on its results, by a grammar or by draft tokens.
+        something to plan, unless the next samples depend on its results by draft tokens. Masks of grammars depend on
+        them too, but they are needed only after the forward pass: the engine makes them meanwhile.
         """
         if not self._in_flight:
             return True
         table = self._table
         drafting = self.speculation is not None and self.speculation.active
-        if len(self._in_flight) == MAX_IN_FLIGHT or table.num_bound or drafting:
+        if len(self._in_flight) == MAX_IN_FLIGHT or drafting:
             return False
         return len(table.waiting) > 0 or any(sequence.num_ahead for sequence in table.running)
 
