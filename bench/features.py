@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from slipway_runtime.models.adapter_files import adapter_digest
 
 ROUNDS: Final = 3
 _serials = count()
+_T = TypeVar("_T")
 
 
 def measure() -> Section:
@@ -34,8 +35,20 @@ def measure() -> Section:
     torch.set_num_threads(1)
     return Section(
         "Features: with and without, CPU time, 1 thread",
-        (*prefix_cache(), *kv_memory(), *speculation(), *adapters()),
+        (*continuous_batching(), *prefix_cache(), *kv_memory(), *speculation(), *adapters()),
     )
+
+
+def continuous_batching() -> Iterator[Figure]:
+    """Requests whose answers differ in length, in static batches of the same size: a batch ends with its longest."""
+    limits = {"max_num_seqs": 8, "kv_cache_bytes": 64 << 20}
+    engine, other = (build_engine(EMBEDDED_MODEL, **limits) for _ in range(2))
+    continuous = _busy(lambda: steps_of(engine, varied_lengths(64)))
+    static = _busy(lambda: in_static_batches(other, varied_lengths(64), size=8))
+    (seconds, (steps, texts)), (more_seconds, (more_steps, same_texts)) = continuous, static
+    assert texts == same_texts, "static batches gave other answers"
+    note = f"{more_steps} against {steps} steps, same greedy text"
+    yield Figure("static batches of 8 ÷ continuous batching", more_seconds / seconds, "×", note)
 
 
 def prefix_cache() -> Iterator[Figure]:
@@ -178,6 +191,42 @@ def _cost(
         busy.append(_step_seconds(with_it, (others or requests)()))
     one, other = (sum(map(min, zip(*rounds, strict=True))) for rounds in (plain, busy))
     return Figure(name, 100 * (other / one - 1), "%", f"aim ≤ {aim:g}")
+
+
+def varied_lengths(count: int, *, shared: int = 0, repeated: bool = False) -> list[Request]:
+    """Greedy requests of different lengths. `shared`: tokens of a common prefix; `repeated`: a phrase several times."""
+    draw, prefix = random.Random(11), _tokens(shared, seed=10)
+    requests = []
+    for index in range(count):
+        own = _tokens(24, seed=9) * 4 if repeated else _tokens(draw.randint(8, 40), seed=100 + index)
+        requests.append(_request([*prefix, *own], draw.choice((4, 8, 16, 64))))
+    return requests
+
+
+def steps_of(engine: Engine, requests: Sequence[Request]) -> tuple[int, list[tuple[int, ...]]]:
+    """How many steps the engine takes for all of these requests together, and the tokens of each."""
+    tokens: dict[str, tuple[int, ...]] = {request.id: () for request in requests}
+    before = engine.stats(time.monotonic()).steps
+    for request in requests:
+        engine.add(request, time.monotonic())
+    while engine.has_work:
+        for output in engine.step(time.monotonic()).outputs:
+            assert output.finish_reason is not FinishReason.ERROR, output.error
+            tokens[output.request_id] += tuple(output.token_ids)
+    return engine.stats(time.monotonic()).steps - before, list(tokens.values())
+
+
+def in_static_batches(engine: Engine, requests: Sequence[Request], *, size: int) -> tuple[int, list[tuple[int, ...]]]:
+    """The same in static batches: the next `size` requests start when all of those before have ended."""
+    batches = [steps_of(engine, requests[first : first + size]) for first in range(0, len(requests), size)]
+    return sum(steps for steps, _ in batches), [text for _, texts in batches for text in texts]
+
+
+def _busy(work: Callable[[], _T]) -> tuple[float, _T]:
+    """CPU time of this process for some work, and its result."""
+    began = time.process_time()
+    result = work()
+    return time.process_time() - began, result
 
 
 def _take_turns(one: Engine, other: Engine, requests: Callable[[], list[Request]]) -> tuple[float, float]:

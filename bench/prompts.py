@@ -51,6 +51,6 @@ def prompt(draw: random.Random, words: int) -> str:
     missing = words - len(question.split())
     text = [
         f"The {draw.choice(QUALITIES)} {draw.choice(ANIMALS)} saw a {draw.choice(THINGS)} by the {draw.choice(PLACES)}."
-        for _ in range(-(-missing // 10))
+        for _ in range(-(-missing // 9))  # nine words each
     ]
     return " ".join([*text, question])

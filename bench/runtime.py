@@ -15,7 +15,7 @@ from bench.figures import Figure, Section
 from bench.load import run_load
 from bench.plan import LoadPlan, LoadReport, Percentiles
 from bench.servers import EMBEDDED_MODEL, MODEL_NAME, a_runtime
-from bench.workload import MIXED_MIX, Workload
+from bench.workload import SMALL_MIXED_MIX, Workload
 
 CONCURRENCY = (1, 8, 32)
 MAX_TOKENS = 64
@@ -66,17 +66,17 @@ async def _mixed_load(base_url: str) -> LoadReport:
             max_tokens=MAX_TOKENS,
             temperature=0.0,
             ignore_eos=True,
-            workload=Workload(mix=MIXED_MIX),
+            workload=Workload(mix=SMALL_MIXED_MIX),
         )
     )
 
 
 def _mixed(report: LoadReport) -> list[Figure]:
-    name, mean = "chats and books, 8 at once", report.prompt_tokens / max(1, report.finished)
+    name, mean = "chats and long prompts, 8 at once", report.prompt_tokens / max(1, report.finished)
     ttft, itl = report.ttft, report.itl
     return [
         Figure(f"{name}: tokens/s", report.tokens_per_second, "tok/s", f"{mean:.0f} prompt tokens mean"),
-        Figure(f"{name}: TTFT p50", ttft.p50 * 1e3, "ms", f"p99 {ttft.p99 * 1e3:.0f} ms, of the books"),
+        Figure(f"{name}: TTFT p50", ttft.p50 * 1e3, "ms", f"p99 {ttft.p99 * 1e3:.0f} ms, of the long prompts"),
         Figure(f"{name}: ITL p50", itl.p50 * 1e3, "ms", f"p99 {itl.p99 * 1e3:.0f} ms"),
     ]
 

@@ -16,7 +16,7 @@ from bench.figures import Figure, Section
 from bench.load import run_load
 from bench.plan import LoadPlan, LoadReport
 from bench.servers import EMBEDDED_MODEL, MODEL_NAME, Server, a_runtime
-from bench.workload import MIXED_MIX, Workload
+from bench.workload import SMALL_MIXED_MIX, Workload
 
 ADAPTERS: Final = ("sailor", "json")
 SAMPLES_A_MINUTE: Final = 12
@@ -50,7 +50,7 @@ async def _soak(server: Server, minutes: float) -> tuple[LoadReport, list[float]
         concurrency=6,
         duration_seconds=minutes * 60,
         max_tokens=48,
-        workload=Workload(mix=MIXED_MIX, turns=3, prefixes=4, prefix_words=80, adapters=ADAPTERS, leaving=0.1),
+        workload=Workload(mix=SMALL_MIXED_MIX, turns=3, prefixes=4, prefix_words=80, adapters=ADAPTERS, leaving=0.1),
     )
     load = asyncio.create_task(run_load(plan))
     (child,) = _children(server.process.pid)

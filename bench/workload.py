@@ -15,12 +15,18 @@ from typing import Final
 
 from bench.prompts import CHAT_MIX, Share, prompt
 
-# Chats of some fifty tokens, and now and then a book: what one does to the other is what uniform lengths never show.
-# The book is of the size that the machine is given: 50,000 words on a GPU, some hundreds on two cores.
-MIXED_MIX: Final = (Share(0.95, 20, 40), Share(0.05, 600, 900))
+
+def chats_and_long_prompts(long_words: int) -> tuple[Share, ...]:
+    """Chats of some fifty tokens, and of twenty requests one long prompt: uniform lengths never show its effect."""
+    return (Share(0.95, 30, 50), Share(0.05, long_words, long_words * 11 // 10))
+
+
+LONG_WORDS: Final = 45_000  # at least 50,000 tokens
+MIXED_MIX: Final = chats_and_long_prompts(LONG_WORDS)
+SMALL_MIXED_MIX: Final = chats_and_long_prompts(600)  # for a context of 2,048 tokens, with some turns
 # Half of all prompts are shorter than 30 words, one in a hundred is longer than 400 (log-normal).
 HEAVY_TAILED_MIX: Final = (Share(1.0, 4, 2000, median=30, spread=1.1),)
-MIXES: Final = {"chat": CHAT_MIX, "mixed": MIXED_MIX, "heavy-tailed": HEAVY_TAILED_MIX}
+MIXES: Final = {"chat": CHAT_MIX, "mixed": MIXED_MIX, "mixed-small": SMALL_MIXED_MIX, "heavy-tailed": HEAVY_TAILED_MIX}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 stdin (JSON):  checkpoint, shape, weights (none|int8), dtype (fp32|bf16), threads, rounds, concurrency, prompt_tokens,
                max_tokens, clock (wall|cpu: the process's CPU time, for one thread on a busy machine)
-stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second
+stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second,
+                           at_once (the most requests that were between their first and their last token)
 
 A wave is `concurrency` requests at once, greedy, of the same lengths; the next one starts when it has ended, so that
 an engine without continuous batching is not at a disadvantage. Prefill and decode are told apart: prefill ends when
@@ -13,9 +14,9 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 # Adds the requests of a wave and calls `tick(index)` whenever request `index` got a token, until all have ended.
@@ -47,6 +48,7 @@ def drive(task: dict[str, Any], wave: Wave, clock: Callable[[], float] = time.pe
     ttft: list[float] = []
     gaps: list[float] = []
     prefill = decode = 0.0
+    at_once = 0
     for _ in range(task["rounds"]):
         prompts, timings = fresh(), Timings(clock(), clock)
         wave(prompts, tokens, timings.tick)
@@ -56,16 +58,24 @@ def drive(task: dict[str, Any], wave: Wave, clock: Callable[[], float] = time.pe
         first = [ticks[0] for ticks in timings.ticks.values()]
         ttft += [tick - timings.begun for tick in first]
         gaps += [later - earlier for ticks in timings.ticks.values() for earlier, later in pairwise(ticks)]
+        at_once = max(at_once, _most_at_once(timings.ticks.values()))
         prefill += max(first) - timings.begun
         decode += ended - max(first)
     made = task["rounds"] * count
     return {
+        "at_once": at_once,
         "ttft": ttft,
         "gaps": gaps,
         "tokens_per_second": made * tokens / (prefill + decode),
         "prefill_tokens_per_second": made * length / prefill,
         "decode_tokens_per_second": made * (tokens - 1) / decode if decode else 0.0,
     }
+
+
+def _most_at_once(answers: Collection[Sequence[float]]) -> int:
+    """The largest number of answers that had begun and not ended at one moment: what the engine made of the load."""
+    changes = sorted([(ticks[0], 1) for ticks in answers] + [(ticks[-1], -1) for ticks in answers])
+    return max(accumulate(change for _, change in changes))
 
 
 def main(open_engine: Callable[[dict[str, Any]], Wave]) -> None:

@@ -1,5 +1,6 @@
-// Checks a library of compiled kernels on the machine that it is for, or under an emulator of it: every function against
-// a plain computation in double precision, and rows alone against rows in company. Exit status 0: they agree.
+// Checks a library of compiled kernels on the machine that it is for, or under an emulator of it: the functions of a
+// layer against a plain computation in double precision, and rows alone against rows in company.
+// Exit status 0: they agree.
 
 #include <cmath>
 #include <cstdint>

@@ -1,7 +1,9 @@
 """A checkpoint on disk: its digest, and its tensors: only safetensors is read, and every tensor is accounted for."""
 
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +219,26 @@ def test_a_load_holds_the_weights_and_a_piece_for_each_thread(tmp_path, monkeypa
     assert highest - before < count * each + (24 << 20)
     assert [done for done, _ in seen] == [(step + 1) << 20 for step in range(count * 8)]
     assert {total for _, total in seen} == {count * each}
+
+
+@pytest.mark.capability("ST-7")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor loads with one thread")
+def test_a_layer_is_built_while_the_next_is_read_piece_by_piece(tmp_path, monkeypatch):
+    """Loading one after another would never end the wait of the first."""
+    monkeypatch.setattr("slipway_runtime.models.checkpoint.PIECE_BYTES", 1 << 10)
+    save_file({f"t{index}": torch.full((2048,), float(index)) for index in range(2)}, tmp_path / "a.safetensors")
+    second_is_read, pieces = threading.Event(), []
+
+    def build(index: int) -> bool:
+        checkpoint.take(f"t{index}", 2048)
+        if index:
+            second_is_read.set()
+        return second_is_read.wait(30)
+
+    with Checkpoint(tmp_path, torch.float32, CPU, on_progress=lambda done, total: pieces.append(done)) as checkpoint:
+        assert checkpoint.in_parallel(build, 2) == [True, True]
+
+    assert pieces == [1024 * (number + 1) for number in range(16)]
 
 
 def test_types_change_on_the_way_even_where_tensors_are_not_aligned(tmp_path, monkeypatch):
