@@ -262,6 +262,7 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "int8 KV": ({"kv_dtype": "int8"}, MIXED, {}),
     "fp8 KV": ({"kv_dtype": "fp8"}, MIXED, {}),
     "rank 1 of 2": ({"ranks": 2}, DECODE, {"without_sampling": True}),
+    "rank 1 of 2, recorded": ({"ranks": 2, "graphs": True}, DECODE, {"without_sampling": True}),
     "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"without_sampling": True}),
     "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
 }  # fmt: skip

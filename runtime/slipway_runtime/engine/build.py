@@ -29,7 +29,7 @@ from slipway_runtime.engine.parts import (
 )
 from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.sleep import Sleeper
-from slipway_runtime.engine.warmup import Masks, try_capture, warm_up
+from slipway_runtime.engine.warmup import Masks, capture_decode_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
@@ -40,7 +40,6 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.pooling import Pooler
@@ -49,7 +48,6 @@ from slipway_runtime.worker.runner import Runner
 _DEFAULTS = EngineOptions()
 T = TypeVar("T")
 MASK_THREADS: Final = 8  # at most; a mask takes 50 to 500 µs
-_NOT_RECORDED = "decode steps are computed one by one: those of several ranks are not recorded"
 
 
 class Compute(Protocol):
@@ -128,8 +126,9 @@ def build_engine(
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
-    if plan.device.type == "cuda" and not options.pooling:  # no step of embeddings is a decode step
-        recorded = try_capture(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
+    if not options.pooling:  # no step of embeddings is a decode step
+        capture = partial(capture_decode_steps, runner, plan.device)
+        recorded = capture() if ranks is None else ranks.capture(runner, capture)
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool

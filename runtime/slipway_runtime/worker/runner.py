@@ -17,7 +17,7 @@ from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import Capture, DecodeGraphs
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.input_batch import InputBatch, Ints
-from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, prepare_inputs, upload_inputs
+from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, upload_inputs
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
@@ -120,8 +120,16 @@ class Runner:
         self._rows.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
-            if plan.rows:
-                self.hidden(prepare_inputs(plan, self._rows, self._block_size, self._device))
+            if self.graphs is not None:
+                self.graphs.update_tables(self._rows.new_entries)
+            if not plan.rows:
+                return
+            host = pack_inputs(plan, self._rows, self._block_size)
+            if self.graphs is not None and self.graphs.has(host):
+                self._upload_last_tokens(host)
+                self.graphs.replay(host, None)
+            else:
+                self.hidden(upload_inputs(host, self._rows, self._block_size, self._device))
 
     def record_sampled(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
         """Record the tokens that another rank sampled for a plan. Call it before a later plan is computed."""

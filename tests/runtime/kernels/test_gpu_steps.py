@@ -97,6 +97,15 @@ def test_a_rank_beyond_the_first_reads_nothing_and_sums_twice_a_layer():
     assert record.names()["all_reduce"] == 2 * 2
 
 
+@pytest.mark.capability("DD-3", "KN-5", "KN-8")
+def test_decode_steps_of_several_ranks_are_one_graph_with_its_sums():
+    """Finding C17: steps under tensor parallelism were eager."""
+    record = run_step("rank 1 of 2, recorded")
+    assert (record.count("graph"), record.count("download"), record.waits) == (1, 0, 0)
+    assert [one.name for one in record.inside].count("all_reduce") == 2 * 2
+    assert record.count("kernel") <= 1, "the tokens that rank 0 sampled come from the host"
+
+
 @pytest.mark.parametrize(
     ("mistake", "sentence"),
     [
