@@ -27,3 +27,9 @@ def static(name: str, replicas: int, **spec: Any) -> dict[str, Any]:
 def as_yaml(manifest: dict[str, Any]) -> str:
     """For `kubectl apply -f -`."""
     return str(yaml.safe_dump(manifest, sort_keys=False))
+
+
+def deterministic(name: str, replicas: int, **spec: Any) -> dict[str, Any]:
+    """The example with a fixed number of replicas whose texts are the same in any batch, with room for 64 streams."""
+    runtime = chat()["spec"]["runtime"] | {"deterministic": True, "maxNumSeqs": 64, "kvCache": {"bytes": "96Mi"}}
+    return static(name, replicas, runtime=runtime, **spec)

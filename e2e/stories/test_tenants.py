@@ -1,6 +1,9 @@
 """A platform team gives two teams their own keys: the example as it is, through the chart."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import openai
@@ -13,6 +16,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]  
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gateway" / "tenants.yaml"
 RESEARCH, SHOP = "sk-example-research", "sk-example-shop"
+CONCURRENCY = 32  # of research, in the example
+CLIENTS = 80  # of research, at the same time
+QUESTIONS = 20  # of shop, one after the other
+PAUSE_SECONDS = 0.5  # of a client of research that was refused: it does not heed Retry-After
 
 
 @pytest.fixture
@@ -51,3 +58,71 @@ def test_each_team_calls_with_its_own_key_and_sees_its_own_models(tenanted: Slip
     logs = tenanted.logs("app.kubernetes.io/component=gateway", RELEASE_NAMESPACE)
     assert SHOP not in logs
     assert '"tenant": "shop"' in logs
+
+
+@dataclass
+class Flood:
+    """Clients of one tenant that ask as often as they can, until they are stopped."""
+
+    client: openai.OpenAI
+    open: int = 0  # streams whose first event has come
+    most: int = 0
+    answered: int = 0
+    refused: int = 0
+    others: list[str] = field(default_factory=list)  # failures that are no refusals
+    stop: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, number: int) -> None:
+        """One client."""
+        while not self.stop.is_set():
+            try:
+                stream = self.client.completions.create(
+                    model="chat", prompt=f"Client {number}", max_tokens=64, stream=True, extra_body={"ignore_eos": True}
+                )
+                next(stream)
+                self._count(open=1)
+                for _ in stream:
+                    pass
+                self._count(open=-1, answered=1)
+            except openai.RateLimitError:
+                self._count(refused=1)
+                self.stop.wait(PAUSE_SECONDS)
+            except openai.OpenAIError as error:
+                self.others.append(f"{type(error).__name__}: {error}")
+
+    def _count(self, open: int = 0, answered: int = 0, refused: int = 0) -> None:
+        with self.lock:
+            self.open += open
+            self.most = max(self.most, self.open)
+            self.answered += answered
+            self.refused += refused
+
+
+@pytest.mark.capability("MT-1", "RG-6", "OP-14")
+def test_a_flooding_tenants_excess_is_refused_and_every_request_of_another_one_is_answered(tenanted: Slipway) -> None:
+    tenanted.apply(as_yaml(static("chat", 1)))
+    tenanted.wait_ready("chat", replicas=1)
+    shop = openai.OpenAI(base_url=tenanted.base_url, api_key=SHOP, max_retries=0, timeout=120)
+    wait_for("both gateways know the model", lambda: all([m.id for m in shop.models.list()] for _ in range(6)))
+    flood = Flood(openai.OpenAI(base_url=tenanted.base_url, api_key=RESEARCH, max_retries=0, timeout=120))
+    during: list[str] = []
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        try:
+            running = [clients.submit(flood.ask, number) for number in range(CLIENTS)]
+            wait_for("the flood is refused", lambda: flood.refused > CLIENTS, timeout=60)
+            for number in range(QUESTIONS):
+                refused = flood.refused
+                answer = shop.completions.create(model="chat", prompt=f"Order {number}", max_tokens=8)
+                wait_for("the flood goes on", lambda refused=refused: flood.refused > refused, every=0.05)  # type: ignore[misc]
+                during.append(answer.choices[0].finish_reason)
+        finally:
+            flood.stop.set()
+        for one in running:
+            one.result(timeout=120)
+
+    assert len(during) == QUESTIONS, "each at its first attempt, while the other tenant was refused"
+    assert set(during) <= {"stop", "length"}
+    assert flood.others == [], "429 and nothing else"
+    assert flood.answered > 0, "what is within its limits is answered"
+    assert flood.most <= CONCURRENCY < CLIENTS
