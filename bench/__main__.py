@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +39,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=" | ".join(BENCHMARKS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--minutes", type=float, help="length of the soak (default: 3)")
     options = parser.parse_args()
+    if options.minutes:
+        os.environ["SLIPWAY_SOAK_MINUTES"] = str(options.minutes)
     if unknown := set(options.benchmarks) - set(BENCHMARKS):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     console, machine = Console(width=None if sys.stdout.isatty() else 120), this_machine()
