@@ -178,6 +178,7 @@ def slope_with_error(values: Sequence[float]) -> tuple[float, float]:
     if not squares:
         return slope, 0.0
     alike = sum(one * next_one for one, next_one in pairwise(residuals)) / squares
+    alike += (1 + 4 * alike) / count  # the estimate from few samples is too low (Kendall 1954)
     alike = min(max(alike, 0.0), 0.99)
     variance = squares / (count - 2) * (1 + alike) / (1 - alike)
     return slope, math.sqrt(variance / spread)
