@@ -2,11 +2,14 @@
 
     python -m bench.peers.environments       # once: makes the peers' environments
     python -m bench engine
+    SLIPWAY_BENCH_THREADS=2 SLIPWAY_BENCH_CASES=32/64/8 python -m bench engine     # one case only, on two threads
 
-Prefill and decode are reported apart, and batch 1 never stands alone. Peers that are not installed are named as such.
+Prefill and decode are reported apart, and batch 1 never stands alone. Every case has a row for every peer: a ratio,
+below 1 or not, or the reason why there is none. The last rows are versions and settings, as each engine reported them.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,27 +28,39 @@ from bench.shapes import checkpoint, linear_sizes
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
 # (prompt tokens, output tokens, at once, rounds)
 CASES = ((32, 64, 1, 2), (32, 64, 8, 1), (32, 64, 32, 1), (512, 32, 1, 1), (512, 32, 8, 1), (512, 32, 32, 1))
+ONLY = os.environ.get("SLIPWAY_BENCH_CASES", "").split()  # 32/64/8 …: only these
 SECONDS = 900  # the longest that one engine may take over one case
-THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1"))
+THREADS = tuple(int(count) for count in os.environ.get("SLIPWAY_BENCH_THREADS", "1,2").split(","))
 
 
 def measure() -> Section:
     """All cases, engine after engine within each, so that other load affects all of them."""
     figures: list[Figure] = []
-    floor = {rows: linear_floor_seconds(rows) for rows in (1, 8, 32)}
-    for rows, seconds in floor.items():
-        figures.append(Figure(f"floor: linears alone, {rows} rows", rows / seconds, "tok/s", "fp32, F.linear"))
-    for case in CASES:
-        figures += _case(*case, floor)
-    title = f"Engine: random weights in the shape of {SHAPE}, {THREADS} thread{'s' if THREADS > 1 else ''}"
-    return Section(title, tuple(figures))
+    settings: dict[str, tuple[str, float]] = {}
+    cases = [case for case in CASES if not ONLY or f"{case[0]}/{case[1]}/{case[2]}" in ONLY]
+    if not cases:
+        raise ValueError(f"SLIPWAY_BENCH_CASES names none of {', '.join('/'.join(map(str, c[:3])) for c in CASES)}")
+    for threads in THREADS:
+        floor = {rows: linear_floor_seconds(rows, threads) for rows in sorted({case[2] for case in cases})}
+        for rows, seconds in floor.items():
+            name = f"{_threads(threads)}, floor: linears alone, {rows} rows"
+            figures.append(Figure(name, rows / seconds, "tok/s", "fp32, F.linear"))
+        for case in cases:
+            figures += _case(*case, threads, floor, settings)
+    for name, (words, seconds) in settings.items():
+        figures.append(Figure(f"{name}: longest load and compile, not counted", seconds, "s", words))
+    return Section(f"Engine: random weights in the shape of {SHAPE}", tuple(figures))
 
 
-def linear_floor_seconds(rows: int, repeats: int = 3) -> float:
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def linear_floor_seconds(rows: int, threads: int, repeats: int = 3) -> float:
     """The time of one step's matrix products alone, in float32 and without anything between them: the best of a few."""
     import time
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads)
     weights = [torch.randn(out, size) for out, size in linear_sizes(SHAPE)]
     inputs = {size: torch.randn(rows, size) for _, size in linear_sizes(SHAPE)}
     best = float("inf")
@@ -58,10 +73,27 @@ def linear_floor_seconds(rows: int, repeats: int = 3) -> float:
     return best
 
 
-def _case(prompt: int, tokens: int, users: int, rounds: int, floor: dict[int, float]) -> Iterator[Figure]:
-    at = f"{prompt}/{tokens} at {users}"
+def _case(
+    prompt: int,
+    tokens: int,
+    users: int,
+    rounds: int,
+    threads: int,
+    floor: dict[int, float],
+    settings: dict[str, tuple[str, float]],
+) -> Iterator[Figure]:
+    at = f"{_threads(threads)}, {prompt}/{tokens} at {users}"
+
+    def drive(name: str, weights: str) -> dict[str, Any]:
+        result = _drive(name, weights, prompt, tokens, users, rounds, threads)
+        if "error" not in result:
+            key = f"{name}, {_threads(threads)}, {weights if weights != 'none' else 'fp32'}"
+            longest = max(float(result["setup_seconds"]), settings.get(key, ("", 0.0))[1])
+            settings[key] = str(result["settings"]), longest
+        return result
+
     for weights in ("none", "int8"):
-        ours = _drive("slipway", weights, prompt, tokens, users, rounds)
+        ours = drive("slipway", weights)
         kind = "fp32" if weights == "none" else weights
         decode = float(ours["decode_tokens_per_second"])
         share = decode * floor[users] / users
@@ -69,11 +101,12 @@ def _case(prompt: int, tokens: int, users: int, rounds: int, floor: dict[int, fl
         yield Figure(f"{at}, {kind}: prefill", float(ours["prefill_tokens_per_second"]), "tok/s")
         yield Figure(f"{at}, {kind}: decode", decode, "tok/s", f"{share:.2f} of the fp32 linears' floor")
         for name, peer in PEERS.items():
-            if weights not in peer.weights:
+            if weights in peer.absent:
+                yield Figure(f"{at}, {kind}: ÷ {name}", math.nan, "×", f"no figure: {peer.absent[weights]}")
                 continue
-            theirs = _drive(name, weights, prompt, tokens, users, rounds)
+            theirs = drive(name, weights)
             if "error" in theirs:
-                yield Figure(f"{at}, {kind}: ÷ {name}", float("nan"), "×", str(theirs["error"]))
+                yield Figure(f"{at}, {kind}: ÷ {name}", math.nan, "×", f"no figure: {theirs['error']}")
                 continue
             ratio = float(ours["tokens_per_second"]) / float(theirs["tokens_per_second"])
             note = f"{float(theirs['tokens_per_second']):.0f} tok/s; {_spread(theirs)}"
@@ -82,10 +115,10 @@ def _case(prompt: int, tokens: int, users: int, rounds: int, floor: dict[int, fl
 
 def _spread(result: dict[str, Any]) -> str:
     ttft, gap = Percentiles.of(result["ttft"]), Percentiles.of(result["gaps"])
-    return f"TTFT p50 {ttft.p50 * 1e3:.0f} ms, ITL p50 {gap.p50 * 1e3:.1f} ms"
+    return f"TTFT p50 {ttft.p50 * 1e3:.0f} ms, ITL p50 {gap.p50 * 1e3:.1f} ms, {result['at_once']} at once"
 
 
-def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds: int) -> dict[str, Any]:
+def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds: int, threads: int) -> dict[str, Any]:
     """One engine over one case, in a process of its own."""
     python = Path(sys.executable) if name == "slipway" else interpreter(name)
     if python is None:
@@ -96,14 +129,15 @@ def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds
         "shape": SHAPE,
         "weights": weights,
         "dtype": "fp32",
-        "threads": THREADS,
+        "threads": threads,
         "rounds": rounds,
         "concurrency": users,
         "prompt_tokens": prompt,
         "max_tokens": tokens,
+        **({} if name == "slipway" else PEERS[name].settings),
     }
     root = Path(__file__).parent.parent
-    extra = {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
+    extra = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
     try:
         done = subprocess.run(
             [str(python), str(root / "bench" / "peers" / driver)],
@@ -114,9 +148,11 @@ def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds
             timeout=SECONDS,
             check=True,
         )
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1] if done.stdout else b"")
     except subprocess.TimeoutExpired:
         return {"error": f"took longer than {SECONDS} s"}
+    except json.JSONDecodeError:
+        return {"error": "printed no result"}
     except subprocess.CalledProcessError as error:
         if name == "slipway":
             raise
