@@ -20,7 +20,11 @@ from bench.machine import this_machine
 BENCHMARKS = (
     "gateway",
     "routing",
+    "hedging",
     "handover",
+    "capacity",
+    "flood",
+    "idle",
     "runtime",
     "linears",
     "cpu_steps",
@@ -35,6 +39,7 @@ BENCHMARKS = (
     "failover",
     "adapters_at_scale",
     "warm_claim",
+    "kubeai",
 )
 
 

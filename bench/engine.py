@@ -29,12 +29,17 @@ SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
 # (prompt tokens, output tokens, at once, rounds)
 CASES = ((32, 64, 1, 2), (32, 64, 8, 1), (32, 64, 32, 1), (512, 32, 1, 1), (512, 32, 8, 1), (512, 32, 32, 1))
 ONLY = os.environ.get("SLIPWAY_BENCH_CASES", "").split()  # 32/64/8 …: only these
+# Of weights; arithmetic and KV cache are float32 for fp32, else whatever the engine has for bfloat16.
+KINDS = tuple(os.environ.get("SLIPWAY_BENCH_KINDS", "fp32,bf16,int8").split(","))
+CLOCK = os.environ.get("SLIPWAY_BENCH_CLOCK", "wall")  # cpu: see `peers.waves`
 SECONDS = 900  # the longest that one engine may take over one case
 THREADS = tuple(int(count) for count in os.environ.get("SLIPWAY_BENCH_THREADS", "1,2").split(","))
 
 
 def measure() -> Section:
     """All cases, engine after engine within each, so that other load affects all of them."""
+    if unknown := set(KINDS) - {"fp32", "bf16", "int8"}:
+        raise ValueError(f"SLIPWAY_BENCH_KINDS has {', '.join(sorted(unknown))}: fp32, bf16 and int8 are known")
     figures: list[Figure] = []
     settings: dict[str, tuple[str, float]] = {}
     cases = [case for case in CASES if not ONLY or f"{case[0]}/{case[1]}/{case[2]}" in ONLY]
@@ -84,27 +89,26 @@ def _case(
 ) -> Iterator[Figure]:
     at = f"{_threads(threads)}, {prompt}/{tokens} at {users}"
 
-    def drive(name: str, weights: str) -> dict[str, Any]:
-        result = _drive(name, weights, prompt, tokens, users, rounds, threads)
+    def drive(name: str, kind: str) -> dict[str, Any]:
+        result = _drive(name, kind, prompt, tokens, users, rounds, threads)
         if "error" not in result:
-            key = f"{name}, {_threads(threads)}, {weights if weights != 'none' else 'fp32'}"
+            key = f"{name}, {_threads(threads)}, {kind}"
             longest = max(float(result["setup_seconds"]), settings.get(key, ("", 0.0))[1])
             settings[key] = str(result["settings"]), longest
         return result
 
-    for weights in ("none", "int8"):
-        ours = drive("slipway", weights)
-        kind = "fp32" if weights == "none" else weights
+    for kind in KINDS:
+        ours = drive("slipway", kind)
         decode = float(ours["decode_tokens_per_second"])
         share = decode * floor[users] / users
         yield Figure(f"{at}, {kind}: tok/s", float(ours["tokens_per_second"]), "tok/s", _spread(ours))
         yield Figure(f"{at}, {kind}: prefill", float(ours["prefill_tokens_per_second"]), "tok/s")
         yield Figure(f"{at}, {kind}: decode", decode, "tok/s", f"{share:.2f} of the fp32 linears' floor")
         for name, peer in PEERS.items():
-            if weights in peer.absent:
-                yield Figure(f"{at}, {kind}: ÷ {name}", math.nan, "×", f"no figure: {peer.absent[weights]}")
+            if kind in peer.absent:
+                yield Figure(f"{at}, {kind}: ÷ {name}", math.nan, "×", f"no figure: {peer.absent[kind]}")
                 continue
-            theirs = drive(name, weights)
+            theirs = drive(name, kind)
             if "error" in theirs:
                 yield Figure(f"{at}, {kind}: ÷ {name}", math.nan, "×", f"no figure: {theirs['error']}")
                 continue
@@ -118,7 +122,7 @@ def _spread(result: dict[str, Any]) -> str:
     return f"TTFT p50 {ttft.p50 * 1e3:.0f} ms, ITL p50 {gap.p50 * 1e3:.1f} ms, {result['at_once']} at once"
 
 
-def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds: int, threads: int) -> dict[str, Any]:
+def _drive(name: str, kind: str, prompt: int, tokens: int, users: int, rounds: int, threads: int) -> dict[str, Any]:
     """One engine over one case, in a process of its own."""
     python = Path(sys.executable) if name == "slipway" else interpreter(name)
     if python is None:
@@ -127,9 +131,10 @@ def _drive(name: str, weights: str, prompt: int, tokens: int, users: int, rounds
     task = {
         "checkpoint": str(checkpoint(SHAPE)),
         "shape": SHAPE,
-        "weights": weights,
-        "dtype": "fp32",
+        "weights": "int8" if kind == "int8" else "none",
+        "dtype": "fp32" if kind == "fp32" else "bf16",
         "threads": threads,
+        "clock": CLOCK,
         "rounds": rounds,
         "concurrency": users,
         "prompt_tokens": prompt,

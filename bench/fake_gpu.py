@@ -5,7 +5,7 @@ operation on two devices raises, and so does whatever reads a value on the host.
 
 - a copy to the device from pageable memory, for which the host waits;
 - a tensor of the host among the operands of the device, which torch copies unasked;
-- a copy from the device in any other place than `upload.download`;
+- a copy from the device in any other place than `upload.Download`;
 - an index-less `cuda`, which is `cuda:0` to torch: the device here is number 1, as on the second rank of a group;
 - a Triton launch with operands of another device; a copy from the host while a graph is captured.
 
@@ -163,9 +163,15 @@ class FakeGpu:
         nbytes += sum(one.nbytes for one in made) * (2 if name in _GATHERS else 1)
         self._add(Operation("kernel", name, nbytes, _flops(name, given, made)))
 
-    def read(self, host: Tensor, device: torch.device) -> npt.NDArray[np.uint8]:
-        """In the place of `upload._wait_and_read`."""
+    def queue_event(self, device: torch.device) -> Callable[[], object]:
+        """In the place of `upload.queue_event`: a wait belongs to the record of the moment when it happens."""
+        return self._wait
+
+    def _wait(self) -> None:
         self.record.waits += 1
+
+    def read(self, host: Tensor) -> npt.NDArray[np.uint8]:
+        """In the place of `upload._bytes_of`."""
         return np.zeros(host.numel(), dtype=np.uint8)
 
     def _copy(self, source: Tensor, target: Tensor, *, non_blocking: bool) -> None:
@@ -264,7 +270,8 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (InterpretedFunction, "run", run),
             (JITFunction, "run", run),
-            (upload, "_wait_and_read", gpu.read),
+            (upload, "queue_event", gpu.queue_event),
+            (upload, "_bytes_of", gpu.read),
             (Tiled, "_rows_are_equal", lambda self, like: True),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -64,7 +64,6 @@ class Planned:
 def decode(model: str, card: Card, rows: int, context: int) -> Planned:
     """A recorded step of so many rows."""
     with a_machine(model, layers=_layers(model), rows=rows, longest=context, graphs=True) as machine:
-        machine.step([1] * rows, [context - 1] * rows, SAMPLED)
         record = machine.step([1] * rows, [context - 1] * rows, SAMPLED)
         config = machine.config
     splits = int(num_splits(np.array(context), SPLIT, MAX_SPLITS))

@@ -129,6 +129,7 @@ class Machine:
             more.pop("without_sampling", False),
             more.pop("grammar", False),
         )
+        run = self.runner.execute_without_sampling if without_sampling else self.runner.execute
         order = sorted(range(len(new)), key=lambda row: new[row] != 1)
         drafts = more.get("drafts")
         known = [computed[row] + new[row] - (len(drafts[row]) if drafts else 0) for row in range(len(new))]
@@ -142,12 +143,22 @@ class Machine:
                 for row in order
             ),
         )  # fmt: skip
+        blocks = [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(len(new))]
+        begun = [row for row in order if computed[row]]
+        last = SchedulerOutput(  # the step before: rows that have computed tokens have blocks, and sampled
+            step=0,
+            rows=tuple(begun),
+            num_computed=tuple(computed[row] - 1 for row in begun),
+            num_new=(1,) * len(begun),
+            new_blocks=tuple(blocks[row] for row in begun),
+            samples=(True,) * len(begun),
+        )
         plan = SchedulerOutput(
             step=1,
             rows=tuple(order),
             num_computed=tuple(computed[row] for row in order),
             num_new=tuple(new[row] for row in order),
-            new_blocks=tuple(tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in order),
+            new_blocks=tuple(() if computed[row] else blocks[row] for row in order),
             samples=(True,) * len(new),
             **more,
         )
@@ -158,10 +169,30 @@ class Machine:
             "_merge": (parts, 0),
             "_extend": self._attention(new, computed, decode=False),
         }
-        self.runner.execute(before)  # new rows are not in a step of decode
+        run(before)
+        run(last)
         with self.gpu.step() as record:
-            self.runner.execute_without_sampling(plan) if without_sampling else self.runner.execute(plan)
+            run(plan)
+        self._last = plan
         return record
+
+    def ahead(self, steps: int) -> list[Record]:
+        """So many steps of decode after the last step, each launched before anything of the one before is read."""
+        records, pending, plan = [], [], self._last
+        for _ in range(steps):
+            plan = SchedulerOutput(
+                step=plan.step + 1, rows=plan.rows, num_new=(1,) * len(plan.rows), samples=plan.samples,
+                num_computed=tuple(sum(one) for one in zip(plan.num_computed, plan.num_new, strict=True)),
+                new_blocks=((),) * len(plan.rows),
+            )  # fmt: skip
+            with self.gpu.step() as record:
+                pending.append(self.runner.launch(plan))
+            records.append(record)
+        for read in pending:
+            with self.gpu.step() as record:
+                read()
+            records.append(record)
+        return records
 
     def _attention(self, new: list[int], computed: list[int], *, decode: bool) -> tuple[int, int]:
         """Bytes of keys and values, and operations, of one layer; each key is counted once, queries see half of new."""
@@ -231,6 +262,7 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "int8 KV": ({"kv_dtype": "int8"}, MIXED, {}),
     "fp8 KV": ({"kv_dtype": "fp8"}, MIXED, {}),
     "rank 1 of 2": ({"ranks": 2}, DECODE, {"without_sampling": True}),
+    "rank 1 of 2, recorded": ({"ranks": 2, "graphs": True}, DECODE, {"without_sampling": True}),
     "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"without_sampling": True}),
     "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
 }  # fmt: skip
@@ -247,7 +279,6 @@ def run_step(name: str, model: str = "Qwen3-0.6B", layers: int = 2) -> Record:
     """What the named step asks of the device."""
     settings, (new, computed), more = STEPS[name]
     with a_machine(model, layers, **settings) as machine:
-        machine.step(new, computed, **more)  # tables of counts and the like are made once
         return machine.step(new, computed, **more)
 
 

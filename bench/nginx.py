@@ -12,9 +12,10 @@ from bench.servers import Server, free_ports, served_by
 # What `docs/gateway.md` recommends is in `location /`; buffering is left at nginx's default, which is on.
 CONFIG = """
 daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
-events {{ worker_connections 4096; }}
+events {{ worker_connections {connections}; }}
 http {{
   access_log off;
+  {http}
   client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
   uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
   upstream gateway {{ server {upstream}; keepalive 64; }}
@@ -36,8 +37,11 @@ http {{
 
 
 @contextmanager
-def an_nginx(upstream: str, *directives: str) -> Iterator[Server]:
-    """A running nginx in front of `upstream` (a URL), with more directives for its location; raises NoProgramError."""
+def an_nginx(upstream: str, *directives: str, http: str = "", connections: int = 4096) -> Iterator[Server]:
+    """A running nginx in front of `upstream` (a URL), with more directives for its location; raises NoProgramError.
+
+    `http` is text for its block of that name.
+    """
     binary = program("nginx", "usr/sbin/nginx")
     with tempfile.TemporaryDirectory(prefix="slipway-nginx-") as folder:
         port, admin_port = free_ports(2)
@@ -48,6 +52,8 @@ def an_nginx(upstream: str, *directives: str) -> Iterator[Server]:
                 upstream=upstream.removeprefix("http://"),
                 port=port,
                 admin_port=admin_port,
+                http=http,
+                connections=connections,
                 directives=" ".join(f"{directive};" for directive in directives),
             )
         )

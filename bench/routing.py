@@ -55,6 +55,7 @@ class Replica:
     running: int = 0
     waiting: int = 0
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    evicted: list[int] = field(default_factory=list)  # by the last request
 
     def cached_tokens(self, blocks: tuple[int, ...]) -> int:
         """Tokens of the prompt that are in the cache; the prompt is in it from now on."""
@@ -64,8 +65,9 @@ class Replica:
         for block in reversed(blocks):
             self.cache[block] = None
             self.cache.move_to_end(block)
+        self.evicted = []
         while len(self.cache) > CACHE_TOKENS // TOKENS_OF_BLOCK:
-            self.cache.popitem(last=False)
+            self.evicted.append(self.cache.popitem(last=False)[0])
         return matched * TOKENS_OF_BLOCK
 
 
@@ -121,8 +123,12 @@ MIXES: dict[str, Callable[[random.Random], Iterator[Arrival]]] = {
 class Simulation:
     """Simulates replicas that get the requests of a mix by one routing strategy."""
 
-    def __init__(self, strategy: RoutingStrategy, replicas: int, *, with_sessions: bool = False) -> None:
+    def __init__(
+        self, strategy: RoutingStrategy, replicas: int, *, with_sessions: bool = False, kv_events: bool = False
+    ) -> None:
+        """`kv_events`: both gateways are told at once what a replica stores and evicts."""
         self.now = 0.0
+        self.kv_events = kv_events
         self.replicas = {f"ns/p{number}": Replica() for number in range(replicas)}
         self.chance = random.Random(7)
         self.with_sessions = with_sessions
@@ -167,6 +173,10 @@ class Simulation:
             lease.__enter__()
             replica = self.replicas[picked.endpoint.name]
             cached = replica.cached_tokens(blocks)
+            if self.kv_events:
+                for each in self.fleets:
+                    each.prefixes.discard(picked.endpoint.name, replica.evicted)
+                    each.prefixes.add(picked.endpoint.name, blocks)
             begin = max(self.now, replica.prefill_free_at)
             replica.prefill_free_at = begin + (arrival.prompt_tokens - cached) / PREFILL_TOKENS_PER_SECOND
             replica.waiting += 1
@@ -211,11 +221,12 @@ def simulate(
     replicas: int,
     *,
     with_sessions: bool = False,
+    kv_events: bool = False,
     requests: int = REQUESTS,
     warm_up: int = WARM_UP,
 ) -> Outcome:
     """Run one case; every strategy gets the same requests."""
-    simulation = Simulation(strategy, replicas, with_sessions=with_sessions)
+    simulation = Simulation(strategy, replicas, with_sessions=with_sessions, kv_events=kv_events)
     return simulation.run(MIXES[mix](random.Random(1)), requests, warm_up)
 
 
@@ -229,6 +240,8 @@ def measure() -> Section:
             for strategy in RoutingStrategy:
                 outcome = simulate(mix, strategy, replicas)
                 figures += _figures(f"{where}, {strategy.value}", outcome, base)
+            outcome = simulate(mix, RoutingStrategy.PREFIX_CACHE, replicas, kv_events=True)
+            figures += _figures(f"{where}, PrefixCache with KV events", outcome, base)
             if mix == "conversations":
                 outcome = simulate(mix, RoutingStrategy.PREFIX_CACHE, replicas, with_sessions=True)
                 figures += _figures(f"{where}, PrefixCache with session ids", outcome, base)

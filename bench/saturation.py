@@ -13,7 +13,7 @@ from slipway_kube.resources import INFERENCE_SERVICES
 
 SERVICES = 12
 BUSY, SATURATED = {"running": 4, "kv_usage": 0.3}, {"running": 8, "waiting": 9, "kv_usage": 0.95}
-SETTLE_SECONDS = 17.0  # an idle replica is asked every 15 s: after that all are known as busy, and asked every 2 s
+SETTLE_SECONDS = 17.0  # an idle replica is asked every 15 s: after that all are known as busy, and asked every 1.5 s
 
 
 def measure(services: int = SERVICES) -> Section:
@@ -42,7 +42,7 @@ async def _measure(services: int) -> Section:
         (
             Figure("saturation → pod created, p50", share_of(whole, 0.5), "s", how, at_most=2.0),
             Figure(
-                "saturation → pod created, worst", max(whole), "s", "busy replicas are asked every 2 s", at_most=2.0
+                "saturation → pod created, worst", max(whole), "s", "busy replicas are asked every 1.5 s", at_most=2.0
             ),
             Figure("sample over the target → pod, p50", share_of(after_sample, 0.5), "s", "the operator's own share"),
             Figure("sample over the target → pod, worst", max(after_sample), "s"),

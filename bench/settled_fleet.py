@@ -41,12 +41,13 @@ from slipway_operator.core.adapter.observed import AdapterObserved, AdapterPod, 
 from slipway_operator.core.adapter.plan import plan as plan_adapter
 from slipway_operator.core.observed import Defaults, Network, Observed, Sample, StoredRevision
 from slipway_operator.core.service.plan import plan as plan_service
-from slipway_operator.core.warm_pool.observed import ObservedPool, PoolPod
+from slipway_operator.core.warm_pool.observed import ObservedPool
 from slipway_operator.core.warm_pool.plan import plan as plan_pool
 from slipway_operator.inputs.adapter_index import indexed
 from slipway_operator.inputs.lora_adapters import base_of
 from slipway_operator.inputs.observer import replica
 from slipway_operator.inputs.revisions import ControllerRevision, revision_facts
+from slipway_operator.inputs.warm_pools import pool_pod
 from slipway_operator.masters import GatewayKeys, Masters
 from tests.operator.discovery import DiscoverableApiServer
 
@@ -194,13 +195,7 @@ def settle_pool(fleet: Fleet, name: str) -> None:
     for _ in range(PASSES):
         observed = ObservedPool(
             pool=WarmPool.model_validate(body),
-            pods=tuple(
-                PoolPod(
-                    replica=replica(typed(pod), sample),
-                    shape=pod["metadata"]["annotations"][names.ANNOTATION_WARM_SHAPE],
-                )
-                for pod in pods
-            ),
+            pods=tuple(pool_pod(typed(pod), sample) for pod in pods),
             defaults=DEFAULTS,
             token_digests=fleet.masters.digests,
             nonce_seed=b"of the benchmark",

@@ -3,13 +3,14 @@
 A condition's message is the sentence of the last decision; numbers that change all the time are metrics.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from enum import StrEnum
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from slipway_api.types import Struct, Time
+from slipway_api.types import Struct, Time, bounded_list
 
 
 class ConditionType(StrEnum):
@@ -185,6 +186,30 @@ class Condition(Struct):
     """The reason in one CamelCase word."""
     message: str = Field(default="", max_length=4096)
     """The reason in one sentence, which is that of the last decision."""
+
+
+PENDING_REASON = "Pending"
+PENDING: Mapping[str, Any] = {
+    "type": ConditionType.READY.value,
+    "status": ConditionStatus.UNKNOWN.value,
+    "reason": PENDING_REASON,
+    "message": "waiting for the operator",
+    "lastTransitionTime": "1970-01-01T00:00:00Z",
+}
+"""The Ready condition of an object that the operator has not seen, which the CRDs have as a default.
+
+kstatus, by which Flux and Helm wait, calls an object without conditions Current: Flux looks 0.1 s after it applied,
+before the operator has written anything, and would report a fleet healthy that does not exist yet (ADR 84).
+"""
+
+
+def _without_pending(conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
+    """The conditions that the operator wrote: it reads a new object as one without conditions."""
+    return tuple(condition for condition in conditions if condition.reason != PENDING_REASON)
+
+
+# The conditions of an object, in a list that server-side apply merges by type.
+Conditions = Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type"), AfterValidator(_without_pending)]
 
 
 def find_condition(conditions: Iterable[Condition], type: str) -> Condition | None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from slipway_api import adapter_conditions, warm_pool_conditions
+from slipway_api.conditions import PENDING
 from slipway_api.inference_service import InferenceService
 from slipway_api.lora_adapter import LoRAAdapter
 from slipway_api.names import GROUP, VERSION
@@ -111,7 +112,7 @@ def _definition(
         "apiVersion": {"type": "string"},
         "kind": {"type": "string"},
         "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
-        "status": without_defaults(schema["properties"]["status"]),
+        "status": without_defaults(schema["properties"]["status"]) | {"default": {"conditions": [dict(PENDING)]}},
     }
     schema["required"] = ["spec"]
     version = {

@@ -98,6 +98,14 @@ class Fallback(Struct):
     answer. A request that this service refuses, or whose replicas fail, goes on at once."""
 
 
+class Hedging(Struct):
+    """A second replica is asked too when the first one is late with its first token."""
+
+    max_prompt_tokens: int = Field(default=512, ge=1, le=8192)
+    """Only streamed requests whose prompt is at most so long, estimated as four bytes a token: both replicas compute
+    it."""
+
+
 class Routing(Struct):
     """How requests reach the replicas."""
 
@@ -113,6 +121,10 @@ class Routing(Struct):
     an answer that has not begun is a 504, and a stream ends. The gateway obeys a change at once."""
     fallback: Fallback | None = None
     """Another service that answers when this one cannot in time. Absent: none does."""
+    hedging: Hedging | None = None
+    """A streamed request with a short prompt that has waited for its first token for longer than 95 % of the others is
+    sent to a second replica of the same revision too; the first answer is forwarded, the other one cancelled. Each
+    spends one of the service's retries, which are a fifth of its requests at most. Absent: off."""
 
 
 class Profile(StrEnum):

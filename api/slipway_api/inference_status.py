@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from slipway_api.conditions import Condition
+from slipway_api.conditions import Conditions
 from slipway_api.model_spec import Shape
 from slipway_api.slo import CostStatus, SLOStatus
 from slipway_api.types import DecimalString, Struct, Time, bounded_list
@@ -217,7 +217,7 @@ class InferenceServiceStatus(Struct):
 
     observed_generation: int | None = Field(default=None, ge=0)
     """The generation of the spec that this status was made from."""
-    conditions: Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type")] = ()
+    conditions: Conditions = ()
     """Conditions of the service; Ready is the summary, Reconciling and Stalled are present only when True."""
     url: str = Field(default="", max_length=1024)
     """Base URL of the OpenAI API of this service."""

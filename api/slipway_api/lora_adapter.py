@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from slipway_api.conditions import Condition
+from slipway_api.conditions import Conditions
 from slipway_api.model_spec import adapter_uri_rule
 from slipway_api.names import API_VERSION
 from slipway_api.types import (
@@ -182,7 +182,7 @@ class LoRAAdapterStatus(Struct):
 
     observed_generation: int | None = Field(default=None, ge=0)
     """The generation of the spec that this status was made from."""
-    conditions: Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type")] = ()
+    conditions: Conditions = ()
     """Ready, Reconciling, Stalled, SourceResolved, Loaded."""
     adapter_name: str = Field(default="", max_length=253)
     """The model name in requests."""

@@ -94,8 +94,9 @@ HEADER_PRIORITY: Final = "x-slipway-priority"
 HEADER_DEADLINE: Final = "x-slipway-deadline"  # seconds from now, a decimal number
 HEADER_TOKEN_IDS: Final = "x-slipway-token-ids"  # noqa: S105  the name of a header
 HEADER_SERVING_TOKEN: Final = "x-slipway-serving-token"  # noqa: S105  the name of a header
+HEADER_TEXT_BLOCKS: Final = "x-slipway-text-blocks"  # hashes of the prompt's beginnings (`text_blocks`)
 INTERNAL_HEADERS: Final = frozenset(
-    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN}
+    {HEADER_TENANT, HEADER_PRIORITY, HEADER_DEADLINE, HEADER_TOKEN_IDS, HEADER_SERVING_TOKEN, HEADER_TEXT_BLOCKS}
 )
 
 # The admin token's header: `pods/proxy` strips Authorization.
@@ -117,6 +118,8 @@ PATH_ADAPTERS: Final = "/adapters"
 PATH_MODEL: Final = "/model"
 PATH_SLEEP: Final = "/sleep"
 PATH_WAKE_UP: Final = "/wake_up"
+# A path of a runtime's serving port, for gateways.
+PATH_TEXT_BLOCKS: Final = "/internal/text-blocks"
 # Paths of a gateway's admin port.
 PATH_DEMAND: Final = "/internal/demand"
 PATH_OUTCOMES: Final = "/internal/outcomes"

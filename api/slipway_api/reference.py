@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from slipway_api.conditions import PENDING
+
 Schema = dict[str, Any]
 
 
@@ -25,6 +27,11 @@ def reference_page(crd: Schema) -> str:
         lines += [f"## {part}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
         lines += [_row(*field) for field in _fields(part, schema["properties"][part])]
         lines += [""]
+    lines += [
+        f"The API server gives a new object a Ready condition of its own: {PENDING['status']}, {PENDING['reason']}, "
+        f'"{PENDING["message"]}". It stays until the operator has seen the object.',
+        "",
+    ]
     lines += ["## Rules that the API server checks", ""]
     lines += [f"- `{path}`: {message}" for path, message in _rules("spec", schema["properties"]["spec"])]
     return "\n".join([*lines, ""])

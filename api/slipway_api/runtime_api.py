@@ -16,6 +16,7 @@ ignored and every field that may grow has a default, so that an older side under
 | /adapters/{name} | DELETE | yes |                        | 202 while it drains, 200 when gone  |
 | /model    | GET    | yes   |                             | ModelInfo                           |
 | /model    | POST   | yes   | LoadModelRequest            | ModelInfo: 202 while it loads, 409 for another one |
+| /model    | DELETE | yes   |                             | ModelInfo: 202, then starts over; 409 before a drain |
 | /sleep    | POST   | yes   | SleepRequest (may be empty) | SleepStatus                         |
 | /wake_up  | POST   | yes   |                             | SleepStatus                         |
 

@@ -183,7 +183,8 @@ class Runtime(Struct):
     pooling: Pooling = Pooling.AUTO
     """For task embed: lastToken, mean, or auto: as the checkpoint's 1_Pooling/config.json says, else lastToken."""
     dtype: Dtype = Dtype.AUTO
-    """Number format of weights and arithmetic; auto: the checkpoint's on a GPU, fp32 on a CPU."""
+    """Number format of weights and arithmetic; auto: the checkpoint's on a GPU; on a CPU fp32, bf16 from 100 M
+    parameters on."""
     quantization: Quantization = Quantization.NONE
     """Weights in one byte, made while they load: int8, or fp8 where the hardware can; none: as they are stored."""
     deterministic: bool = False

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from slipway_api.conditions import Condition
+from slipway_api.conditions import Conditions
 from slipway_api.inference_service import Resources
 from slipway_api.model_spec import Model
 from slipway_api.names import API_VERSION
@@ -147,7 +147,7 @@ class WarmPoolStatus(Struct):
 
     observed_generation: int | None = Field(default=None, ge=0)
     """The generation of the spec that this status was made from."""
-    conditions: Annotated[tuple[Condition, ...], bounded_list(at_most=16, key="type")] = ()
+    conditions: Conditions = ()
     """Ready is the summary; Reconciling, Stalled and Exhausted are present only when True."""
     size: int | None = Field(default=None, ge=0)
     """Number of pods that should wait: spec.size, or what autosize asks for."""

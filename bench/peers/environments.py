@@ -23,7 +23,7 @@ class Peer:
     stub: tuple[str, str] = field(default=("", ""))  # a distribution it looks for under another name
     shares: str = ""  # the environment of this other peer
     settings: dict[str, object] = field(default_factory=dict)  # further fields of the task
-    absent: dict[str, str] = field(default_factory=dict)  # weight type -> why it has none
+    absent: dict[str, str] = field(default_factory=dict)  # fp32, bf16 or int8 -> why it has none
 
 
 _VLLM_WEIGHTS: Final = {"int8": "vLLM quantizes no weights at load on a CPU"}

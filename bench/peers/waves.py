@@ -1,7 +1,8 @@
 """The interface of every engine driver, ours and the peers': waves of equal requests, timed at the engine's Python API.
 
-stdin (JSON):  checkpoint, shape, weights (none|int8), threads, rounds, concurrency, prompt_tokens, max_tokens, and the
-               peer's own settings
+stdin (JSON):  checkpoint, shape, weights (none|int8), dtype (fp32|bf16), threads, rounds, concurrency, prompt_tokens,
+               max_tokens, clock (wall|cpu: the process's CPU time, for one thread on a busy machine), and the peer's
+               own settings
 stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second,
                            at_once (the most requests that were between their first and their last token),
                            settings (version and settings, for the table), setup_seconds (load and compile: not counted)
@@ -85,5 +86,6 @@ def main(open_engine: Callable[[dict[str, Any]], Wave]) -> None:
     begun = time.perf_counter()
     wave = open_engine(task)
     setup = time.perf_counter() - begun
-    result = drive(task, wave) | {"settings": task.get("settings", ""), "setup_seconds": setup}
+    clock = time.process_time if task.get("clock") == "cpu" else time.perf_counter
+    result = drive(task, wave, clock) | {"settings": task.get("settings", ""), "setup_seconds": setup}
     print(json.dumps(result), flush=True)

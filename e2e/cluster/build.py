@@ -37,7 +37,7 @@ def ensure() -> Path:
     out = cache_folder() / "build" / fingerprint(HERE)
     if not (out / "controlplane").exists():
         out.mkdir(parents=True, exist_ok=True)
-        with _alone(out):
+        with alone(out):
             if not (out / "controlplane").exists():
                 _build(out)
     return out
@@ -78,11 +78,11 @@ def _build(out: Path) -> None:
     began = time.monotonic()
     new = out / "controlplane.new"
     flags = ["-trimpath", "-buildvcs=false", "-ldflags", link_flags(go_mod)]
-    _run_with_progress([str(go), "build", "-v", *flags, "-o", str(new), "."])
+    compile_with_progress([str(go), "build", "-v", *flags, "-o", str(new), "."], HERE, PACKAGES)
     for name, (module, path) in PROTOCOLS.items():
         found = subprocess.run(
             [str(go), "list", "-m", "-f", "{{.Dir}}", module],
-            cwd=HERE, env=_environment(), check=True, capture_output=True, text=True,
+            cwd=HERE, env=go_environment(), check=True, capture_output=True, text=True,
         )  # fmt: skip
         shutil.copyfile(Path(found.stdout.strip()) / path, out / name)
     (out / "bin").mkdir(exist_ok=True)
@@ -93,11 +93,11 @@ def _build(out: Path) -> None:
     print(f"  built in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
-def _run_with_progress(argv: list[str]) -> None:
-    """Run the compiler; one line says how far it is, rewritten on a terminal, else every 30 seconds."""
+def compile_with_progress(argv: list[str], folder: Path, packages: int) -> None:
+    """Run `go build -v` in `folder`; one line says how far it is, rewritten on a terminal, else every 30 seconds."""
     on_terminal = sys.stderr.isatty()
     began, told, downloaded, compiled, others = time.monotonic(), 0.0, 0, 0, []
-    with subprocess.Popen(argv, cwd=HERE, env=_environment(), stderr=subprocess.PIPE, text=True) as compiler:
+    with subprocess.Popen(argv, cwd=folder, env=go_environment(), stderr=subprocess.PIPE, text=True) as compiler:
         assert compiler.stderr is not None
         for line in compiler.stderr:
             if line.startswith("go: downloading"):
@@ -110,17 +110,18 @@ def _run_with_progress(argv: list[str]) -> None:
             if now - told > (0.5 if on_terminal else 30):
                 told = now
                 report = (
-                    f"  {now:4.0f} s: {downloaded} modules fetched, {compiled} of about {PACKAGES} packages compiled"
+                    f"  {now:4.0f} s: {downloaded} modules fetched, {compiled} of about {packages} packages compiled"
                 )
                 print(f"\r{report}" if on_terminal else report, end="" if on_terminal else "\n", file=sys.stderr)
                 sys.stderr.flush()
     if on_terminal and told:
         print(file=sys.stderr)
     if compiler.returncode:
-        raise SystemExit("".join(others) + "the control plane could not be built; the compiler's words are above")
+        raise SystemExit("".join(others) + f"{folder} could not be built; the compiler's words are above")
 
 
-def _environment() -> dict[str, str]:
+def go_environment() -> dict[str, str]:
+    """The variables with which Go builds here: caches of our own, no cgo, no other toolchain than the one found."""
     cache = cache_folder()
     own = {"GOCACHE": str(cache / "go-build"), "GOMODCACHE": str(cache / "go-mod")}
     # GOTOOLCHAIN=local: the Go that was found builds, none is fetched instead.
@@ -129,7 +130,7 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Lock of the build: a second build waits for the first and finds its result."""
     with (out / "lock").open("w") as lock:
         try:

@@ -101,6 +101,7 @@ def test_a_pod_that_has_the_model_is_claimed_without_a_load(clean: Slipway, leve
     assert {event.reason for event in clean.events("warm")} >= {"WarmPodClaimed", "ReplicaReady"}
     assert wait_for("an answer under the name of the service", lambda: answers(clean, "warm"))
     print(f"{level}: ready at most {seconds:.1f} s after the claim, {seen:.1f} s after kubectl apply")
+    delete_pool(clean, "standby")
 
 
 @pytest.mark.capability("AS-5")
@@ -137,7 +138,18 @@ def test_a_scaled_down_replica_returns_to_the_pool_and_the_next_service_claims_i
     with pytest.raises(openai.APIStatusError):
         answers(clean, "warm")
     print(f"from scale-down to claimable again: {took:.1f} s, the drain's 1 s of propagation with it")
-    clean.access.kubectl("delete", "wpool", "lent")
+    delete_pool(clean, "lent")
+
+
+def delete_pool(slipway: Slipway, name: str) -> None:
+    """Delete a pool, and wait until none of its pods waits any more; claimed ones stay."""
+    slipway.access.kubectl("delete", "wpool", name)
+    waiting = f"{names.LABEL_POOL}={name},{names.LABEL_STATE}={names.STATE_WARM}"
+    wait_for(
+        "its waiting pods are collected",
+        lambda: not slipway.core.list_namespaced_pod(USER_NAMESPACE, label_selector=waiting).items,
+        timeout=90,
+    )
 
 
 def pod_names(slipway: Slipway) -> list[str]:

@@ -14,6 +14,7 @@ from slipway_gateway.metrics import UNKNOWN_MODEL, Metrics
 from slipway_gateway.mirror import Capture
 from slipway_gateway.outcomes import Outcomes, Pace
 from slipway_gateway.picker.endpoints import NO_LIMITS, LatencyLimits
+from slipway_gateway.resolve import MayUse, may_use_all
 
 log = structlog.get_logger()
 
@@ -83,6 +84,7 @@ class RequestRecord:
     revision: str = ""
     tenant: str = ""
     key: str = ""  # the name of the API key, never the key
+    may_use: MayUse = may_use_all  # what the tenant may use: it resolves names among these
     internal_headers: dict[str, str] = field(default_factory=dict)  # for the replica: its tenant and priority
     body_sha256: str = ""  # only where audit records are written
     endpoint: str = ""

@@ -61,10 +61,9 @@ def client_app(
         if not fleet.view().synced:
             return not_synced().response()
         caller = requests.tenancy.authenticate(request)
+        table, may_use = fleet.table, caller.tenant.may_use
         served = [
-            _model(name, route)
-            for name, route in (*fleet.table.served_models(), *fleet.table.served_adapters())
-            if caller.tenant.may_use(name, route.service.key)
+            _model(name, route) for name, route in (*table.served_models(may_use), *table.served_adapters(may_use))
         ]
         return web.json_response({"object": "list", "data": served})
 
@@ -73,8 +72,8 @@ def client_app(
             return not_synced().response()
         name = request.match_info["model"]
         caller = requests.tenancy.authenticate(request)
-        route = fleet.table.resolve(name)
-        if route is None or not caller.tenant.may_use(name, route.service.key):
+        route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
+        if route is None:
             return unknown_model(name).response()
         return web.json_response(_model(name, route))
 

@@ -1,13 +1,15 @@
 """The attempts of one request: what a failed one brought, and which answers of a replica another one may better."""
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import msgspec
 from multidict import CIMultiDict
 
 from slipway_api.names import HEADER_MODEL, HEADER_NOT_STARTED
-from slipway_gateway.fleet import Fleet
+from slipway_gateway.fleet import Fleet, Lease
 from slipway_gateway.health import AttemptFailure
+from slipway_gateway.journal import Journal
 from slipway_gateway.picker.endpoints import Endpoint
 from slipway_gateway.upstream import (
     LostError,
@@ -17,6 +19,7 @@ from slipway_gateway.upstream import (
     SilentError,
     UnreachableError,
     UpstreamError,
+    answers_for_other,
 )
 
 MAX_KEPT_BYTES = 64 * 1024  # of an answer that is kept, and forwarded when no other replica can answer
@@ -49,6 +52,34 @@ class Attempts:
     failed: dict[str, AttemptFailure] = field(default_factory=dict)  # by endpoint
     last_answer: RejectedAttempt | None = None  # of the last attempt, if it brought one
     matched_tokens: int = 0  # of the prompt, which the endpoint of the next attempt has cached
+
+
+@dataclass(slots=True)
+class Opened:
+    """An attempt whose answer has begun, with its connection and its lease in `stack`."""
+
+    endpoint: Endpoint
+    reply: Reply
+    lease: Lease
+    journal: Journal | None
+    headers: dict[str, str]  # of the request
+    served_name: str
+    matched_tokens: int  # of the prompt, which the endpoint was believed to have cached
+    sent: float  # when the request left us, of the monotonic clock
+    stack: AsyncExitStack = field(repr=False)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether this is the stream that was asked for, and nothing that another replica may better."""
+        reply = self.reply
+        is_own = not answers_for_other(self.endpoint, reply)
+        return reply.status == 200 and reply.is_stream and bool(reply.first) and is_own
+
+    async def drop(self) -> None:
+        """Close it unread: another replica was faster."""
+        if self.journal is not None:
+            self.journal.close()
+        await self.stack.aclose()
 
 
 async def rejected_attempt(fleet: Fleet, endpoint: Endpoint, reply: Reply) -> RejectedAttempt | None:

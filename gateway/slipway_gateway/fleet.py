@@ -14,6 +14,7 @@ from typing import Final, Self
 import structlog
 
 from slipway_gateway.demand import Demand
+from slipway_gateway.first_token_times import FirstTokenTimes
 from slipway_gateway.health import (
     TRUSTED,
     BreakerPolicy,
@@ -49,7 +50,7 @@ class View:
 class Destination:
     """The gateway's load, health and retry state for one service; nothing in it is shared with another service."""
 
-    __slots__ = ("health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
+    __slots__ = ("first_token_times", "health", "leases", "loads", "picks", "reports", "retry_budget", "slowness")
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}  # only endpoints with something outstanding
@@ -58,6 +59,7 @@ class Destination:
         self.retry_budget = RetryBudget()
         self.reports = LoadReports()
         self.slowness = LatencyOutliers()
+        self.first_token_times = FirstTokenTimes()
         self.picks = 0
 
 
@@ -80,7 +82,8 @@ class Fleet:
         self._policy = policy or BreakerPolicy()
         self._clock = clock
         self._draw = draw
-        self._prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex()
+        self.on_endpoint: Callable[[str, Endpoint | None], None] = lambda _name, _endpoint: None  # see `kv_feeds`
         self._destinations: dict[str, Destination] = {}
 
     def set_service(self, key: str, service: Service | None) -> None:
@@ -111,10 +114,12 @@ class Fleet:
         self.changes += is_changed
         if is_changed and endpoint is not None:
             self.on_change(endpoint.service)
+        if is_changed:
+            self.on_endpoint(name, endpoint)
         if not is_changed or old is None:
             return
         if endpoint is None:
-            self._prefixes.remove(name)
+            self.prefixes.remove(name)
         destination = self._destinations.get(old.service)
         if destination is None:
             return
@@ -135,7 +140,7 @@ class Fleet:
             request,
             loads=destination.loads,
             reports=destination.reports.fresh(now),
-            prefixes=self._prefixes,
+            prefixes=self.prefixes,
             ejected={
                 *(name for name, health in destination.health.items() if health.is_ejected(now)),
                 *destination.slowness.ejected(now),
@@ -149,7 +154,7 @@ class Fleet:
             name = picked.endpoint.name
             destination.picks += 1
             destination.slowness.record_pick(name, now)
-            self._prefixes.add(name, request.blocks)
+            self.prefixes.add(name, request.blocks)
             if (health := destination.health.get(name)) is not None:
                 destination.health[name] = after_probe(health, now, self._policy)
         return picked
@@ -188,6 +193,14 @@ class Fleet:
 
     def record_unavailable(self, endpoint: Endpoint, seconds: float) -> None:
         """Record that the replica refused requests for a while."""
+        self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
+
+    def record_late(self, endpoint: Endpoint, seconds: float) -> None:
+        """Record that another replica answered a request that this one was silent about for so long.
+
+        It gets no more requests for as long again, unless it answers one: its cancelled request is no load any more, so
+        that it would look idle. It is no failure.
+        """
         self._set_health(endpoint, after_unavailable(self._health(endpoint), self._clock(), seconds))
 
     def record_load(self, endpoint: Endpoint, report: str) -> None:

@@ -35,6 +35,12 @@ R = TypeVar("R", bound=web.StreamResponse)
 log = structlog.get_logger()
 
 
+class ForwardedResponse(web.StreamResponse):
+    """An answer whose headers leave in one packet with its first piece, which is here already: one system call less."""
+
+    _send_headers_immediately = False
+
+
 class Forwarder:
     """Forwards answers. `leaving`: clients shall connect anew; `cutting`: a cancelled stream gets an error event."""
 
@@ -58,7 +64,7 @@ class Forwarder:
         it broke, and `handover` continues or ends it.
         """
         record.status, record.first_byte = reply.status, reply.first_at
-        response = web.StreamResponse(status=reply.status, headers=reply.headers)
+        response = ForwardedResponse(status=reply.status, headers=reply.headers)
         response.headers.setdefault(HEADER_MODEL, record.model if record.adapter else served_name)
         response.headers.setdefault(HEADER_REVISION, record.revision)
         if record.adapter:

@@ -16,6 +16,7 @@ from slipway_gateway.batch.worker import BatchWorker
 from slipway_gateway.fleet import Fleet, View, static_fleet
 from slipway_gateway.journal import JournalMemory
 from slipway_gateway.keys import GatewayKeys
+from slipway_gateway.kv_feeds import KvFeeds
 from slipway_gateway.listener import Listener
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.overload import Ladder
@@ -68,6 +69,12 @@ class Gateway:
         )
         self._keys = GatewayKeys(settings.key_directory)
         self.upstream = Upstream(settings.upstream_timeouts, serving_headers=self._keys.serving_headers)
+        self.kv_feeds = KvFeeds(
+            self.fleet,
+            serving_headers=self._keys.serving_headers,
+            count=lambda event, number: self.metrics.kv_events.labels(event).inc(number),
+        )
+        self.metrics.kv_feeds.set_function(lambda: len(self.kv_feeds.live))
         self.requests = Requests(
             self.fleet,
             self.upstream,
@@ -85,6 +92,7 @@ class Gateway:
             ),
             handover_seconds=settings.handover_seconds,
             ladder=Ladder(settings.degrade_waiting, settings.degrade_max_tokens),
+            kv_feeds=self.kv_feeds,
             tracing=Tracing(
                 settings.otlp_endpoint,
                 ratio=settings.trace_ratio,
@@ -144,6 +152,8 @@ class Gateway:
             await stack.enter_async_context(self.upstream)
             stack.push_async_callback(self.requests.mirror.close)
             stack.push_async_callback(self.requests.tracing.close)
+            if self.settings.kv_events:
+                await stack.enter_async_context(self.kv_feeds)
             if self._watches:
                 self.fleet.view = lambda: View(synced=False, age_seconds=float("inf"))
                 client = await stack.enter_async_context(Client(auth.load(), user_agent="slipway-gateway"))

@@ -51,6 +51,10 @@ class Metrics:
             "slipway_gateway_retries_denied", "Retries that the service's budget did not allow", ["service"],
             registry=registry,
         )  # fmt: skip
+        self.hedges = Counter(
+            "slipway_gateway_hedges", "Requests sent to a second replica because the first was late, by outcome",
+            ["service", "outcome"], registry=registry,
+        )  # fmt: skip
         self.refused = Counter(
             "slipway_gateway_refused", "Requests refused because their service holds its share of a resource",
             ["service", "resource"], registry=registry,
@@ -90,6 +94,13 @@ class Metrics:
         self.handover_bytes = Gauge(
             "slipway_gateway_handover_bytes", "Memory of requests and tokens kept for a handover", registry=registry
         )
+        self.kv_feeds = Gauge(
+            "slipway_gateway_kv_feeds", "Replicas whose KV events are being followed now", registry=registry
+        )
+        self.kv_events = Counter(
+            "slipway_gateway_kv_events", "Blocks of prompts that replicas said were stored or removed; resets of feeds",
+            ["event"], registry=registry,
+        )  # fmt: skip
         self.snapshot_writes = Counter(
             "slipway_gateway_snapshot_writes", "Writes of the routing table to its file: written, failed", ["outcome"],
             registry=registry,
@@ -107,6 +118,7 @@ class Metrics:
             self.requests, self.first_byte, self.duration, self.retries, self.retries_denied, self.refused,
             self.upstream_errors, self.broken_streams, self.open_streams, self.mirrored, self.handovers,
             self.handovers_failed, self.handover_disabled, self.fallbacks, self.degraded,
+            self.hedges,
         )  # fmt: skip
         self.before_exposition: list[Callable[[], None]] = []
         registry.register(_FleetCollector(fleet))

@@ -189,6 +189,7 @@ def parse(content: bytes, request: web.Request, *, tenant: str = "") -> Inferenc
     asked_for = next((limit for limit in limits if limit is not None), None)
     max_tokens = asked_for if isinstance(asked_for, int) and asked_for > 0 else None
     expected = min(max_tokens or EXPECTED_OUTPUT_TOKENS, MAX_EXPECTED_OUTPUT_TOKENS)
+    prompt = _prompt(fields)
     answers = fields.n if isinstance(fields.n, int) and 0 < fields.n <= 128 else 1
     return InferenceRequest(
         routing=RoutingRequest(
@@ -198,7 +199,8 @@ def parse(content: bytes, request: web.Request, *, tenant: str = "") -> Inferenc
             pin=request.headers.get(HEADER_PIN_REVISION, ""),
             cohort=request.headers.get(HEADER_COHORT) or (fields.user if isinstance(fields.user, str) else ""),
             session=_session(fields, request, tenant),
-            blocks=block_hashes(_prompt(fields), tenant, fields.model),
+            blocks=block_hashes(prompt, tenant, fields.model),
+            prompt_bytes=sum(map(len, prompt)) + len(prompt) - 1,
         ),
         stream=fields.stream is True,
         max_tokens=max_tokens,

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from slipway_api.names import HEADER_ADAPTER, HEADER_DEADLINE, HEADER_TOKEN_IDS
+from slipway_api.names import HEADER_ADAPTER, HEADER_TEXT_BLOCKS, HEADER_TOKEN_IDS
 from slipway_gateway.access_log import SHUTTING_DOWN, AccessLog, RequestRecord
 from slipway_gateway.accounting import Accounting
 from slipway_gateway.apis import GENERATING_PATHS, limit_field, refusal_response
@@ -41,32 +41,31 @@ from slipway_gateway.errors import (
 from slipway_gateway.fallback import Chain, NoAnswer
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.forwarding import Forwarder, uncancel
-from slipway_gateway.handover import DEADLINE_GRACE_SECONDS, Handover, Interrupted
+from slipway_gateway.handover import Handover, Interrupted
 from slipway_gateway.health import AttemptFailure, RetryPolicy
 from slipway_gateway.journal import JournalMemory
+from slipway_gateway.kv_feeds import KvFeeds
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.mirror import Mirror
+from slipway_gateway.opening import Opener, Sending
 from slipway_gateway.outcomes import Outcomes
 from slipway_gateway.overload import Ladder, Step
 from slipway_gateway.picker.endpoints import Endpoint, Route
 from slipway_gateway.picker.pick import NoneReady, Picked, UnknownRevision
 from slipway_gateway.request_body import Body, BodyReader, InferenceRequest, parse, request_id
+from slipway_gateway.resolve import may_use_all
 from slipway_gateway.shares import SharedCapacity
 from slipway_gateway.tenancy import Tenancy, internal_headers, set_max_tokens
 from slipway_gateway.tenants import Caller
 from slipway_gateway.tracing import Tracing
 from slipway_gateway.upstream import (
-    DEADLINE,
     BudgetError,
     DeadlineError,
-    FirstByteWait,
     LostError,
     RevisionError,
-    SilentError,
     Upstream,
     UpstreamError,
     answers_for_other,
-    request_headers,
 )
 from slipway_gateway.waiting_room import WaitingRoom
 
@@ -93,6 +92,7 @@ class Requests:
         tenancy: Tenancy | None = None,
         tracing: Tracing | None = None,
         ladder: Ladder | None = None,
+        kv_feeds: KvFeeds | None = None,
     ) -> None:
         self._fleet = fleet
         self._waiting_room = WaitingRoom(fleet.table, fleet.demand, loading_seconds=loading_seconds)
@@ -118,6 +118,7 @@ class Requests:
         self._handover = Handover(
             fleet, upstream, self._forwarder, metrics, memory=journals, wait_seconds=handover_seconds
         )
+        self._opener = Opener(fleet, upstream, self._handover, kv_feeds or KvFeeds(fleet), metrics)
         metrics.handover_bytes.set_function(lambda: journals.held)
         self._open: set[asyncio.Task[object]] = set()
         self.idle = asyncio.Event()  # set while no request is inside
@@ -175,7 +176,7 @@ class Requests:
             raise not_synced()
         caller = self.tenancy.authenticate(request)
         record.tenant, record.key = caller.tenant.label, caller.key
-        record.internal_headers = internal_headers(caller)
+        record.internal_headers, record.may_use = internal_headers(caller), caller.tenant.may_use
         body = await self._bodies.read(request, caller.tenant.max_body_bytes)
         try:
             record.arrived = time.monotonic()
@@ -221,6 +222,7 @@ class Requests:
             record.fallback_from, record.finish, record.error, record.failures = asked, "", "", []
             body.content = body.with_model(inference.routing.model, following.key)
             inference = msgspec.structs.replace(inference, routing=replace(inference.routing, model=following.key))
+            record.may_use = may_use_all  # the chain has asked, by the name that the tenant's patterns may name
             route = self._resolve(inference, record)
 
     def _degrade(self, caller: Caller, inference: InferenceRequest, body: Body, record: RequestRecord) -> Step:
@@ -282,6 +284,7 @@ class Requests:
         seconds = self._seconds_for(record.service)
         deadline = asyncio.get_running_loop().time() + seconds - (time.monotonic() - record.arrived)
         answers = self._handover.seed(request.path, inference, body, record.service)
+        sending = Sending(request, inference, body, answers, deadline, until, record)
         attempts = Attempts()
         while True:
             route = self._resolve(inference, record)
@@ -293,7 +296,7 @@ class Requests:
             record.endpoint, record.revision = endpoint.name, endpoint.revision
             record.matched_tokens = attempts.matched_tokens
             try:
-                answer = await self._try_endpoint(request, inference, body, answers, endpoint, deadline, until, record)
+                answer = await self._try_endpoint(sending, route, endpoint, attempts.matched_tokens)
             except DeadlineError:
                 raise deadline_exceeded(seconds) from None
             except BudgetError as slow:
@@ -314,58 +317,41 @@ class Requests:
             self._metrics.upstream_errors.labels(*record.labels, failure.value).inc()
 
     async def _try_endpoint(
-        self,
-        request: web.Request,
-        inference: InferenceRequest,
-        body: Body,
-        answers: int,
-        endpoint: Endpoint,
-        deadline: float,
-        until: float | None,
-        record: RequestRecord,
+        self, sending: Sending, route: Route, endpoint: Endpoint, matched_tokens: int
     ) -> web.StreamResponse | RejectedAttempt:
         """One attempt: the whole answer, forwarded, or an answer that another replica may better."""
-        served_name = record.adapter or endpoint.served_name or record.model
-        content = body.with_model(inference.routing.model, served_name)
-        headers = request_headers(request.headers, record.request_id) | record.internal_headers
-        headers |= record.trace.start_attempt(endpoint.name, endpoint.revision, record.error)
-        headers[HEADER_DEADLINE] = f"{max(deadline - asyncio.get_running_loop().time(), 0.001):.3f}"
-        journal = self._handover.journal(content, answers, record.service, headers)
-        wait = self._first_byte_wait(inference, deadline, until)
-        latest = deadline + DEADLINE_GRACE_SECONDS
-        cost = inference.routing.cost - record.matched_tokens
+        request, record, journal = sending.request, sending.record, None
+        routing = sending.inference.routing
         try:
-            with self._fleet.lease(endpoint, cost, wait.move) as lease:
-                record.sent = time.monotonic()
-                async with self._upstream.attempt(endpoint, request.path_qs, content, headers, wait, latest) as reply:
-                    lease.answered()
-                    lease.progress(inference.routing.prompt_tokens - record.matched_tokens)
-                    record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
-                    if answers_for_other(endpoint, reply):
-                        raise RevisionError("the replica answered for another revision")
-                    self._fleet.record_load(endpoint, reply.load_report)
-                    if reply.is_stream:
-                        self._fleet.record_latency(endpoint, ttft=reply.first_at - record.sent)
-                    rejected = await rejected_attempt(self._fleet, endpoint, reply)
-                    if rejected is not None:
-                        return rejected
-                    if reply.is_stream and not reply.first:
-                        raise LostError("an empty stream")
-                    if not reply.is_stream:
-                        await reply.read_whole(MAX_WHOLE_BYTES)
-                    del content
-                    self._copy(request, inference, body, headers, record)
-                    body.release()
-                    if journal is not None:
-                        self._handover.begin(journal, reply, endpoint)
-                    record.error = ""
-                    response = await self._forwarder.forward(request, reply, lease, record, served_name, journal)
+            opened = await self._opener.open(sending, route, endpoint, matched_tokens)
+            endpoint, reply, lease, journal = opened.endpoint, opened.reply, opened.lease, opened.journal
+            async with opened.stack:
+                record.endpoint, record.matched_tokens = endpoint.name, opened.matched_tokens
+                record.adapter = reply.headers.get(HEADER_ADAPTER, "") or record.adapter
+                if answers_for_other(endpoint, reply):
+                    raise RevisionError("the replica answered for another revision")
+                self._fleet.record_load(endpoint, reply.load_report)
+                if reply.is_stream:
+                    self._fleet.record_latency(endpoint, ttft=reply.first_at - opened.sent)
+                rejected = await rejected_attempt(self._fleet, endpoint, reply)
+                if rejected is not None:
+                    return rejected
+                if reply.is_stream and not reply.first:
+                    raise LostError("an empty stream")
+                if not reply.is_stream:
+                    await reply.read_whole(MAX_WHOLE_BYTES)
+                self._copy(request, sending.inference, sending.body, opened.headers, record)
+                sending.body.release()
+                if journal is not None:
+                    self._handover.begin(journal, reply, endpoint)
+                record.error = ""
+                response = await self._forwarder.forward(request, reply, lease, record, opened.served_name, journal)
             if record.upstream_failed:
                 self._handover.record_break(endpoint, journal)
             elif record.events > 1:
                 self._fleet.record_latency(endpoint, itl=reply.waited / (record.events - 1))
             if journal is not None and journal.broken:
-                stream = Interrupted(request, response, journal, inference.routing, record, deadline)
+                stream = Interrupted(request, response, journal, routing, record, sending.deadline)
                 await self._handover.finish(stream, endpoint)
             return response
         finally:
@@ -389,7 +375,7 @@ class Requests:
                 record.revision,
                 request.path_qs,
                 lambda one: body.with_model(inference.routing.model, record.adapter or one.served_name or record.model),
-                {name: value for name, value in headers.items() if name != HEADER_TOKEN_IDS},
+                {name: value for name, value in headers.items() if name not in (HEADER_TOKEN_IDS, HEADER_TEXT_BLOCKS)},
                 is_stream=inference.stream,
                 is_comparable=inference.is_greedy,
             )
@@ -400,18 +386,10 @@ class Requests:
         seconds = known.request_seconds if known is not None else None
         return self._upstream.timeouts.request_seconds if seconds is None else seconds
 
-    def _first_byte_wait(self, inference: InferenceRequest, deadline: float, budget: float | None) -> FirstByteWait:
-        until = asyncio.get_running_loop().time() + self._upstream.timeouts.first_byte_seconds
-        if inference.stream and budget is not None and budget < min(deadline, until):
-            return FirstByteWait(budget, BudgetError("another service is to answer"))
-        if not inference.stream or deadline <= until:
-            return FirstByteWait(deadline, DeadlineError(DEADLINE))
-        return FirstByteWait(until, SilentError("timed out: no first byte"))
-
     def _resolve(self, inference: InferenceRequest, record: RequestRecord) -> Route:
         """Looked up before every attempt: the table may have changed while the last one failed."""
         key = inference.routing.cohort or record.request_key
-        route = self._fleet.table.resolve(inference.routing.model, key)
+        route = self._fleet.table.resolve(inference.routing.model, key, record.may_use)
         if route is None:
             raise unknown_model(inference.routing.model)
         record.model, record.service = route.service.served_name, route.service.key

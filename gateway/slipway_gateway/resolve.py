@@ -9,14 +9,24 @@
 | a former served name  | the oldest service with a replica that still answers to it, while nothing is called so  |
 | an alias, or with     | one of the adapters with that alias, by weight, in the namespace of the oldest; one     |
 | `<namespace>/` before | without a loaded replica leaves its share to the others                                 |
+
+Only what the caller may use counts: a service of another tenant neither answers nor takes a name from this one's, as
+if it did not exist. So `chat` is each team's own `chat`, and the oldest one for a caller that may use several.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 
 from slipway_api.seniority import older_first
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
 from slipway_gateway.picker.split import choose_by_hash
+
+MayUse = Callable[[str, str], bool]  # of the name that a client says, and the key of the service that would answer
+
+
+def may_use_all(model: str, service: str) -> bool:
+    """Whether a caller may use the service: every one, where no tenants are configured."""
+    return True
 
 
 class Claims:
@@ -143,21 +153,21 @@ class RoutingTable:
         """The adapter of that key."""
         return self._adapters.get(key)
 
-    def resolve(self, model: str, key: str = "") -> Route | None:
-        """The route that a request for `model` takes, or None when nothing has that name.
+    def resolve(self, model: str, key: str = "", may_use: MayUse = may_use_all) -> Route | None:
+        """The route that a request for `model` takes, or None when nothing that the caller may use has that name.
 
         `key` chooses among the adapters of an alias: equal keys choose equally.
         """
-        service = model if model in self._services else self._oldest_service(self._served.of(model))
+        service = self._service_called(model, may_use)
         if service is not None:
             return self.route(service)
-        adapter = self._oldest_adapter(self._adapter_names.of(model))
+        adapter = self._oldest_adapter(self._usable_adapters(self._adapter_names, model, may_use))
         if adapter is not None:
             return self.adapter_route(adapter)
-        former = self._former_owner(model)
+        former = self._former_owner(model, may_use)
         if former is not None:
             return self.route(former)
-        return self._resolve_alias(model, key)
+        return self._resolve_alias(model, key, may_use)
 
     def has_revision(self, service: str, revision: str) -> bool:
         """Whether the service is there, and its status or a replica names the revision."""
@@ -194,27 +204,42 @@ class RoutingTable:
             self.built_routes += 1
         return route
 
-    def served_models(self) -> list[tuple[str, Route]]:
-        """One name for each service, in order: its served name, or its full name where an older one is called so."""
-        return sorted(self._names(), key=lambda model: model[0])
+    def served_models(self, may_use: MayUse = may_use_all) -> list[tuple[str, Route]]:
+        """One name for each service that the caller may use, in order: its served name, or else its full name.
 
-    def served_adapters(self) -> list[tuple[str, Route]]:
-        """One name for each adapter of a service, in order: its name, or its full name where that means another."""
+        The full name where an older one that the caller may use is called so, or where only that name is allowed.
+        """
+        names = ((self._shortest(service.served_name, key, may_use), key) for key, service in self._services.items())
+        return sorted(((name, self.route(key)) for name, key in names if name), key=lambda model: model[0])
+
+    def served_adapters(self, may_use: MayUse = may_use_all) -> list[tuple[str, Route]]:
+        """One name for each adapter that the caller may use, in order: its name, or else its full name."""
         routes = [self.adapter_route(key) for key, one in self._adapters.items() if one.service in self._services]
-        return sorted(((self._name_of_adapter(route), route) for route in routes), key=lambda model: model[0])
+        names = ((self._name_of_adapter(route, may_use), route) for route in routes)
+        return sorted(((name, route) for name, route in names if name), key=lambda model: model[0])
 
-    def _name_of_adapter(self, route: Route) -> str:
+    def _name_of_adapter(self, route: Route, may_use: MayUse) -> str:
+        """The shortest name with which this caller reaches the adapter; empty: it may not use it."""
         assert route.adapter is not None
-        name = route.adapter.name
-        return name if self.resolve(name) is route else f"{route.adapter.namespace}/{name}"
+        names = (route.adapter.name, f"{route.adapter.namespace}/{route.adapter.name}")
+        return next((name for name in names if self.resolve(name, may_use=may_use) is route), "")
 
-    def _names(self) -> Iterator[tuple[str, Route]]:
-        for key, service in self._services.items():
-            name = service.served_name
-            owns_name = self._oldest_service(self._served.of(name)) == key and name not in self._services
-            yield (name if owns_name else key), self.route(key)
+    def _shortest(self, name: str, key: str, may_use: MayUse) -> str:
+        """The shortest name with which this caller reaches the service of that key; empty: it may not use it."""
+        return next((one for one in (name, key) if self._service_called(one, may_use) == key), "")
 
-    def _former_owner(self, name: str) -> str | None:
+    def _service_called(self, name: str, may_use: MayUse) -> str | None:
+        """The service that this caller means by `name`: the one of that key, else the oldest one that is called so."""
+        if name in self._services:
+            return name if may_use(name, name) else None
+        return self._oldest_service({key for key in self._served.of(name) if may_use(name, key)})
+
+    def _usable_adapters(self, claims: Claims, name: str, may_use: MayUse) -> set[str]:
+        """The adapters with that name, or alias, whose service is there and this caller may use."""
+        services = {key: self._adapters[key].service for key in claims.of(name)}
+        return {key for key, service in services.items() if service in self._services and may_use(name, service)}
+
+    def _former_owner(self, name: str, may_use: MayUse) -> str | None:
         """The service that was called so, until its new replicas are ready.
 
         Only the service's own replicas count: a pod of another owner must not claim names for it.
@@ -223,31 +248,29 @@ class RoutingTable:
             {
                 key
                 for key in self._former.get(name, ())
-                if key in self._services and any(one.served_name == name for one in self.route(key).endpoints)
+                if key in self._services
+                and may_use(name, key)
+                and any(one.served_name == name for one in self.route(key).endpoints)
             }
         )
 
-    def _resolve_alias(self, name: str, key: str) -> Route | None:
-        oldest = self._oldest_adapter(self._aliases.of(name))
+    def _resolve_alias(self, name: str, key: str, may_use: MayUse) -> Route | None:
+        usable = self._usable_adapters(self._aliases, name, may_use)
+        oldest = self._oldest_adapter(usable)
         if oldest is None:
             return None
         namespace = self._adapters[oldest].namespace
-        routes = {
-            one: self.adapter_route(one)
-            for one in self._aliases.of(name)
-            if self._adapters[one].namespace == namespace and self._adapters[one].service in self._services
-        }
+        routes = {one: self.adapter_route(one) for one in usable if self._adapters[one].namespace == namespace}
         weights = {one: self._adapters[one].alias_weight for one in routes}
         loaded = {one: weight for one, weight in weights.items() if routes[one].endpoints}
         chosen = choose_by_hash(loaded, key) or choose_by_hash(weights, key) or oldest
         return routes[chosen]
 
-    def _oldest_service(self, keys: set[str] | frozenset[str]) -> str | None:
+    def _oldest_service(self, keys: set[str]) -> str | None:
         return min(keys, key=self._seniority, default=None)
 
-    def _oldest_adapter(self, keys: set[str] | frozenset[str]) -> str | None:
-        known = (key for key in keys if self._adapters[key].service in self._services)
-        return min(known, key=self._adapter_seniority, default=None)
+    def _oldest_adapter(self, keys: set[str]) -> str | None:
+        return min(keys, key=self._adapter_seniority, default=None)
 
     def _seniority(self, key: str) -> tuple[datetime, str, str]:
         namespace, _, name = key.partition("/")

@@ -110,6 +110,9 @@ class GatewaySettings(BaseSettings):
     trace_ratio: float = Field(0.01, ge=0, le=1)
     trace_slow_seconds: PositiveFloat = 10.0
 
+    # Follow what replicas have in their KV cache (see `kv_feeds`): one connection to each replica.
+    kv_events: bool = False
+
     # Handover of streams: how long one may wait for another replica (0: never), and what is kept for it.
     handover_seconds: NonNegativeFloat = 15.0
     max_handover_bytes: PositiveInt = 128 << 20

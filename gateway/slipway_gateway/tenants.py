@@ -19,7 +19,7 @@ A file that cannot be read or that breaks a rule changes nothing: what was read 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -256,11 +256,6 @@ class TenantFiles:
 def digest_of(key: str) -> str:
     """The SHA-256 of a key, as the Secret has it."""
     return sha256(key.encode(errors="replace")).hexdigest()
-
-
-def visible(caller: Caller, models: Iterable[tuple[str, str]]) -> list[str]:
-    """Of pairs of model and service, the models that the caller may use."""
-    return [model for model, service in models if caller.tenant.may_use(model, service)]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

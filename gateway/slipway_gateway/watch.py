@@ -101,12 +101,19 @@ class FallbackSpec(Slim, frozen=True, gc=False):
     after_seconds: int = 3
 
 
+class HedgingSpec(Slim, frozen=True, gc=False):
+    """`spec.routing.hedging`, with the default of the kind."""
+
+    max_prompt_tokens: int = 512
+
+
 class RoutingSpec(Slim, frozen=True, gc=False):
     """How a service wants its requests routed; text, because a newer API may know more strategies than this gateway."""
 
     strategy: str = ""
     request_timeout_seconds: int | None = None
     fallback: FallbackSpec = FallbackSpec()
+    hedging: HedgingSpec | None = None
 
     @property
     def known_strategy(self) -> RoutingStrategy:
@@ -244,6 +251,7 @@ def finishes_requests(pod: Pod | None) -> bool:
 def service_of(resource: InferenceService) -> Service:
     """The fields that routing needs. Before the operator wrote a status, the served name is the full name."""
     revisions, fallback = resource.status.revisions, resource.spec.routing.fallback
+    hedging = resource.spec.routing.hedging
     return Service(
         key=f"{resource.namespace}/{resource.name}",
         served_name=resource.status.served_name or resource.name,
@@ -260,6 +268,7 @@ def service_of(resource: InferenceService) -> Service:
         request_seconds=resource.spec.routing.request_timeout_seconds,
         fallback=f"{resource.namespace}/{fallback.service}" if fallback.service else "",
         fallback_seconds=fallback.after_seconds,
+        hedged_prompt_tokens=hedging.max_prompt_tokens if hedging is not None else 0,
         handover=resource.spec.drain.handover,
         latency_limits=resource.spec.slo.latency_limits,
     )

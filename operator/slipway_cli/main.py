@@ -1,4 +1,4 @@
-"""The command `kubectl slipway`: status, rollouts, drain, wake, why-scale, simulate, plan, bundle, cleanup.
+"""The command `kubectl slipway`: status, rollouts, drain, wake, why-scale, simulate, plan, routes, bundle, cleanup.
 
 Verbs that change something write what their user could write with kubectl: a field of the spec or an annotation. They
 need no access to the operator, and work while it is away.
@@ -10,9 +10,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -22,6 +23,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_cli.bundle import write_bundle
 from slipway_cli.cluster import KINDS, Cluster, ClusterError, with_our_finalizer
 from slipway_cli.explain import explain_plan, explain_scaling, explain_status
+from slipway_cli.routes import NotExportedError, Options, export_routes
 from slipway_cli.simulation import ReplicaModel, Result, simulate
 from slipway_cli.traces import BadInputError, read_service, read_trace
 from slipway_operator.core.scaling.limits import LIMIT_NAMES
@@ -161,6 +163,33 @@ def wake(name: Name, namespace: Namespace = "", context: Context = "") -> None:
     _annotate(cluster, name, names.ANNOTATION_WAKE, moment)
 
 
+@app.command()
+def routes(
+    name: Name,
+    gateway: Annotated[str, typer.Option(help="The Gateway that the route is attached to: NAME or NAMESPACE/NAME.")],
+    hostname: Annotated[list[str] | None, typer.Option(help="Host name of the route; may be given again.")] = None,
+    endpoint_picker: Annotated[
+        str, typer.Option(metavar="SERVICE:PORT", help="Make InferencePools with this endpoint picker, not Services.")
+    ] = "",
+    model_header: Annotated[
+        str, typer.Option(metavar="NAME", help="Match the served name in this header, which the mesh sets.")
+    ] = "",
+    namespace: Namespace = "",
+    context: Context = "",
+) -> None:
+    """Print the split of a service as an HTTPRoute of the Gateway API, with a pool for each revision."""
+    picker, _, port = endpoint_picker.partition(":")
+    if endpoint_picker and not (picker and port.isdecimal()):
+        _fail(f"--endpoint-picker must be SERVICE:PORT, not {endpoint_picker}")
+    chosen = (picker, int(port)) if endpoint_picker else None
+    options = Options(gateway, tuple(hostname or ()), chosen, model_header)
+    try:
+        objects = export_routes(Cluster(namespace, context).service(name), options)
+    except NotExportedError as exc:
+        _fail(f"{name} cannot be exported: {exc}")
+    typer.echo(yaml.safe_dump_all(objects, sort_keys=False), nl=False)
+
+
 @app.command(name="simulate")
 def simulate_load(
     manifest: Manifest,
@@ -276,7 +305,7 @@ def _annotate(cluster: Cluster, name: str, annotation: str, revision: str) -> No
     out.print(f"{name}: {annotation}={revision}")
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(1)
 

@@ -64,6 +64,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     n: int = 1  # answers wanted: they share the blocks of the prompt, and sample with seed, seed + 1, …
     output_token_ids: tuple[int, ...] = ()  # sampled by another replica before a handover: known output
     public: bool = False  # a warm prompt of the service: requests of any salt may use its prefix. Set at boot only
+    # Indexes of KV blocks of the prompt, and hashes of the gateway's text blocks that end in them.
+    text_blocks: tuple[tuple[int, int], ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -300,6 +302,13 @@ class AllBlocksCleared(msgspec.Struct, frozen=True):
     """KV event: all prefix blocks were removed from all memories."""
 
 
+class TextBlockChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Text blocks whose KV has become cached, and those whose KV was evicted (`slipway_api.text_blocks`)."""
+
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Report of one step to the API server: one message for each step, whatever the batch size."""
 
@@ -307,6 +316,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats
     replies: tuple[Reply, ...] = ()
     adapters: tuple[AdapterStatus, ...] | None = None  # all adapters, when the status of any has changed
+    text_blocks: TextBlockChanges | None = None
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

@@ -133,6 +133,7 @@ async def serve(settings: RuntimeSettings) -> int:
             code = 0
         if control is not None:
             control.close()
+        replica.text_blocks.close()
     return code
 
 
@@ -176,11 +177,6 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         booted = await boot_engine(choice.process_settings, on_booted)
     try:
         settings = await choice.chosen()
-        if settings.standby and booted is not None:
-            if await booted.wait() is not None:
-                await is_measured.wait()
-            if excess:
-                await asyncio.Event().wait()  # the operator deletes the pod
     except asyncio.CancelledError:
         if booted is not None:
             await booted.stop()
@@ -197,6 +193,11 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         if not settings.model_uri.startswith(("file:", "/")):
             replica.downloading()
         fetched = await in_daemon_thread(lambda: bring(settings))
+        if settings.standby and booted is not None:
+            if await booted.wait() is not None:
+                await is_measured.wait()
+            if excess:
+                await asyncio.Event().wait()  # nothing is loaded beside what is left: the operator deletes the pod
         replica.loading()
         transport = await load_engine(settings, fetched, hear, booted)
     except (FetchError, ModelRefusedError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
@@ -207,6 +208,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
         return _refuse(settings, error, trace=traceback.format_exc())
     limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
     client = EngineClient(transport, limits=limits)
+    client.on_text_blocks = replica.text_blocks.apply
     await client.start()
     try:
         if settings.standby:

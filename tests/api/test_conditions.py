@@ -2,7 +2,10 @@
 
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from slipway_api.conditions import (
+    PENDING,
     Condition,
     ConditionStatus,
     ConditionType,
@@ -12,6 +15,9 @@ from slipway_api.conditions import (
     remove_condition,
     set_condition,
 )
+from slipway_api.inference_status import InferenceServiceStatus
+from slipway_api.lora_adapter import LoRAAdapterStatus
+from slipway_api.warm_pool import WarmPoolStatus
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -77,3 +83,11 @@ def test_events_know_whether_they_warn():
     assert EventReason.SCALED_UP.type == "Normal"
     assert EventReason.DRAIN_TIMED_OUT.type == "Warning"
     assert {reason.type for reason in EventReason} == {"Normal", "Warning"}
+
+
+@pytest.mark.parametrize("kind", [InferenceServiceStatus, LoRAAdapterStatus, WarmPoolStatus])
+def test_to_the_operator_an_object_that_it_has_not_seen_has_no_conditions(kind):
+    (written,) = ready()
+
+    assert kind.model_validate({"conditions": [dict(PENDING)]}).conditions == ()
+    assert kind.model_validate({"conditions": [written.to_json()]}).conditions == (written,)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from slipway_api import crd as crd_module
+from slipway_api.conditions import PENDING
 from slipway_api.crd import generated_files, inference_service_crd, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +92,9 @@ def test_replicas_the_autoscaler_and_room_for_adapters_stay_absent(schema):
     assert spec["drain"]["default"] == {"timeoutSeconds": 300, "endpointPropagationSeconds": 5, "handover": True}
 
 
-def test_a_status_is_never_filled_in_by_the_api_server(schema):
-    assert [path for path, node in walk(schema["properties"]["status"]) if "default" in node] == []
+def test_the_api_server_gives_a_new_object_a_status_and_adds_nothing_to_one_that_is_written(schema):
+    assert [path for path, node in walk(schema["properties"]["status"]) if "default" in node] == [""]
+    assert schema["properties"]["status"]["default"] == {"conditions": [PENDING]}
 
 
 def test_what_is_not_built_is_absent(schema):

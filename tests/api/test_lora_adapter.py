@@ -25,7 +25,7 @@ def test_every_list_is_bounded_and_says_how_it_merges_and_every_field_explains_i
     assert [path for path, node in nodes.items() if node.get("type") == "array" and not node.get(LIST_TYPE)] == []
     assert [path for path, node in nodes.items() if node.get("type") == "number"] == []
     assert [path for path in fields if not nodes[path].get("description")] == []
-    assert [path for path, node in walk(schema["properties"]["status"]) if "default" in node] == []
+    assert [path for path, node in walk(schema["properties"]["status"]) if "default" in node] == [""]
 
 
 def test_placement_has_three_modes_and_a_bounded_priority(schema):

@@ -23,8 +23,8 @@ def test_a_step_of_decode_moves_weights_and_keys_once_and_little_beside(rows, co
     scores = 4 * 151_936 * rows  # which sampling reads and writes some times
     assert weights + keys < planned.nbytes < 1.1 * (weights + keys) + 8 * scores
     assert 0.3 < planned.share < 1.0
-    assert planned.launches < 20 < planned.kernels
-    assert planned.copies == 4
+    assert planned.launches < 13 < planned.kernels
+    assert planned.copies == 3, "inputs, filters, samples"
 
 
 def test_operations_of_a_prompt_are_those_of_its_products_and_half_of_its_attention():

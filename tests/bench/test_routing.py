@@ -27,3 +27,13 @@ def test_with_session_ids_two_gateways_agree_from_the_first_turn():
     )
 
     assert with_ids.hit_rate > without.hit_rate
+
+
+@pytest.mark.capability("RG-4", "DD-5")
+@pytest.mark.parametrize("mix", ["shared prefixes", "conversations"])
+def test_kv_events_bring_more_hits_than_the_guess(mix):
+    guess = simulate(mix, RoutingStrategy.PREFIX_CACHE, 8, requests=1500, warm_up=500)
+    told = simulate(mix, RoutingStrategy.PREFIX_CACHE, 8, kv_events=True, requests=1500, warm_up=500)
+
+    assert told.hit_rate > guess.hit_rate + 0.02
+    assert sum(told.ttft) < sum(guess.ttft)

@@ -16,6 +16,7 @@ OPTIONS = (
     "gateway.tracing.otlpEndpoint=http://collector:4318",
     "gateway.tracing.ratio=0.5",
     "gateway.degrade.waiting=4",
+    "gateway.kvEvents=true",
 )
 
 
@@ -42,7 +43,7 @@ def test_the_options_of_the_chart_are_those_of_the_gateway(apiserver: Access, mo
 
     assert str(settings.batch_directory) in [mount["mountPath"] for mount in container["volumeMounts"]]
     assert {"name": "batches", "persistentVolumeClaim": {"claimName": "results"}} in pod["volumes"]
-    assert (settings.batch_concurrency, settings.degrade_waiting) == (3, 4)
+    assert (settings.batch_concurrency, settings.degrade_waiting, settings.kv_events) == (3, 4, True)
     assert (settings.otlp_endpoint, settings.trace_ratio) == ("http://collector:4318", 0.5)
 
 
@@ -65,4 +66,5 @@ def test_by_default_they_are_off(apiserver: Access, monkeypatch: pytest.MonkeyPa
     settings = settings_of(pod, monkeypatch)
 
     assert (settings.batch_directory, settings.otlp_endpoint, settings.degrade_waiting) == (None, "", 0)
+    assert not settings.kv_events
     assert "batches" not in [volume["name"] for volume in pod["volumes"]]

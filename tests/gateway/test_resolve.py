@@ -5,7 +5,8 @@ from datetime import UTC, datetime
 import pytest
 
 from slipway_gateway.picker.endpoints import Adapter, Endpoint, Route, Service
-from slipway_gateway.resolve import RoutingTable
+from slipway_gateway.resolve import MayUse, RoutingTable
+from slipway_gateway.tenants import Tenant
 
 JANUARY = datetime(2026, 1, 1, tzinfo=UTC)
 FEBRUARY = datetime(2026, 2, 1, tzinfo=UTC)
@@ -32,6 +33,50 @@ def test_on_a_clash_of_names_the_older_service_serves_and_the_other_answers_to_i
     assert table.resolve("chat") == Route(older)
     assert table.resolve("a/chat") == Route(younger)
     assert table.served_models() == [("a/chat", Route(younger)), ("chat", Route(older))]
+
+
+def allowed(*patterns: str) -> MayUse:
+    """What a tenant with these patterns may use."""
+    return Tenant(name="t", models=patterns).may_use
+
+
+@pytest.mark.capability("RG-12", "MT-1")
+def test_a_name_means_the_callers_own_service_and_the_oldest_of_those_that_it_may_use():
+    older, younger = Service("a/chat", "chat", created=JANUARY), Service("b/chat", "chat", created=FEBRUARY)
+    table = a_table(older, younger)
+
+    assert table.resolve("chat", may_use=allowed("b/*")) == Route(younger)
+    assert table.resolve("chat", may_use=allowed("a/*")) == Route(older)
+    assert table.resolve("chat", may_use=allowed("a/*", "b/*")) == Route(older)
+    assert table.resolve("b/chat", may_use=allowed("a/*", "b/*")) == Route(younger)
+    assert table.resolve("a/chat", may_use=allowed("b/*")) is None
+    assert table.resolve("chat", may_use=allowed("c/*")) is None
+    assert table.served_models(allowed("b/*")) == [("chat", Route(younger))]
+    assert table.served_models(allowed("*")) == [("b/chat", Route(younger)), ("chat", Route(older))]
+    assert table.served_models(allowed("chat")) == [("chat", Route(older))], "a full name is not in its patterns"
+
+
+@pytest.mark.capability("RG-12", "ML-8", "MT-1")
+def test_neither_an_adapter_nor_an_alias_nor_a_former_name_of_another_tenant_takes_a_name():
+    services = [Service("a/chat", "base", created=JANUARY), Service("b/chat", "base", created=FEBRUARY)]
+    loaded = tuple(
+        an_endpoint(f"{service.key}-0", service.key, served_name="was", adapters=frozenset({"legal", "tax"}))
+        for service in services
+    )
+    table = a_table(*services, endpoints=loaded)
+    for namespace, created in (("a", JANUARY), ("b", FEBRUARY)):
+        for name in ("legal", "tax"):
+            key = f"{namespace}/{name}"
+            table.set_adapter(key, Adapter(key, name, f"{namespace}/chat", alias=f"any-{name}", created=created))
+
+    for namespace in ("a", "b"):
+        own = allowed(f"{namespace}/*")
+        assert table.resolve("was", may_use=own) is table.route(f"{namespace}/chat")
+        assert table.resolve("legal", may_use=own) is table.adapter_route(f"{namespace}/legal")
+        assert table.resolve("any-tax", may_use=own) is table.adapter_route(f"{namespace}/tax")
+        assert [name for name, _ in table.served_adapters(own)] == ["legal", "tax"]
+    assert table.resolve("a/legal", may_use=allowed("b/*")) is None
+    assert [name for name, _ in table.served_adapters()] == ["b/legal", "b/tax", "legal", "tax"]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -193,7 +238,7 @@ def test_a_service_keeps_its_name_from_an_adapter_and_the_older_adapter_from_the
     assert table.resolve("chat").adapter is None
     assert table.resolve("tune").service is b
     assert table.resolve("ns/tune").service is CHAT
-    assert [name for name, _ in table.served_adapters()] == ["ns/chat", "ns/tune", "tune"]
+    assert [name for name, _ in table.served_adapters()] == ["ns/tune", "tune"], "no name leads to the adapter ns/chat"
 
 
 @pytest.mark.capability("RG-1", "ML-8")

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import aiohttp
@@ -115,6 +116,25 @@ async def test_another_teams_model_is_the_same_404_as_one_that_does_not_exist(tm
     refused = [line for line in page.splitlines() if 'code="404"' in line]
     assert refused
     assert not any("forecast" in line for line in refused)
+
+
+@pytest.mark.capability("RG-12", "MT-1")
+async def test_one_name_means_each_tenants_own_service(tmp_path):
+    """The service of another team is older and has the name: it neither answers nor stands in the way."""
+    files = write_tenants(tmp_path, models=["team/*"])
+    async with Runtime() as ours, Runtime() as theirs, a_tenanted_gateway(ours, files) as gateway:
+        gateway.fleet.set_service("sales/chat", Service("sales/chat", "chat", created=datetime(2020, 1, 1, tzinfo=UTC)))
+        gateway.fleet.set_endpoint("sales/p0", Endpoint("sales/p0", "sales/chat", "r1", theirs.url))
+        gateway.fleet.set_service("team/chat", Service("team/chat", "chat", created=datetime(2026, 1, 1, tzinfo=UTC)))
+
+        await ask(gateway, KEY, "chat")
+        assert (ours.requests, theirs.requests) == (1, 0)
+        await ask(gateway, OTHER, "chat")
+        assert (ours.requests, theirs.requests) == (1, 1)
+        with pytest.raises(openai.NotFoundError):
+            await ask(gateway, KEY, "sales/chat")
+        assert [model.id for model in (await a_client(gateway).models.list()).data] == ["chat"]
+        assert (await a_client(gateway, OTHER).models.retrieve("chat")).id == "chat"
 
 
 @pytest.mark.capability("SE-1")

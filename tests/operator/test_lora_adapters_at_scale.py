@@ -64,6 +64,48 @@ def test_an_adapter_of_some_replicas_moves_only_when_one_of_them_goes(tmp_path):
     run_in_virtual_time(story())
 
 
+@pytest.mark.capability("ML-2")
+def test_an_adapter_is_routed_within_a_second_of_the_end_of_its_download(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            await serving(cluster, 3)
+            for runtime in cluster.runtimes.values():
+                runtime.adapters.loads_slowly = True
+            apply(cluster)
+            await cluster.until(lambda: all(one.adapters.slow for one in cluster.runtimes.values()))
+            await cluster.quiet(7)
+            assert routed(cluster) == set()
+            for runtime in cluster.runtimes.values():
+                runtime.adapters.finish()
+            ended = cluster.time()
+            await cluster.until(lambda: len(routed(cluster)) == 3)
+
+            assert cluster.time() - ended <= 1.0
+
+    run_in_virtual_time(story())
+
+
+def test_a_replica_that_downloads_many_adapters_is_asked_rarely(tmp_path):
+    async def story() -> None:
+        async with simulated_cluster(tmp_path) as cluster:
+            await serving(cluster, 1)
+            (runtime,) = cluster.runtimes.values()
+            runtime.adapters.loads_slowly = True
+            for number in range(80):
+                apply(cluster, f"a{number}")
+            await cluster.until(lambda: len(runtime.adapters.slow) == 80)
+            await cluster.quiet(10)
+            asked = runtime.adapters.calls.count("list")
+            await cluster.quiet(30)
+
+            assert runtime.adapters.calls.count("list") - asked <= 7, "one list every 5 s tells of all"
+            runtime.adapters.finish()
+            for number in range(80):
+                await is_loaded(cluster, 1, f"a{number}")
+
+    run_in_virtual_time(story())
+
+
 def test_changes_of_one_pod_are_written_together(tmp_path):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:

@@ -230,7 +230,7 @@ async def test_a_drained_process_gives_its_model_back_starts_over_and_serves_ano
 
 @pytest.mark.capability("AS-5")
 async def test_a_process_in_standby_gives_its_claim_back_and_stands_by_again():
-    async with serving("--standby", "loaded", *STANDBY_FLAGS) as replica, httpx.AsyncClient(timeout=120) as http:
+    async with serving("--standby", "sleeping", *STANDBY_FLAGS) as replica, httpx.AsyncClient(timeout=120) as http:
         await standing_by(replica, http)
         assert (await http.delete(f"{replica.admin_url}/model")).status_code == 200, "nobody has claimed it"
         await http.post(f"{replica.admin_url}/model", content=SPEC.wire())

@@ -209,7 +209,7 @@ class BatchWorker:
         headers = {"content-type": "application/json", "x-slipway-batch": record["id"]}
         while True:
             async with self._places:
-                await self._room(str(request["body"].get("model", "")))
+                await self._room(str(request["body"].get("model", "")), self._callers[record["id"]])
                 try:
                     async with self._session.post(
                         f"http://gateway{record['endpoint']}", data=body, headers=headers
@@ -234,9 +234,9 @@ class BatchWorker:
         if not record["request_counts"]["completed"] % SAVED_EVERY:
             await asyncio.to_thread(folder.save_batch, record)
 
-    async def _room(self, model: str) -> None:
+    async def _room(self, model: str, caller: Caller) -> None:
         """Wait for a free slot at the replicas that would answer. Where none is ready, one request may wake it."""
-        while (route := self._fleet.table.resolve(model)) is not None:
+        while (route := self._fleet.table.resolve(model, may_use=caller.tenant.may_use)) is not None:
             service = route.service
             slots = len(self._fleet.table.route(service.key).endpoints) * service.max_num_seqs
             taken = self._taken(service.key)

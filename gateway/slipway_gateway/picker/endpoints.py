@@ -63,6 +63,7 @@ class Service:
     request_seconds: float | None = None  # for a whole request; None: the gateway's own setting
     fallback: str = ""  # <namespace>/<name> of the service that answers when this one cannot; empty: none
     fallback_seconds: float = 3.0  # after which it is asked
+    hedged_prompt_tokens: int = 0  # streamed requests with prompts up to so long are hedged; 0: none
     handover: bool = True  # streams of a lost replica continue on another one
     latency_limits: LatencyLimits = NO_LIMITS  # goodput counts the requests within them
 

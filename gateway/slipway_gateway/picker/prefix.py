@@ -1,4 +1,6 @@
-"""Prefix matching: which endpoint was sent the beginning of this prompt before, and so has its KV cache. Approximate.
+"""Prefix matching: which endpoint was sent the beginning of this prompt before, and so has its KV cache.
+
+Approximate, unless the endpoint tells what it has in its cache (`kv_feeds`).
 
 The text of a request is cut into blocks of 256 bytes, and each block is hashed together with the hash of the block
 before it, so that one hash stands for the whole text up to its block. The first hash contains the tenant and the model,
@@ -45,7 +47,8 @@ class PrefixIndex:
 
     The blocks of a request are touched from the last to the first, so a block is always older than the ones before it,
     and the LRU forgets the end of a text first. Therefore the known blocks of a chain are always a prefix of it, which
-    a binary search finds. An entry takes about 120 bytes; 256 Ki entries are 32 MiB.
+    a binary search finds; only where blocks were discarded one by one, each is looked up in turn. An entry takes about
+    120 bytes; 256 Ki entries are 32 MiB.
     """
 
     def __init__(self, *, blocks_per_endpoint: int = 8192, blocks_in_all: int = 256 * 1024) -> None:
@@ -53,6 +56,7 @@ class PrefixIndex:
         self._per_endpoint = blocks_per_endpoint
         self._in_all = blocks_in_all
         self._known: dict[str, OrderedDict[int, None]] = {}
+        self._with_gaps: set[str] = set()  # endpoints of which blocks were discarded: chains may have gaps
 
     @property
     def limit(self) -> int:
@@ -68,6 +72,8 @@ class PrefixIndex:
         known = self._known.get(endpoint)
         if not known or not blocks or blocks[0] not in known:
             return 0
+        if endpoint in self._with_gaps:
+            return next((number for number, block in enumerate(blocks) if block not in known), len(blocks))
         low, high = 1, len(blocks)  # blocks[low - 1] is known; blocks[high] is not, or does not exist
         while low < high:
             middle = (low + high + 1) // 2
@@ -89,6 +95,16 @@ class PrefixIndex:
         while len(known) > limit:
             known.popitem(last=False)
 
+    def discard(self, endpoint: str, blocks: Sequence[int]) -> None:
+        """The endpoint has evicted the KV of these blocks."""
+        known = self._known.get(endpoint)
+        if known is None or not blocks:
+            return
+        self._with_gaps.add(endpoint)
+        for block in blocks:
+            known.pop(block, None)
+
     def remove(self, endpoint: str) -> None:
         """The endpoint is gone, or its container was restarted with an empty cache."""
         self._known.pop(endpoint, None)
+        self._with_gaps.discard(endpoint)

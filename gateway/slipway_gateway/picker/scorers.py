@@ -33,6 +33,7 @@ class RoutingRequest:
     adapter: str = ""  # the adapter that shall answer; empty: the base model
     session: str = ""  # requests of one session go to one endpoint; empty: no session is known
     blocks: tuple[int, ...] = ()  # chained hashes of the prompt's blocks (`prefix.block_hashes`)
+    prompt_bytes: int = 0  # of the text that the blocks were cut from
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Claimer:
             return False
         # The next plan must not see it as a draining replica any more.
         now = self._pod_of(key.namespace, action.name)
-        if now is not None and now.labels.get(names.LABEL_STATE) != names.STATE_WARM:
+        if now is not None and now.labels.get(names.LABEL_STATE) == names.STATE_DRAINING:
             self._writer.expect_label(key, action.uid, names.LABEL_STATE, names.STATE_WARM)
         return True
 

@@ -16,6 +16,7 @@ from slipway_kube.objects import Node, Pod
 from slipway_kube.resources import INFERENCE_SERVICES, WARM_POOLS, Resource
 from slipway_operator.controller.kinds import Decision, Key, Memory, StoredObject
 from slipway_operator.controller.queue import Urgency
+from slipway_operator.core.observed import Sample
 from slipway_operator.core.warm_pool.observed import HungryReplica, ObservedPool, PoolPod
 from slipway_operator.core.warm_pool.plan import plan
 from slipway_operator.inputs.caches import Inputs
@@ -77,7 +78,7 @@ class WarmPools:
         observed = ObservedPool(
             pool=reading.pool,
             fault=reading.fault,
-            pods=tuple(self._facts(pod) for pod in pods),
+            pods=tuple(pool_pod(pod, self._inputs.sample_of(pod.uid)) for pod in pods),
             nodes={
                 name: node_facts(node)
                 for name in sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
@@ -112,18 +113,6 @@ class WarmPools:
             carried=decided.booted,
         )
 
-    def _facts(self, pod: Pod) -> PoolPod:
-        annotations = pod.metadata.annotations
-        return PoolPod(
-            replica=replica(pod, self._inputs.sample_of(pod.uid)),
-            resource_version=pod.metadata.resource_version,
-            shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
-            template=annotations.get(names.ANNOTATION_WARM_TEMPLATE, ""),
-            returned_at=moment_of(pod, names.ANNOTATION_RETURNED_AT),
-            service=pod.labels.get(names.LABEL_SERVICE, ""),
-            is_miss=names.ANNOTATION_POOL_MISSED in annotations,
-        )
-
     def _hungry_facts(self, pod: Pod) -> HungryReplica:
         """With the GPUs that its service asks for; none where the service is gone, or cannot be read."""
         service = service_of(pod)
@@ -137,6 +126,20 @@ class WarmPools:
             gpu = GPU(count=0)
         has_gpus = stored is not None and gpu.count > 0
         return HungryReplica(name=pod.name, gpu_resource=gpu.resource_name if has_gpus else "", gpus=gpu.count)
+
+
+def pool_pod(pod: Pod, sample: Sample | None) -> PoolPod:
+    """The facts of one pod of a pool."""
+    annotations = pod.metadata.annotations
+    return PoolPod(
+        replica=replica(pod, sample),
+        resource_version=pod.metadata.resource_version,
+        shape=annotations.get(names.ANNOTATION_WARM_SHAPE, ""),
+        template=annotations.get(names.ANNOTATION_WARM_TEMPLATE, ""),
+        returned_at=moment_of(pod, names.ANNOTATION_RETURNED_AT),
+        service=pod.labels.get(names.LABEL_SERVICE, ""),
+        is_miss=names.ANNOTATION_POOL_MISSED in annotations,
+    )
 
 
 @dataclass(frozen=True, slots=True)

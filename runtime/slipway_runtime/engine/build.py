@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import torch
 
 from slipway_runtime.engine.decide import EnginePlan, decide
-from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker
+from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker, launching
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
@@ -29,7 +29,7 @@ from slipway_runtime.engine.parts import (
 )
 from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.sleep import Sleeper
-from slipway_runtime.engine.warmup import Masks, try_capture, warm_up
+from slipway_runtime.engine.warmup import Masks, capture_decode_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
@@ -40,14 +40,14 @@ from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import CudaCapture
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.runner import Runner
 
 _DEFAULTS = EngineOptions()
-_NOT_RECORDED = "decode steps are computed one by one: those of several ranks are not recorded"
+T = TypeVar("T")
+MASK_THREADS: Final = 8  # at most; a mask takes 50 to 500 µs
 
 
 class Compute(Protocol):
@@ -86,7 +86,9 @@ def build_engine(
     with oom_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels)
     # None where there is no tokenizer: an answer that a grammar binds can then only end.
-    grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids)
+    # On a CPU the threads compute the model; on a GPU they are idle while it does.
+    threads = min(MASK_THREADS, options.threads or torch.get_num_threads()) if plan.device.type == "cuda" else 1
+    grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids, threads=threads)
     with oom_refused("the KV cache", plan.device):
         size = size_pool(plan, decoder, kernels)
         size = size if ranks is None else ranks.agree(size)
@@ -118,12 +120,15 @@ def build_engine(
     loaded = time.perf_counter()
 
     on_news(WarmingUp())
-    worker = Worker(execute) if plan.overlap else None
+    # With several ranks a step is not launched ahead: the others get its tokens from the host.
+    launch = partial(_execute, runner.launch, grammars) if ranks is None else launching(execute)
+    worker = Worker(launch) if plan.overlap else None
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
-    if plan.device.type == "cuda" and not options.pooling:  # no step of embeddings is a decode step
-        recorded = try_capture(runner, CudaCapture(), plan.device) if ranks is None else _NOT_RECORDED
+    if not options.pooling:  # no step of embeddings is a decode step
+        capture = partial(capture_decode_steps, runner, plan.device)
+        recorded = capture() if ranks is None else ranks.capture(runner, capture)
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
@@ -194,8 +199,10 @@ def _new_scheduler(
     )
 
 
-def _execute(compute: Compute, grammars: Grammars | None, plan: SchedulerOutput) -> StepResult:
-    """Execute a plan with the masks of its grammars, which are made while the model computes."""
+def _execute(
+    compute: Callable[[SchedulerOutput, Masks | None], T], grammars: Grammars | None, plan: SchedulerOutput
+) -> T:
+    """Execute or launch a plan with the masks of its grammars, which are made while the model computes."""
     return compute(plan, None if grammars is None else grammars.masks(plan))
 
 
@@ -221,7 +228,7 @@ def _warm_up(
 
     def execute(step: SchedulerOutput, masks: Masks) -> StepResult:
         masked = partial(compute, masks=masks)
-        return masked(step) if worker is None else worker.call(masked, step).result()
+        return masked(step) if worker is None else worker.call(launching(masked), step).result()
 
     widest_step = warm_up(scheduler, execute, vocab_size=plan.config.vocab_size, adapters=tuple(digests))
     for slot, digest in enumerate(digests):

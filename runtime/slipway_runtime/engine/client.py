@@ -39,6 +39,7 @@ from slipway_runtime.messages import (
     ResetPrefixCache,
     Sleep,
     StepReport,
+    TextBlockChanges,
     UnloadAdapter,
     WakeUp,
 )
@@ -156,6 +157,7 @@ class EngineClient:
         self.error: str = ""
         self.adapters: tuple[AdapterStatus, ...] = ()  # all known adapters, as last reported
         self.on_step: Callable[[EngineStats], None] | None = None  # called with the statistics of each step
+        self.on_text_blocks: Callable[[TextBlockChanges], None] = lambda _: None
         self._transport = transport
         self._clock = clock
         self._admission = Admission(limits or QueueLimits(), transport.facts.max_num_seqs)
@@ -313,6 +315,8 @@ class EngineClient:
             self.adapters = report.adapters
         if self.on_step is not None:
             self.on_step(report.stats)
+        if report.text_blocks is not None:
+            self.on_text_blocks(report.text_blocks)
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

@@ -12,8 +12,11 @@ The overlapped engine executes steps on a worker thread:
     step N:    | plan N+1 | wait for N, update N, report N |          on the loop's thread
     worker:  … execute N ………………………| execute N+1 ……………………            on its own
 
-A plan needs no token that is still being sampled: the worker writes it into its row before it executes the next plan.
-Where a plan does depend on the last result, the scheduler says so, and the loop waits as the plain one does.
+A plan needs no token that is still being sampled: the worker keeps it on the device for the next plan. Where a plan
+does depend on the last result, the scheduler says so, and the loop waits as the plain one does.
+
+On a GPU the worker's thread only launches: step N + 1 is queued on the device while step N runs, and the loop's thread
+waits for the copy of N's tokens. On a CPU launching is computing.
 """
 
 import queue
@@ -57,6 +60,7 @@ log = structlog.get_logger()
 MAX_OOM_STEPS: Final = 3
 BLOCKS_CHECKED_WHEN_IDLE: Final = 1024  # some 0.3 ms, after each lone request
 Execute = Callable[[SchedulerOutput], StepResult]
+Launch = Callable[[SchedulerOutput], Callable[[], StepResult]]  # begins a step; what it returns waits for the result
 
 
 class Grammars(Protocol):
@@ -70,6 +74,7 @@ class Grammars(Protocol):
     def start(self, request: Request) -> bool: ...  # noqa: D102
     def take_compiled(self) -> list[str]: ...  # noqa: D102
     def accept(self, output: Output) -> str: ...  # noqa: D102
+    def follow(self, step: int) -> None: ...  # noqa: D102
 
 
 class Sleeper(Protocol):
@@ -173,7 +178,7 @@ class Engine:
         try:
             result = self._execute(plan)
         except StepOutOfMemoryError as error:
-            return self._report(self._give_up(error, now), now, planning=planned - began)
+            return self._report(self._give_up(error, now, plan.step), now, planning=planned - began)
         executed = self._stopwatch()
         outputs = self._update(plan, result, now, executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
@@ -239,21 +244,25 @@ class Engine:
         if plan.rows:
             self._batch = Batch(rows=len(plan.rows), tokens=sum(plan.num_new), seconds=seconds, at=now)
         outputs = self._scheduler.update(result, now + seconds)
-        return self._after_update(outputs, now + seconds, in_flight=in_flight)
+        return self._after_update(outputs, now + seconds, plan.step, in_flight=in_flight)
 
-    def _give_up(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
-        """End the requests whose step ran out of memory; their final outputs. No plan is being executed."""
+    def _give_up(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
+        """End the requests whose step ran out of memory; their final outputs. No plan is being executed.
+
+        step: the last one that was planned.
+        """
         self._oom_steps += 1
         if self._oom_steps > MAX_OOM_STEPS:
             raise error
         outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
         log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
-        return self._after_update(outputs, now, in_flight=False)
+        return self._after_update(outputs, now, step, in_flight=False)
 
-    def _after_update(self, outputs: list[Output], now: float, *, in_flight: bool) -> list[Output]:
+    def _after_update(self, outputs: list[Output], now: float, step: int, *, in_flight: bool) -> list[Output]:
         """After a step: advance grammars, load and drop adapters, publish KV events; the outputs to report."""
         if self._grammars is not None:
             outputs = [self._followed(output, self._grammars, now) for output in outputs]
+            self._grammars.follow(step)
         if self._adapters is not None:
             self._adapters.after_step(now, in_flight=in_flight)
         if self._pending_sleep is not None and not self._scheduler.has_work:  # nothing is in flight any more
@@ -289,34 +298,66 @@ class Engine:
             ),
             replies=tuple(replies),
             adapters=statuses,
+            text_blocks=self._scheduler.take_text_blocks(),
         )
 
 
-class Worker:
-    """Executes plans one after the other on a thread of its own."""
+def launching(execute: Execute) -> Launch:
+    """A launch whose step has been executed when it returns."""
 
-    def __init__(self, execute: Execute) -> None:
-        self._execute = execute
-        self._calls: queue.SimpleQueue[tuple[Execute, SchedulerOutput, Future[StepResult]]] = queue.SimpleQueue()
+    def launch(plan: SchedulerOutput) -> Callable[[], StepResult]:
+        result = execute(plan)
+        return lambda: result
+
+    return launch
+
+
+class PendingResult:
+    """The result of a plan that was submitted to a worker."""
+
+    def __init__(self, launched: "Future[Callable[[], StepResult]]") -> None:
+        self._launched = launched
+
+    def result(self) -> StepResult:
+        """Wait until the plan is launched, and then for its result. To be called once."""
+        return self._launched.result()()
+
+    def exception(self) -> Exception | None:
+        """Wait for the result, and drop it; the error, if there was one."""
+        try:
+            self.result()
+        except Exception as error:  # noqa: BLE001  the caller decides what it means
+            return error
+        return None
+
+
+class Worker:
+    """Launches plans one after the other on a thread of its own."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._calls: queue.SimpleQueue[tuple[Launch, SchedulerOutput, Future[Callable[[], StepResult]]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._run, name="worker", daemon=True).start()
 
-    def submit(self, plan: SchedulerOutput) -> "Future[StepResult]":
-        """Execute a plan after those before it."""
-        return self.call(self._execute, plan)
+    def submit(self, plan: SchedulerOutput) -> PendingResult:
+        """Launch a plan after those before it."""
+        return self.call(self._launch, plan)
 
-    def call(self, execute: Execute, plan: SchedulerOutput) -> "Future[StepResult]":
-        """Execute a plan with another function: the warm-up must run on the thread that later steps run on."""
-        result: Future[StepResult] = Future()
-        self._calls.put((execute, plan, result))
-        return result
+    def call(self, launch: Launch, plan: SchedulerOutput) -> PendingResult:
+        """Launch a plan with another function: the warm-up must run on the thread that later steps run on."""
+        launched: Future[Callable[[], StepResult]] = Future()
+        self._calls.put((launch, plan, launched))
+        return PendingResult(launched)
 
     def _run(self) -> None:
         while True:
-            execute, plan, result = self._calls.get()
+            launch, plan, launched = self._calls.get()
             try:
-                result.set_result(execute(plan))
+                launched.set_result(launch(plan))
             except BaseException as error:  # noqa: BLE001  the thread that waits for the result must get it
-                result.set_exception(error)
+                launched.set_exception(error)
 
 
 class OverlappedEngine(Engine):
@@ -325,7 +366,7 @@ class OverlappedEngine(Engine):
     def __init__(self, scheduler: Scheduler, worker: Worker, facts: EngineFacts, **parts: Any) -> None:
         super().__init__(scheduler, lambda plan: worker.submit(plan).result(), facts, **parts)
         self._submit = worker.submit
-        self._in_flight: tuple[SchedulerOutput, Future[StepResult]] | None = None
+        self._in_flight: tuple[SchedulerOutput, PendingResult] | None = None
 
     def step(self, now: float) -> StepReport:
         """Plan the step after the one that is being executed, then update and report the latter."""
@@ -339,19 +380,25 @@ class OverlappedEngine(Engine):
         try:
             result = pending.result()
         except StepOutOfMemoryError as error:
-            return self._report(self._give_up_both(error, now), now, planning=planned - began)
+            return self._report(self._give_up_both(error, now, plan.step), now, planning=planned - began)
+        except BaseException:
+            if self._grammars is not None:  # the plan after this one does not wait for its outputs
+                self._grammars.follow(plan.step)
+            raise
         executed = self._stopwatch()
         outputs = self._update(plan, result, now, executed - began, in_flight=following is not None)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
 
-    def _plan_next(self, now: float) -> "tuple[SchedulerOutput, Future[StepResult]]":
+    def _plan_next(self, now: float) -> tuple[SchedulerOutput, PendingResult]:
         plan = self._scheduler.schedule(now)
         return plan, self._submit(plan)
 
-    def _give_up_both(self, error: StepOutOfMemoryError, now: float) -> list[Output]:
+    def _give_up_both(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
         """Give up the plan that failed, and the one after it, which builds on its results."""
+        if self._grammars is not None:  # the plan after it waits for masks
+            self._grammars.follow(step)
         following, self._in_flight = self._in_flight, None
         failure = following[1].exception() if following is not None else None
         if failure is not None and not isinstance(failure, StepOutOfMemoryError):
             raise failure
-        return self._give_up(error, now)
+        return self._give_up(error, now, step if following is None else following[0].step)

@@ -4,6 +4,10 @@
     grammars.take_compiled()                            # requests whose grammars are compiled: not planned before
     result = runner.execute(plan, grammars.masks(plan))   # of every plan; made while the model computes
     for output in update(result): grammars.accept(output)
+    grammars.follow(plan.step)                          # all of its outputs were accepted
+
+Two plans may be in flight. The masks of the second are made when the outputs of the first were accepted: its forward
+pass needs no masks, and is computed meanwhile. So rows with a grammar do not keep others from overlapping.
 
 It fails closed. A matcher that breaks, for whatever reason, allows only end-of-sequence tokens, and `accept` returns
 the error that the answer must end with; no answer goes on unconstrained.
@@ -14,6 +18,7 @@ allows, only end-of-sequence tokens come.
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,8 +28,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from slipway_runtime.engine.grammar import GrammarCompiler, GrammarRefusedError
 from slipway_runtime.messages import Output, Request, SchedulerOutput, TokenMasks
@@ -36,9 +41,17 @@ _NOBODY: Key = ("", 0)
 
 
 class Grammars:
-    """One matcher per answer with a grammar. Not thread-safe: its owner calls one method at a time."""
+    """One matcher per answer with a grammar.
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    One thread calls `masks` in the order of the plans; another one, or the same, all other methods.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, *, threads: int = 1) -> None:
+        """threads: that fill the masks of one step."""
+        self._executor = LLExecutor(threads) if threads > 1 else None
+        self._following = threading.Lock()  # of the next two
+        self._followed = 0  # the last step whose outputs were accepted
+        self._waiting: tuple[int, Callable[[], object]] | None = None  # masks after a step: begin them
         self._compiler = compiler
         # llguidance releases the GIL. Two threads: the masks of a step do not wait for a new grammar to compile.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -54,10 +67,12 @@ class Grammars:
             self._ends[token // 32] |= np.uint32(1 << (token % 32))
 
     @classmethod
-    def beside(cls, folder: Path, eos_token_ids: tuple[int, ...]) -> "Grammars | None":
+    def beside(cls, folder: Path, eos_token_ids: tuple[int, ...], *, threads: int = 1) -> "Grammars | None":
         """Grammars over the vocabulary of the `tokenizer.json` in a folder; None where that file is missing."""
         path = folder / "tokenizer.json"
-        return cls(GrammarCompiler(path.read_text("utf-8"), eos_token_ids=eos_token_ids)) if path.is_file() else None
+        if not path.is_file():
+            return None
+        return cls(GrammarCompiler(path.read_text("utf-8"), eos_token_ids=eos_token_ids), threads=threads)
 
     @property
     def num_tokens(self) -> int:
@@ -105,22 +120,43 @@ class Grammars:
         return compiled
 
     def masks(self, plan: SchedulerOutput) -> Callable[[], TokenMasks | None]:
-        """Begin to make the masks of a plan's samples; the returned function waits for them. No `accept` before that.
+        """Make the masks of a plan's samples, once the plan before was followed; the returned function waits for them.
 
         Every plan must be given: its new rows say which answer has which row. Samples after a draft token that the
         grammar refuses get no mask: they are never accepted.
         """
         for new in plan.new_rows:
             self._rows[new.row] = new.request_id, new.index
-        sampled: list[tuple[int, _Answer, tuple[int, ...]]] = []
+        sampled: list[tuple[int, Key, tuple[int, ...]]] = []
         first = 0  # the row's first place among all samples
         if self._answers:
             for place in np.flatnonzero(plan.samples).tolist():
                 drafted = plan.drafts[place] if plan.drafts else ()
-                if (answer := self._answers.get(self._rows.get(plan.rows[place], _NOBODY))) is not None:
-                    sampled.append((first, answer, drafted))
+                if (key := self._rows.get(plan.rows[place], _NOBODY)) in self._answers:
+                    sampled.append((first, key, drafted))
                 first += 1 + len(drafted)
-        return self._masking.submit(self._make, sampled).result if sampled else _no_masks
+        if not sampled:
+            return _no_masks
+        made: Future[TokenMasks] = Future()
+
+        def begin() -> None:
+            self._masking.submit(self._make, sampled, made)
+
+        with self._following:
+            if self._followed >= plan.step - 1:
+                begin()
+            else:
+                assert self._waiting is None, "one plan is launched at a time"
+                self._waiting = plan.step - 1, begin
+        return made.result
+
+    def follow(self, step: int) -> None:
+        """Note that the outputs of the plans up to this step were accepted, or that the plans were given up."""
+        with self._following:
+            self._followed = step
+            if self._waiting is not None and self._waiting[0] <= step:
+                self._waiting[1]()
+                self._waiting = None
 
     def accept(self, output: Output) -> str:
         """Advance by the tokens of an output, of any request. Empty, or why the answer must end with an error."""
@@ -133,17 +169,46 @@ class Grammars:
             del self._answers[key]
         return answer.error
 
-    def _make(self, sampled: list[tuple[int, "_Answer", tuple[int, ...]]]) -> TokenMasks:
+    def _make(self, sampled: list[tuple[int, Key, tuple[int, ...]]], made: "Future[TokenMasks]") -> None:
+        try:
+            made.set_result(self._made(sampled))
+        except BaseException as error:  # noqa: BLE001  the step that waits for the masks must get it
+            made.set_exception(error)
+
+    def _made(self, sampled: list[tuple[int, Key, tuple[int, ...]]]) -> TokenMasks:
         began = time.perf_counter()
         samples: list[int] = []
         masks: list[Words] = []
-        for first, answer, drafted in sampled:
-            made = self._masks_of(answer, drafted)
-            samples.extend(range(first, first + len(made)))
-            masks.extend(made)
-        made_all = TokenMasks(tuple(samples), np.stack(masks).astype("<u4").tobytes())
+        alone: list[tuple[int, _Answer]] = []  # answers without draft tokens, and the places of their masks
+        for first, key, drafted in sampled:
+            if (answer := self._answers.get(key)) is None:
+                continue  # it has ended since: its sample is dropped
+            if not drafted:
+                alone.append((len(masks), answer))
+            of_answer = self._masks_of(answer, drafted) if drafted else [self._ends]
+            samples.extend(range(first, first + len(of_answer)))
+            masks.extend(of_answer)
+        words = np.array(masks, dtype="<u4").reshape(len(masks), self._compiler.words)
+        self._fill(words.view(np.int32), alone)
         self.mask_seconds += time.perf_counter() - began
-        return made_all
+        return TokenMasks(tuple(samples), words.tobytes())
+
+    def _fill(self, words: npt.NDArray[np.int32], answers: "list[tuple[int, _Answer]]") -> None:
+        """Write the next mask of each answer to its place, unless only ends are allowed, which is there already."""
+        matchers = [
+            (matcher, place)
+            for place, answer in answers
+            if (matcher := answer.ready()) is not None and not matcher.is_stopped()
+        ]
+        words[[place for _, place in matchers]] = 0
+        if self._executor is not None and len(matchers) > 1:
+            fill_next_token_bitmask_par(self._executor, matchers, words)
+        else:
+            for matcher, place in matchers:
+                fill_next_token_bitmask(matcher, words, place)
+        for place, answer in answers:
+            if answer.ready() is None:
+                words[place] = self._ends.view(np.int32)
 
     def _masks_of(self, answer: "_Answer", drafted: tuple[int, ...]) -> list[Words]:
         """One mask for the next token, and one after each drafted token as far as the grammar takes them."""

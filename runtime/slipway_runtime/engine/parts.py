@@ -95,7 +95,7 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         dtype=plan.dtype,
         device=plan.device,
     )
-    if plan.device.type == "cuda" and ranks == 1 and capturable(kernels) is not None:
+    if plan.device.type == "cuda" and capturable(kernels) is not None:
         activations += reserve_bytes(
             plan.own.shape,
             max_num_seqs=plan.max_num_seqs,

@@ -27,6 +27,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -39,6 +40,7 @@ from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.launch import how_it_ended
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
+from slipway_runtime.engine.warmup import capture_decode_steps
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
 from slipway_runtime.models.config import ModelRefusedError
@@ -86,9 +88,25 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampled: tuple[tuple[int, ...], ...]  # parallel to the rows of the plan before
 
 
-RankNews = RankLoaded | RankSized | EngineFailed
-RankOrder = RankPool | RankStep
-_N = TypeVar("_N", RankLoaded, RankSized)
+class RankCapture(msgspec.Struct, frozen=True, tag=True):
+    """Capture the CUDA graphs of decode steps now, as all ranks do: their sums are captured too."""
+
+
+class RankCaptured(msgspec.Struct, frozen=True, tag=True):
+    """A rank has captured its graphs; or why not."""
+
+    error: str
+
+
+class RankGraphs(msgspec.Struct, frozen=True, tag=True):
+    """Whether all ranks have graphs. A step must be replayed by all of them or by none: sums are of padded batches."""
+
+    used: bool
+
+
+RankNews = RankLoaded | RankSized | RankCaptured | EngineFailed
+RankOrder = RankPool | RankStep | RankCapture | RankGraphs
+_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured)
 
 
 class RankDiedError(Exception):
@@ -135,6 +153,16 @@ class Ranks:
         agreed = min(size.num_blocks, *(other.expect(RankSized).num_blocks for other in self._others))
         self._tell(RankPool(agreed))
         return replace(size, num_blocks=agreed)
+
+    def capture(self, runner: Runner, capture: Callable[[], str]) -> str:
+        """Capture graphs on all ranks; why no rank uses graphs, or an empty string. capture: this rank's."""
+        self._tell(RankCapture())
+        errors = [_captured(capture), *(other.expect(RankCaptured).error for other in self._others)]
+        error = next(filter(None, errors), "")
+        self._tell(RankGraphs(used=not error))
+        if error:
+            runner.graphs = None
+        return error
 
     def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """Execute a plan on all ranks, as `runner.execute` does on one. Raises RankDiedError."""
@@ -211,7 +239,7 @@ def _end(processes: list["subprocess.Popen[bytes]"], directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-_O = TypeVar("_O", RankPool, RankStep)
+_O = TypeVar("_O", RankPool, RankGraphs)
 
 
 class Leader:
@@ -223,7 +251,7 @@ class Leader:
         self.start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
         threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
 
-    def tell(self, news: RankLoaded | RankSized | EngineFailed) -> None:
+    def tell(self, news: RankNews) -> None:
         """Send a message to rank 0."""
         self._connection.send_bytes(msgspec.msgpack.encode(news))
 
@@ -231,6 +259,12 @@ class Leader:
         """Wait for the next order, which must be of this kind."""
         order = self._orders.get()
         assert isinstance(order, kind)
+        return order
+
+    def next(self) -> RankStep | RankCapture:
+        """Wait for the next order after the pool is allocated."""
+        order = self._orders.get()
+        assert isinstance(order, RankStep | RankCapture)
         return order
 
     def wait_for_the_end(self) -> None:
@@ -271,6 +305,14 @@ def main() -> int:
     return 1
 
 
+def _captured(capture: Callable[[], str]) -> str:
+    """Why a capture failed, or an empty string. A sum that cannot be captured is no lost rank."""
+    try:
+        return capture()
+    except PeerLostError as error:
+        return str(error)
+
+
 def run_rank(leader: Leader) -> None:
     """Load the weights, then compute the plans of rank 0 until this process ends."""
     rank, options = leader.start.rank, leader.start.options
@@ -306,7 +348,12 @@ def run_rank(leader: Leader) -> None:
     gc.freeze()
     before = SchedulerOutput(step=0)
     while True:
-        step = leader.expect(RankStep)
+        step = leader.next()
+        if isinstance(step, RankCapture):
+            leader.tell(RankCaptured(_captured(partial(capture_decode_steps, runner, plan.device))))
+            if not leader.expect(RankGraphs).used:
+                runner.graphs = None
+            continue
         runner.record_sampled(before, step.sampled)
         runner.execute_without_sampling(step.plan)
         before = step.plan

@@ -17,7 +17,7 @@ import torch
 
 from slipway_runtime.messages import Grammar, Request, SamplingParams, SchedulerOutput, StepResult, TokenMasks
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.worker.graphs import Capture
+from slipway_runtime.worker.graphs import Capture, CudaCapture
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
@@ -110,6 +110,11 @@ def _all_allowed(plan: SchedulerOutput, vocab_size: int) -> TokenMasks | None:
         1 + (len(plan.drafts[index]) if plan.drafts else 0) for index, samples in enumerate(plan.samples) if samples
     )
     return TokenMasks(tuple(range(samples)), b"\xff" * (4 * -(-vocab_size // 32) * samples))
+
+
+def capture_decode_steps(runner: Runner, device: torch.device) -> str:
+    """Capture the decode steps of a runner on a GPU; why that failed, or an empty string. See `try_capture`."""
+    return try_capture(runner, CudaCapture(), device) if device.type == "cuda" else ""
 
 
 def try_capture(runner: Runner, capture: Capture, device: torch.device) -> str:

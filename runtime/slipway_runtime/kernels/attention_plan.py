@@ -135,16 +135,13 @@ def first_rows(plan: Plan, num_rows: int) -> Plan:
     return replace(plan, lengths=plan.lengths[:num_rows], tables=plan.tables[:num_rows], num_decodes=num_rows)
 
 
-def update_static_inputs(plan: Plan, num_computed: Ints, block_tables: Ints) -> None:
-    """Copy a step's rows into a captured plan. Rows beyond them become padding: length 0, the null block."""
-    rows, width = block_tables.shape
-    lengths = np.zeros(plan.num_decodes, dtype=np.int32)
-    lengths[:rows] = num_computed + 1
-    tables = np.zeros((plan.num_decodes, width), dtype=np.int32)
-    tables[:rows] = block_tables
-    new_lengths, new_tables = upload((lengths, tables), plan.lengths.device)
-    plan.lengths.copy_(new_lengths)
-    plan.tables[:, :width].copy_(new_tables)
+def update_static_inputs(plan: Plan, lengths: Tensor, tables: Tensor, rows: Tensor) -> None:
+    """Copy a step's rows into a captured plan; a graph may begin with it.
+
+    lengths: (R,) past and new tokens; 0: padding  tables: (N, blocks) block tables of all rows  rows: (R,) of these.
+    """
+    plan.lengths.copy_(lengths)
+    torch.index_select(tables, 0, rows, out=plan.tables)
 
 
 def num_splits(lengths: Ints, tokens: int, most: int) -> Ints:

@@ -112,8 +112,8 @@ class CapturableKernels(Kernels, Protocol):
     def first_rows(self, plan: AttentionPlan, num_rows: int) -> AttentionPlan:
         """The captured plan for fewer rows, in the same buffers."""
 
-    def update_static_inputs(self, plan: AttentionPlan, num_computed: Ints, block_tables: Ints) -> None:
-        """Copy a step's rows into a captured plan; the rows beyond them become padding."""
+    def update_static_inputs(self, plan: AttentionPlan, lengths: Tensor, tables: Tensor, rows: Tensor) -> None:
+        """Copy a step's rows into such a plan, within the graph. lengths, rows: (R,)  tables: (N, blocks)."""
 
     def plan_lora_for_capture(self, num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
         """LoRA plan in static buffers, for any adapters that a step uses."""

@@ -161,7 +161,8 @@ def _choose(weight: Tensor, quantization: str, *, dynamic: bool, dtype: torch.dt
             return NativeBf16(weight, library)
         return prepacked(weight)
     if quantization == "int8":
-        if dynamic and (library := native.library()) is not None and NativeInt8.fits(weight, library):
+        library = native.library() if weight.device.type == "cpu" else None
+        if library is not None and NativeInt8.fits(weight, library):
             return NativeInt8(weight, library)
         return DynamicInt8(weight) if dynamic else WeightOnly(weight, torch.int8)
     return ScaledFp8(weight) if ScaledFp8.fits(weight) else WeightOnly(weight, torch.float8_e4m3fn)

@@ -29,6 +29,7 @@ from hashlib import blake2b
 
 from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from slipway_runtime.scheduling.eviction import ColdBlocks, EvictionOrder, SegmentedLru
+from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
@@ -129,6 +130,7 @@ class BlockPool:
         self.now = 0.0
         self.events = events
         self.below: ColdBlocks | None = None
+        self.text_blocks: TextBlockIndex | None = None
         self._ref_count = [0] * (num_blocks + 1)
         self._key_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
@@ -186,6 +188,10 @@ class BlockPool:
     def key_of(self, block: int) -> bytes | None:
         """The key under which this block is published; None: it is not."""
         return self._key_of[block]
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a block of this pool is published under this key."""
+        return key in self._block_of
 
     def reusable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks no sequence uses: holding them lowers `available` by that number."""
@@ -365,3 +371,5 @@ class BlockPool:
             self.order.remove(block)
         if self.events is not None:
             self.events.removed(key)
+        if self.text_blocks is not None:
+            self.text_blocks.removed(key)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from slipway_runtime.messages import Demote, GiveBack, HostMove, Medium, Promote
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
+from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
 WORTH_KEEPING = 0.2  # least share of hits among the blocks asked for
 ENOUGH = 256  # blocks demoted and asked for, before judging
@@ -148,6 +149,10 @@ class HostTier:
     def take_events(self) -> tuple[KvEvent, ...]:
         """The KV events since the last call."""
         return self._slots.events.take() if self._slots.events is not None else ()
+
+    def tell_text_blocks(self, index: TextBlockIndex) -> None:
+        """Report from now on which keys are dropped from host memory."""
+        self._slots.text_blocks = index
 
     def groups(self) -> Iterable[str]:
         """The adapters whose prefixes are in host memory."""

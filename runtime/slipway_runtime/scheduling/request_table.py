@@ -79,7 +79,6 @@ class RequestTable:
         self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
         self.final_outputs: list[Output] = []  # of sequences that ended outside of a step, for the next update
         self.parked: set[Sequence] = set()  # paused, without a row
-        self.num_bound = 0  # rows whose samples need the mask of a grammar
         self.ending: set[Sequence] = set()  # ended, and in a plan in flight
         self._eos = eos_token_ids
         self._max_num_seqs = max_num_seqs
@@ -167,7 +166,6 @@ class RequestTable:
         sequence.state = State.RUNNING
         self.waiting.serve(sequence, now)
         insort(self.running, sequence, key=_rank)
-        self.num_bound += sequence.request.grammar is not None
         if self.residency is not None and sequence.adapter:
             self.residency.start_row(sequence.adapter)
         if sequence.scheduled_at is None:
@@ -309,7 +307,6 @@ class RequestTable:
         if sequence.row != NO_ROW:
             heapq.heappush(self.free_rows, sequence.row)
             sequence.row = NO_ROW
-            self.num_bound -= sequence.request.grammar is not None
             if self.residency is not None and sequence.adapter:
                 self.residency.end_row(sequence.adapter)
 
@@ -380,7 +377,6 @@ class RequestTable:
         answers = [sequence for answers in self._requests.values() for sequence in answers]
         assert len(answers) == len(self.running) + self.num_waiting
         assert self._num_following == sum(len(sequence.siblings) for sequence in answers)
-        assert self.num_bound == sum(s.request.grammar is not None for s in holders if s.row != NO_ROW)
         ledger = self.ledger
         done = ledger.finished + ledger.aborted + ledger.handed_over
         assert ledger.admitted == done + len(self.running) + self.num_waiting

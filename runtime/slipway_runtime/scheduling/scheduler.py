@@ -37,6 +37,7 @@ from slipway_runtime.messages import (
     Request,
     SchedulerOutput,
     StepResult,
+    TextBlockChanges,
     TokenLogprobs,
 )
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
@@ -47,7 +48,14 @@ from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
 from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_embedding
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
-from slipway_runtime.scheduling.start import MAX_PREEMPTIONS, AdmissionResult, admit, publish_computed
+from slipway_runtime.scheduling.start import (
+    MAX_PREEMPTIONS,
+    AdmissionResult,
+    admit,
+    attach_text_blocks,
+    publish_computed,
+)
+from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
 MAX_IN_FLIGHT = 2
 
@@ -87,6 +95,9 @@ class Scheduler:
         self.residency = residency
         self.tier = tier
         pool.below = tier
+        pool.text_blocks = TextBlockIndex(lambda key: pool.holds(key) or (tier is not None and key in tier))
+        if tier is not None:
+            tier.tell_text_blocks(pool.text_blocks)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks = pool.total - (residency.most_blocks if residency is not None else 0)
@@ -153,13 +164,14 @@ class Scheduler:
     @property
     def can_overlap(self) -> bool:
         """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight if there is
-        something to plan, unless the next samples depend on its results, by a grammar or by draft tokens.
+        something to plan, unless the next samples depend on its results by draft tokens. Masks of grammars depend on
+        them too, but they are needed only after the forward pass: the engine makes them meanwhile.
         """
         if not self._in_flight:
             return True
         table = self._table
         drafting = self.speculation is not None and self.speculation.active
-        if len(self._in_flight) == MAX_IN_FLIGHT or table.num_bound or drafting:
+        if len(self._in_flight) == MAX_IN_FLIGHT or drafting:
             return False
         return len(table.waiting) > 0 or any(sequence.num_ahead for sequence in table.running)
 
@@ -220,6 +232,8 @@ class Scheduler:
                 outputs.append(output)
             if sequence.state is State.RUNNING:
                 publish_computed(sequence, self.pool)
+                if sequence.has_text_blocks:
+                    attach_text_blocks(sequence, self.pool)
                 if sequence.siblings and sequence.num_computed >= sequence.num_prompt_tokens:
                     table.release_followers(sequence, now)
             if sequence.finish_reason is not None:
@@ -329,6 +343,10 @@ class Scheduler:
         """The KV events since the last call; none unless `kv_events` is on."""
         events = self.pool.events.take() if self.pool.events is not None else ()
         return events + self.tier.take_events() if self.tier is not None else events
+
+    def take_text_blocks(self) -> TextBlockChanges | None:
+        """Which text blocks of gateways became cached or were evicted since the last call; None: none."""
+        return self.pool.text_blocks.take() if self.pool.text_blocks is not None else None
 
     def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool:
         """Register an adapter. True: read it, then call `adapter_loaded` or `adapter_failed`."""

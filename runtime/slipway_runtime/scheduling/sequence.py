@@ -54,6 +54,7 @@ class Sequence:
     num_pending: int = 0  # samples in flight, drafts not counted
     in_flight: int = 0  # plans in flight that it is in
     num_published: int = 0  # full blocks that others can find
+    has_text_blocks: bool = False  # whether text blocks of its prompt are still to be attached to its blocks
     preemptions: int = 0
     paused: bool = False  # not planned: its client does not read, or its grammar is not compiled yet
     cached_tokens: int = 0
@@ -69,6 +70,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prompt_token_ids)
         self.token_ids.extend(self.request.output_token_ids)
+        self.has_text_blocks = bool(self.request.text_blocks) and not self.index
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -124,6 +126,7 @@ class Sequence:
     def forget_computed(self) -> None:
         """Reset the counts: its KV is no longer in its blocks."""
         self.num_computed = self.num_planned = self.num_published = 0
+        self.has_text_blocks = bool(self.request.text_blocks) and not self.index
         if not self.num_pending:  # else the sample in flight is the first token, whose output has them
             self.prompt_logprobs.clear()
 

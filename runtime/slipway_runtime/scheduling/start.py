@@ -75,6 +75,19 @@ def publish_computed(sequence: Sequence, pool: BlockPool) -> None:
     sequence.num_published = full
 
 
+def attach_text_blocks(sequence: Sequence, pool: BlockPool) -> None:
+    """Attach the text blocks of a computed prompt to its blocks: its own, found ones, or equal ones of others."""
+    if pool.text_blocks is None or sequence.num_computed < sequence.num_prompt_tokens:
+        return
+    sequence.has_text_blocks = False
+    keys = sequence.block_keys(sequence.num_prompt_tokens // pool.block_size, pool.block_size)
+    pool.text_blocks.attach(
+        (pool.key_of(sequence.blocks[index]) or keys[index], text_block)
+        for index, text_block in sequence.request.text_blocks
+        if index < len(keys)
+    )
+
+
 def _publish(sequence: Sequence, index: int, block: int, key: bytes, parent: bytes | None, pool: BlockPool) -> None:
     """Publish a block as the `index`th full block of a sequence, and record the event."""
     if pool.publish(block, key, sequence.adapter) and pool.events is not None:

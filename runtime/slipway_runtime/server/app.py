@@ -23,6 +23,7 @@ from slipway_runtime.server import (
     errors,
     messages_api,
     responses,
+    text_blocks,
 )
 from slipway_runtime.server.middleware import ServingMiddleware
 from slipway_runtime.server.model_choice import ModelChoice
@@ -49,7 +50,7 @@ def serving_app(
     app.state.replica = replica
     errors.install(app)
     generating = (chat.router, completions.router, responses.router, messages_api.router)
-    for router in (*generating, embeddings.router, about.router, about.probes):
+    for router in (*generating, embeddings.router, about.router, about.probes, text_blocks.router):
         app.include_router(router)
     if adapter_endpoints:
         app.include_router(adapter_routes.router)

@@ -124,6 +124,7 @@ def _generate(
         grammar=call.grammar,
         n=len(indices),
         output_token_ids=given,
+        text_blocks=_text_blocks(call, prompt),
     )
     outputs: Outputs = model.engine.generate(request) if said.end is None else _Nothing()
     generation = Generation(
@@ -137,6 +138,14 @@ def _generate(
         known=said.end,
     )
     answering.add(request, generation, prompt, said.before)
+
+
+def _text_blocks(call: Call, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+    """Which KV blocks of the prompt hold the gateway's text blocks. Of several prompts nobody knows whose they are."""
+    blocks = call.caller.text_blocks
+    if blocks is None or len(call.prompts) > 1:
+        return ()
+    return blocks.in_kv_blocks(len(prompt.token_ids), call.served.model.engine.facts.block_size)
 
 
 def _choice(call: Call, index: int, prompt: Prompt, params: SamplingParams, facts: EngineFacts) -> Choice:

@@ -39,6 +39,7 @@ from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
 from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.step_watch import StepWatch
+from slipway_runtime.server.text_blocks import TextBlockLog
 
 log = structlog.get_logger()
 
@@ -74,6 +75,7 @@ class Replica:
     ) -> None:
         self.identity = identity
         self.boot_id = secrets.token_hex(6)
+        self.text_blocks = TextBlockLog(self.boot_id)
         self.clock = clock
         self.loaded: LoadedModel | None = None
         self.startup = StartupTimes()

@@ -9,6 +9,7 @@ from typing import Final
 from starlette.requests import Request as HttpRequest
 
 from slipway_api import names, stream_marks
+from slipway_api.text_blocks import TextBlocks
 from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.loaded import LoadedModel
@@ -27,6 +28,7 @@ class Caller:
     seconds: float | None = None  # until the deadline
     wants_token_ids: bool = False  # token marks in the stream, so that another replica can resume it
     may_resume: bool = False  # whether `slipway_resume` in the body comes from the gateway
+    text_blocks: TextBlocks | None = None  # by which the gateway names the beginnings of the prompt
 
     @classmethod
     def of(cls, request: HttpRequest) -> "Caller":
@@ -49,6 +51,7 @@ class Caller:
             seconds=seconds,
             wants_token_ids=asked in {stream_marks.REPORT, stream_marks.RESUME},
             may_resume=asked == stream_marks.RESUME,
+            text_blocks=_text_blocks(headers.get(names.HEADER_TEXT_BLOCKS, "")),
         )
 
     def check(self, body: GenerationRequest) -> None:
@@ -100,3 +103,11 @@ def served_by(replica: Replica, name: str, http: HttpRequest | None = None) -> S
     if http is not None:
         http.scope["state"]["adapter"] = adapter.name
     return Served(model, adapter.name, adapter.digest)
+
+
+def _text_blocks(header: str) -> TextBlocks | None:
+    """The text blocks in this header. One that cannot be read counts as absent: the answer does not depend on it."""
+    try:
+        return TextBlocks.of_header(header) if header else None
+    except ValueError:
+        return None

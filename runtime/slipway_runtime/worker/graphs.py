@@ -2,28 +2,33 @@
 
 A graph replays kernel launches with the addresses and grids of the capture. So one graph is captured for each of a few
 batch sizes (1, 2, 4, 8, then steps of 8), without adapters and, where adapters are on, also with all adapter slots.
-All graphs read the same static inputs, into which each step is copied, and write hidden states to the same buffer:
-logits of a large vocabulary, kept for every size, would take gigabytes. A batch between two sizes uses the larger
-graph; the rows beyond the batch are padding, with slot -1, length 0 and the null block. All other steps run eagerly:
-prefill, drafts, batches beyond the largest size, and every step if the capture failed.
+All graphs read the same static inputs, which each step overwrites in one copy: rows, positions, slots and lengths. The
+rows' tokens and block tables are on the device; a graph gathers them first. All graphs write hidden states to the same
+buffer: logits of a large vocabulary, kept for every size, would take gigabytes. A batch between two sizes uses the
+larger graph; the rows beyond the batch are padding, with slot -1, length 0 and the null block. All other steps run
+eagerly: prefill, drafts, batches beyond the largest size, and every step if the capture failed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from slipway_api.memory import WEIGHT_BYTES, ModelShape, Needs, activation_bytes
 from slipway_runtime.kernels.dispatch import AttentionPlan, CapturableKernels, LoraPlan
+from slipway_runtime.kernels.upload import static_buffer, upload, upload_into
 from slipway_runtime.worker.input_batch import Ints
-from slipway_runtime.worker.inputs import StepInputs
+from slipway_runtime.worker.inputs import HostInputs
 
 WORKSPACE_BYTES = 64 << 20  # of cuBLAS, on the stream that captures
 LAUNCH_BYTES = 8 << 10  # driver memory per captured launch; an estimate, to be measured on a GPU
 LAUNCHES_OF_A_LAYER = 13
+Padded = npt.NDArray[Any]
 # token_ids, positions, slots (T,), the attention and the adapters of the step -> hidden states (T, H)
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionPlan, LoraPlan | None], Tensor]
 
@@ -75,7 +80,8 @@ def reserve_bytes(
 ) -> int:
     """Device memory of a runner's graphs: static inputs, hidden states, activations, driver and cuBLAS memory."""
     rows = batch_sizes(max_num_seqs)[-1]
-    static = rows * (4 * -(-max_model_len // block_size) + 4 + 20 + shape.hidden * WEIGHT_BYTES[dtype])
+    tables = (max_num_seqs + 1 + rows) * 4 * -(-max_model_len // block_size)
+    static = tables + rows * (4 + 28 + shape.hidden * WEIGHT_BYTES[dtype])
     step = Needs(dtype=dtype, max_model_len=rows, max_num_seqs=0, max_num_batched_tokens=rows)
     graphs = len(batch_sizes(max_num_seqs)) * (2 if with_adapters else 1)
     launches = graphs * shape.layers * LAUNCHES_OF_A_LAYER
@@ -95,22 +101,24 @@ class DecodeGraphs:
         max_model_len: int,
         block_size: int,
         num_slots: int,
-        device: torch.device,
+        last_tokens: Tensor,
     ) -> None:
-        """num_slots: adapter slots; 0: adapters are off."""
+        """num_slots: adapter slots; 0: adapters are off. last_tokens: (max_num_seqs + 1,) of each row, then padding."""
         self.sizes = batch_sizes(max_num_seqs)
         self._kernels = kernels
-        largest, like = self.sizes[-1], torch.empty(0, device=device)
-        self._token_ids = torch.zeros(largest, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._slots = torch.full((largest,), -1, dtype=torch.int64, device=device)
+        self._padding = max_num_seqs
+        device, largest, like = last_tokens.device, self.sizes[-1], torch.empty(0, device=last_tokens.device)
+        self._last_tokens = last_tokens
+        self._tables = torch.zeros(
+            max_num_seqs + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device
+        )  # of each row, then padding
+        self._static, views = static_buffer(self._padded((), (), (), ()), device)
+        self._rows, self._positions, self._slots, self._lengths = views
         whole = kernels.plan_for_capture(largest, max_model_len, block_size, like)
         self._plans = {size: kernels.first_rows(whole, size) for size in self.sizes}
         self._lora = {size: kernels.plan_lora_for_capture(size, num_slots, like) for size in self.sizes if num_slots}
         first = self.sizes[0]
-        hidden = compute(
-            self._token_ids[:first], self._positions[:first], self._slots[:first], self._plans[first], None
-        )
+        hidden = compute(last_tokens[:first], self._positions[:first], self._slots[:first], self._plans[first], None)
         self._hidden = hidden.new_empty(largest, hidden.shape[1])
         self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
         for size in reversed(self.sizes):
@@ -121,32 +129,51 @@ class DecodeGraphs:
         lora = self._lora[size] if adapted else None
 
         def step() -> None:
-            self._hidden[:size] = compute(
-                self._token_ids[:size], self._positions[:size], self._slots[:size], self._plans[size], lora
-            )
+            rows, plan = self._rows[:size], self._plans[size]
+            self._kernels.update_static_inputs(plan, self._lengths[:size], self._tables, rows)
+            token_ids = self._last_tokens.index_select(0, rows)
+            self._hidden[:size] = compute(token_ids, self._positions[:size], self._slots[:size], plan, lora)
 
         return step
 
-    def hidden(self, inputs: StepInputs, token_slots: Ints | None) -> Tensor | None:
-        """Replay a decode step, one new token a row, all sampled: hidden states (R, H). None: no graph, run eagerly.
+    def has(self, inputs: HostInputs) -> bool:
+        """Whether there is a graph for a step: decode, of not too many rows."""
+        return inputs.is_decode and len(inputs.row_ids) <= self.sizes[-1]
 
-        token_slots: (R,) adapter slots; None: no row has an adapter. The next replay overwrites the result.
+    def update_tables(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Write new entries of block tables: row, first place, blocks."""
+        if not entries:
+            return
+        width = self._tables.shape[1]
+        counts = np.array([len(blocks) for _, _, blocks in entries], dtype=np.int64)
+        firsts = np.array([row * width + place for row, place, _ in entries], dtype=np.int64)
+        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        blocks = np.array([block for _, _, blocks in entries for block in blocks], dtype=np.int32)
+        places, blocks_on_device = upload((np.repeat(firsts, counts) + within, blocks), self._tables.device)
+        self._tables.view(-1).index_copy_(0, places, blocks_on_device)
+
+    def replay(self, inputs: HostInputs, token_slots: Ints | None) -> tuple[Tensor, Tensor]:
+        """Replay a decode step: hidden states (R, H), and its rows on the device (R,). The next replay overwrites them.
+
+        token_slots: (R,) adapter slots; None: no row has an adapter.
         """
-        rows = len(inputs.num_new)
-        if inputs.sampled_tokens is not None or rows > self.sizes[-1]:
-            return None
+        rows = len(inputs.row_ids)
         size = next(size for size in self.sizes if size >= rows)
-        for buffer, values, padding in (
-            (self._token_ids, inputs.token_ids, 0),
-            (self._positions, inputs.positions, 0),
-            (self._slots, inputs.slots, -1),
-        ):
-            buffer[:rows].copy_(values)
-            buffer[rows:size].fill_(padding)
-        self._kernels.update_static_inputs(self._plans[size], inputs.num_computed, inputs.block_tables)
+        upload_into(self._static, self._padded(inputs.row_ids, inputs.positions, inputs.slots, inputs.num_computed + 1))
         if token_slots is not None:
             self._kernels.update_static_lora_inputs(
                 self._lora[size], np.concatenate((token_slots, np.full(size - rows, -1, dtype=np.int64)))
             )
         self._graphs[size, token_slots is not None].replay()
-        return self._hidden[:rows]
+        return self._hidden[:rows], self._rows[:rows]
+
+    def _padded(self, rows: ArrayLike, positions: ArrayLike, slots: ArrayLike, lengths: ArrayLike) -> list[Padded]:
+        """The static inputs on the host. Padding: the last row, position 0, no slot, length 0."""
+        padded: list[Padded] = []
+        for values, padding, dtype in (
+            (rows, self._padding, np.int64), (positions, 0, np.int64), (slots, -1, np.int64), (lengths, 0, np.int32),
+        ):  # fmt: skip
+            array = np.full(self.sizes[-1], padding, dtype=dtype)
+            array[: len(np.asarray(values))] = values
+            padded.append(array)
+        return padded

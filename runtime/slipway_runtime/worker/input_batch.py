@@ -1,24 +1,32 @@
 """Input batch: tokens, block table and sampling parameters of each running sequence, one row each.
 
 The rows are kept in arrays, so that packing a step needs no loop over sequences.
+
+The token that a row sampled last is also kept on the device, where the next step reads it: that step can be packed and
+queued before the host knows the token. `tokens` gets it when the host has read it.
 """
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 from slipway_runtime.messages import NewSequence, SchedulerOutput
 
 Ints = npt.NDArray[np.int64]
+_CPU = torch.device("cpu")
 
 
 class InputBatch:
     """Rows 0 … `max_num_seqs` - 1; the scheduler assigns them to sequences."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int, device: torch.device = _CPU) -> None:
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)  # the last: padding
+        self.last_position = np.full(max_num_seqs, -1, dtype=np.int64)  # of that token; -1: the device has none
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.new_entries: list[tuple[int, int, tuple[int, ...]]] = []  # of tables, in a plan: row, place, blocks
         self.starts = np.zeros(max_num_seqs, dtype=np.int64)  # how many sequences each row was assigned to so far
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -44,9 +52,11 @@ class InputBatch:
         """Start the new rows of a scheduler output, append new blocks to block tables, and write draft tokens."""
         for new in plan.new_rows:
             self._start(new)
+        self.new_entries.clear()
         for row, blocks in zip(plan.rows, plan.new_blocks, strict=True):
             if blocks:
-                start = self.num_blocks[row]
+                start = int(self.num_blocks[row])
+                self.new_entries.append((row, start, blocks))
                 self.block_tables[row, start : start + len(blocks)] = blocks
                 self.num_blocks[row] = start + len(blocks)
         if plan.drafts:
@@ -68,6 +78,7 @@ class InputBatch:
     def _start(self, new: NewSequence) -> None:
         row, params = new.row, new.params
         self.starts[row] += 1
+        self.last_position[row] = -1
         self.tokens[row, : len(new.token_ids)] = new.token_ids
         self.num_blocks[row] = 0
         self.num_prompt[row] = new.num_prompt_tokens

@@ -1,27 +1,38 @@
 """Model runner: executes scheduler outputs (updates the input batch, runs the decoder, samples)."""
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
 import msgspec
 import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels, LoraPlan, capturable
+from slipway_runtime.kernels.upload import Download, upload
 from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import Capture, DecodeGraphs
 from slipway_runtime.worker.host_arena import HostArena
-from slipway_runtime.worker.input_batch import InputBatch
-from slipway_runtime.worker.inputs import StepInputs, prepare_inputs
+from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, upload_inputs
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.sampler import Masks, Sampler
 from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
 
+PendingStep = Callable[[], StepResult]  # waits for the samples of a launched step
+
 
 class Runner:
-    """One device's share of the engine: the decoder, its caches, and a row per running sequence."""
+    """One device's share of the engine: the decoder, its caches, and a row per running sequence.
+
+    On a GPU `launch` queues a step and returns; the next step may be launched before the first one's samples are read,
+    since their tokens stay on the device. Steps are launched on one thread; any thread may read them, in their order.
+    """
 
     def __init__(
         self,
@@ -50,51 +61,75 @@ class Runner:
         self.pooler: Pooler | None = None  # None: this engine generates text
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._rows = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size))
+        self._rows = InputBatch(max_num_seqs, max_model_len, -(-max_model_len // block_size), device)
+        # Samples that were read and are not in the rows yet: only the thread that launches changes the rows.
+        self._read: deque[tuple[Ints, Ints, Ints]] = deque()
         self._sampler = Sampler(self._rows, eos_token_ids, kernels)
 
     def execute(self, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
-        """Execute a scheduler output. The KV of its new tokens is in the cache when this returns.
+        """Execute a scheduler output, and wait for its samples. See `launch`."""
+        return self.launch(plan, masks)()
 
+    def launch(self, plan: SchedulerOutput, masks: Masks | None = None) -> PendingStep:
+        """Launch a scheduler output; what is returned waits for its samples. On a CPU they are computed by then.
+
+        A plan may be launched before the samples of the plan before it are read, if that one had no draft tokens.
         `masks` is called after the logits are computed, so masks can be built meanwhile. None: they are in the plan.
         Raises StepOutOfMemoryError, after which the next plan may be executed: the plan's changes to rows, blocks and
         slots were made. An OOM while these changes are made is not caught.
         """
+        while self._read:
+            row_ids, positions, token_ids = self._read.popleft()
+            self._rows.tokens[row_ids, positions] = token_ids
         self._rows.update_states(plan)
         if self.adapters is not None:
             self.adapters.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
+            if self.graphs is not None:
+                self.graphs.update_tables(self._rows.new_entries)
             with step_out_of_memory():
                 return self._compute(plan, masks)
 
-    def _compute(self, plan: SchedulerOutput, masks: Masks | None) -> StepResult:
+    def _compute(self, plan: SchedulerOutput, masks: Masks | None) -> PendingStep:
         if not plan.rows:
-            return StepResult(step=plan.step, token_ids=())
-        inputs = prepare_inputs(plan, self._rows, self._block_size, self._device)
+            return partial(StepResult, step=plan.step, token_ids=())
+        host = pack_inputs(plan, self._rows, self._block_size)
         token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-        replayed = None if self.graphs is None else self.graphs.hidden(inputs, token_slots)
-        if replayed is not None:
-            return self._sample(plan, inputs, self.logits(replayed), masks)
+        if self.graphs is not None and self.graphs.has(host):
+            self._upload_last_tokens(host)
+            replayed, rows_on_device = self.graphs.replay(host, token_slots)
+            return self._sample(plan, host, rows_on_device, self.logits(replayed), masks)
+        inputs = upload_inputs(host, self._rows, self._block_size, self._device)
         lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
         hidden = self.hidden(inputs, lora)
         if self.pooler is not None:
-            return self.pooler(plan, inputs, hidden, self.decoder.normed)
+            pooled = self.pooler(plan, inputs, hidden, self.decoder.normed)
+            return lambda: pooled
         last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-        result = self._sample(plan, inputs, self.logits(last) if len(inputs.sampled_rows) else None, masks)
+        scores = self.logits(last) if len(inputs.sampled_rows) else None
+        result = self._sample(plan, host, inputs.rows_on_device, scores, masks)
         # No prompt logprobs in a step that samples after every token: all of its rows are past their prompts.
         if inputs.sampled_tokens is None:
             return result
         scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
-        return msgspec.structs.replace(result, prompt_logprobs=scored) if scored else result
+        return (lambda: msgspec.structs.replace(result(), prompt_logprobs=scored)) if scored else result
 
     def execute_without_sampling(self, plan: SchedulerOutput) -> None:
         """Compute this rank's share of a plan; another rank samples, and `record_sampled` records the tokens."""
         self._rows.update_states(plan)
         with torch.inference_mode():
             self._copy_blocks(plan)
-            if plan.rows:
-                self.hidden(prepare_inputs(plan, self._rows, self._block_size, self._device))
+            if self.graphs is not None:
+                self.graphs.update_tables(self._rows.new_entries)
+            if not plan.rows:
+                return
+            host = pack_inputs(plan, self._rows, self._block_size)
+            if self.graphs is not None and self.graphs.has(host):
+                self._upload_last_tokens(host)
+                self.graphs.replay(host, None)
+            else:
+                self.hidden(upload_inputs(host, self._rows, self._block_size, self._device))
 
     def record_sampled(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
         """Record the tokens that another rank sampled for a plan. Call it before a later plan is computed."""
@@ -118,7 +153,7 @@ class Runner:
                 max_model_len=self._max_model_len,
                 block_size=self._block_size,
                 num_slots=0 if self.adapters is None else self.adapters.num_slots,
-                device=self._device,
+                last_tokens=self._rows.last_tokens,
             )
 
     def hidden(self, inputs: StepInputs, lora: LoraPlan | None = None) -> Tensor:
@@ -133,19 +168,49 @@ class Runner:
         """Logits of the next token. (R, H) -> (R, V), float32."""
         return self.decoder.logits(hidden)[:, : self._num_tokens]
 
+    def _upload_last_tokens(self, host: HostInputs) -> None:
+        """Upload the tokens of rows that begin with a step of decode or had draft tokens: the device lacks them."""
+        rows = self._rows
+        is_missing = rows.last_position[host.row_ids] != host.positions
+        if is_missing.any():
+            missing, positions = host.row_ids[is_missing], host.positions[is_missing]
+            where, tokens = upload((missing, rows.tokens[missing, positions]), self._device)
+            rows.last_tokens.index_copy_(0, where, tokens)
+
     def _sample(
-        self, plan: SchedulerOutput, inputs: StepInputs, scores: Tensor | None, masks: Masks | None
-    ) -> StepResult:
+        self,
+        plan: SchedulerOutput,
+        host: HostInputs,
+        rows_on_device: Tensor,
+        scores: Tensor | None,
+        masks: Masks | None,
+    ) -> PendingStep:
         """Sample the step's tokens. scores: (D, V) logits, overwritten; None: no row samples."""
-        row_ids, positions = inputs.sampled_rows, inputs.sampled_positions
+        rows, row_ids, positions = self._rows, host.sampled_rows, host.sampled_positions
         if scores is None:
-            return StepResult(step=plan.step, token_ids=((),) * len(plan.rows))
+            nothing = Download((), self._device)  # waited for too, or the host would launch whole prompts ahead
+
+            def wait() -> StepResult:
+                nothing.arrays()
+                return StepResult(step=plan.step, token_ids=((),) * len(plan.rows))
+
+            return wait
         sampled = self._sampler(scores, row_ids, positions, masks or (lambda: plan.masks))
-        self._rows.tokens[row_ids, positions] = sampled.token_ids
-        token_ids = kept_tokens(plan, sampled.token_ids.tolist())
-        return StepResult(
-            step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, sampled.logprobs, token_ids)
-        )
+        if host.has_drafts:  # which of a row's samples is its last token, the host decides
+            rows.last_position[row_ids] = -1
+        else:
+            rows.last_tokens.index_copy_(0, rows_on_device, sampled.token_ids)
+            rows.last_position[row_ids] = positions
+
+        def read() -> StepResult:
+            samples = sampled.read()
+            self._read.append((row_ids, positions, samples.token_ids))
+            token_ids = kept_tokens(plan, samples.token_ids.tolist())
+            return StepResult(
+                step=plan.step, token_ids=token_ids, logprobs=kept_logprobs(plan, samples.logprobs, token_ids)
+            )
+
+        return read
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
         if plan.host_moves:

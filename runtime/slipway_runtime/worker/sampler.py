@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.kernels.reference_sampling import PENALIZED_AT_ONCE
-from slipway_runtime.kernels.upload import download, upload
+from slipway_runtime.kernels.upload import Download, upload
 from slipway_runtime.messages import TokenLogprobs, TokenMasks
 from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.logprobs import as_logprobs, score
@@ -30,6 +31,14 @@ class SampledTokens:
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # (D,), None for rows that did not request them; empty: no row did
 
 
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """D samples that the device was asked for; `read` waits for them."""
+
+    token_ids: Tensor  # (D,) int32, on the device
+    read: Callable[[], SampledTokens]
+
+
 class Sampler:
     """Samples tokens. Random numbers are keyed by (seed, position): batch and preemption do not change them."""
 
@@ -39,26 +48,32 @@ class Sampler:
         self._kernels = kernels
         self._counts = TokenCounts(rows)
 
-    def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> SampledTokens:
+    def __call__(self, logits: Tensor, row_ids: Ints, positions: Ints, masks: Masks = lambda: None) -> PendingSamples:
         """Sample one token per row of logits. logits: (D, V), overwritten; `positions` of `row_ids` get the tokens."""
         rows = self._rows
         if rows.plain[row_ids].all():
-            return SampledTokens(download((logits.argmax(dim=-1),))[0])
+            return _without_logprobs(logits.argmax(dim=-1))
         if (bound := rows.bound[row_ids]).any():
             apply_masks(logits, masks(), bound, row_ids, self._eos, self._kernels)
         asked = np.flatnonzero(rows.logprobs[row_ids] >= 0)
         if not len(asked):
-            tokens = self._sample(self._change(logits, row_ids, positions), row_ids, positions)
-            return SampledTokens(download((tokens,))[0])
+            return _without_logprobs(self._sample(self._change(logits, row_ids, positions), row_ids, positions))
         (where,) = upload((asked,), logits.device)
         raw = logits.index_select(0, where)  # a copy
         tokens = self._sample(self._change(logits, row_ids, positions), row_ids, positions)
         counts = rows.logprobs[row_ids[asked]]
-        token_ids, *scores = download((tokens, *score(raw, tokens.index_select(0, where), int(counts.max()))))
-        logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
-        for place, one in zip(asked, as_logprobs(token_ids[asked], scores, counts), strict=True):
-            logprobs[place] = one
-        return SampledTokens(token_ids, tuple(logprobs))
+        scored = score(raw, tokens.index_select(0, where), int(counts.max()))
+        tokens = tokens.to(torch.int32)
+        copy = Download((*scored, tokens), tokens.device)
+
+        def read() -> SampledTokens:
+            *scores, token_ids = copy.arrays()
+            logprobs: list[TokenLogprobs | None] = [None] * len(row_ids)
+            for place, one in zip(asked, as_logprobs(token_ids[asked], scores, counts), strict=True):
+                logprobs[place] = one
+            return SampledTokens(token_ids, tuple(logprobs))
+
+        return PendingSamples(tokens, read)
 
     def _change(self, logits: Tensor, row_ids: Ints, positions: Ints) -> Tensor:
         """Apply logit_bias, min_tokens and penalties."""
@@ -141,6 +156,12 @@ class Sampler:
         factors = rows.repetition[row_ids], rows.presence[row_ids], rows.frequency[row_ids]
         where, which, *on_device = upload((places, count_rows, *factors), logits.device)
         self._kernels.penalize_rows(logits, where, counts, which, *on_device)
+
+
+def _without_logprobs(token_ids: Tensor) -> PendingSamples:
+    tokens = token_ids.to(torch.int32)
+    copy = Download((tokens,), tokens.device)
+    return PendingSamples(tokens, lambda: SampledTokens(copy.arrays()[0]))
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:

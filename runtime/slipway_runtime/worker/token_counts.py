@@ -1,7 +1,8 @@
 """Token counts of each sequence, kept on the device for penalties.
 
-A step uploads only the tokens that it adds, one per row in decode, not a table over the whole vocabulary. The table
-counts accepted tokens; draft tokens before a row's further samples are added to a copy.
+A step uploads only the tokens that it adds, not a table over the whole vocabulary; in decode only the rows, since the
+tokens that the last step sampled are on the device. The table counts accepted tokens; draft tokens before a row's
+further samples are added to a copy.
 """
 
 import numpy as np
@@ -68,21 +69,31 @@ class TokenCounts:
             _places(row, np.unique(rows.tokens[row, : rows.num_prompt[row]]), vocabulary) for row in new.tolist()
         ]
         begins = self._counted[row_ids]
-        if (ends - begins == 1).all():
+        is_last = (begins < ends) & (rows.last_position[row_ids] == ends - 1)  # the host may not know this token yet
+        last, known = row_ids[is_last], ends - is_last
+        if (known - begins == 1).all():
             added = _places(row_ids, rows.tokens[row_ids, begins], vocabulary)
         else:
+            more = known > begins
             added = np.concatenate([
-                _places(row, rows.tokens[row, begin:end], vocabulary)
-                for row, begin, end in zip(row_ids.tolist(), begins.tolist(), ends.tolist(), strict=True)
+                np.zeros(0, dtype=np.int64),
+                *(_places(row, rows.tokens[row, begin:end], vocabulary)
+                for row, begin, end in zip(row_ids[more].tolist(), begins[more].tolist(), known[more].tolist(),
+                                           strict=True)),
             ])  # fmt: skip
         self._counted[row_ids] = ends
         prompt = np.concatenate([np.zeros(0, dtype=np.int64), *prompts])
-        new_on_device, prompt_on_device, added_on_device = upload((new, prompt, added), self._counts.device)
+        new_on_device, prompt_on_device, added_on_device, last_on_device = upload(
+            (new, prompt, added, last), self._counts.device
+        )
         if len(new):
             self._counts.index_fill_(0, new_on_device, 0)
             self._counts.view(-1).index_fill_(0, prompt_on_device, IN_PROMPT)
         if len(added):
             _add(self._counts, added_on_device)
+        if len(last):
+            tokens = rows.last_tokens.index_select(0, last_on_device)
+            _add(self._counts, torch.add(tokens, last_on_device, alpha=vocabulary))
 
 
 def _places(row: Ints | int, tokens: "np.ndarray[tuple[int], np.dtype[np.int32]]", vocabulary: int) -> Ints:

@@ -43,8 +43,8 @@ def regex(text: str) -> Grammar:
 class StepLoop:
     """The step loop of the grammars, without model and scheduler; each answer has a row of its own."""
 
-    def __init__(self, *requests: Request) -> None:
-        self.grammars = Grammars(COMPILER)
+    def __init__(self, *requests: Request, threads: int = 1) -> None:
+        self.grammars = Grammars(COMPILER, threads=threads)
         self.keys = [(request.id, index) for request in requests for index in range(request.n)]
         for request in requests:
             self.grammars.start(request)
@@ -232,3 +232,44 @@ def test_random_draws_within_the_masks_always_end_in_a_valid_text(drafting):
     assert set(answer["tags"]) <= {"a", "bb"}
     assert re.fullmatch("[a-z]{2,6}", answer["kind"])
     assert re.fullmatch("(ab|ba){2,20}!", COMPILER.vocabulary.decode_str(texts[2][:-1]))
+
+
+@pytest.mark.capability("SO-1", "BS-7")
+def test_masks_of_a_step_launched_ahead_wait_for_the_outputs_of_the_step_before():
+    loop = StepLoop(request("a", regex("ab?c")), request("b", regex("xy")))
+    steps = [
+        SchedulerOutput(step=step, new_rows=loop.new if step == 1 else (), rows=(0, 1), num_new=(1, 1),
+                        samples=(True, True))
+        for step in (1, 2, 3)
+    ]  # fmt: skip
+    first = allowed(loop.grammars.masks(steps[0])())
+    ahead = loop.grammars.masks(steps[1])
+    assert not ahead.__self__.done()
+    loop.emit(0, "a")
+    loop.emit(1, [], FinishReason.CANCELLED)  # its sample is dropped, and gets no mask
+    assert not ahead.__self__.done()
+    loop.grammars.follow(1)
+    second = allowed(ahead())
+    assert first.keys() == {0, 1}
+    assert second == {0: {token for token in range(V) if spell_back(token) and starts(spell_back(token), "bc", "c")}}
+    given_up = loop.grammars.masks(steps[2])
+    loop.grammars.follow(3)  # both steps were given up
+    assert given_up() is not None
+
+
+@pytest.mark.capability("SO-1")
+def test_masks_that_several_threads_fill_are_the_same():
+    """Finding C17: one thread made the masks row by row. Among them an ended and a broken answer."""
+    texts = ["[a-z]+", "[0-9]{3}", "(yes|no)", "ab?c", "", "x"]
+    made = []
+    for threads in (1, 3):
+        loop = StepLoop(*(request(str(index), regex(text)) for index, text in enumerate(texts)), threads=threads)
+        loop.masks()
+        loop.emit(0, "a")
+        loop.emit(3, "a")
+        loop.emit(5, "x")
+        loop.grammars._answers["2", 0].error = "broken"
+        made.append(loop.masks())
+    assert made[0] == made[1]
+    assert made[0][2] == made[0][5] == {EOS}
+    assert len(made[0][0]) > 100

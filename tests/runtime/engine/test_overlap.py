@@ -2,13 +2,14 @@
 
 import random
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker
+from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker, launching
 from slipway_runtime.messages import FinishReason, Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -53,7 +54,7 @@ def play(engine: Engine, seed: int, requests: int = 8) -> dict[str, list[int]]:
 @given(seed=st.integers(0, 10_000), blocks=st.integers(16, 40))
 def test_both_loops_tell_the_same(seed: int, blocks: int):
     plain = Engine(a_scheduler(blocks), PaperWorker(4).execute, FACTS)
-    overlapped = OverlappedEngine(a_scheduler(blocks), Worker(PaperWorker(4).execute), FACTS)
+    overlapped = OverlappedEngine(a_scheduler(blocks), Worker(launching(PaperWorker(4).execute)), FACTS)
     assert play(plain, seed) == play(overlapped, seed)
 
 
@@ -78,7 +79,7 @@ def test_the_next_plan_is_made_while_a_step_is_computed():
         return worker.execute(plan)
 
     scheduler.schedule = watched  # type: ignore[method-assign]
-    engine = OverlappedEngine(scheduler, Worker(execute), FACTS)
+    engine = OverlappedEngine(scheduler, Worker(launching(execute)), FACTS)
     engine.add(Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=6), arrived=0.0), 0.0)
     text: list[int] = []
     while engine.has_work:
@@ -89,11 +90,37 @@ def test_the_next_plan_is_made_while_a_step_is_computed():
     assert planned == computed == sorted(planned)
 
 
+@pytest.mark.capability("BS-7")
+def test_a_step_is_launched_before_the_result_of_the_last_one_is_there():
+    """Finding C15: on a GPU the worker's thread waited for a step's tokens before it launched the next step."""
+    worker, launched, second = PaperWorker(4), [], threading.Event()
+
+    def launch(plan: SchedulerOutput) -> Callable[[], StepResult]:
+        result = worker.execute(plan)
+        launched.append(plan.step)
+        if len(launched) == 2:
+            second.set()
+
+        def read() -> StepResult:
+            assert second.wait(20), "the first result is waited for before the second step is launched"
+            return result
+
+        return read
+
+    engine = OverlappedEngine(a_scheduler(), Worker(launch), FACTS)
+    engine.add(Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=6), arrived=0.0), 0.0)
+    text: list[int] = []
+    while engine.has_work:
+        for output in engine.step(0.0).outputs:
+            text += output.token_ids
+    assert text == continuation((1, 2), 6)
+
+
 def test_what_the_worker_raises_ends_the_loop():
     def broken(plan: SchedulerOutput) -> StepResult:
         raise RuntimeError("no more memory")
 
-    engine = OverlappedEngine(a_scheduler(), Worker(broken), FACTS)
+    engine = OverlappedEngine(a_scheduler(), Worker(launching(broken)), FACTS)
     engine.add(Request(id="a", prompt_token_ids=(1,), params=SamplingParams(max_tokens=2), arrived=0.0), 0.0)
     with pytest.raises(RuntimeError, match="no more memory"):
         engine.step(0.0)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from slipway_runtime.engine import build as build_module
 from slipway_runtime.engine import decide as decide_module
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import EngineClient, EngineDead
@@ -26,6 +27,7 @@ from slipway_runtime.engine.ranks import RankDiedError, Ranks
 from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, Sleep, StepResult
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.worker.collective import PeerLostError
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
@@ -226,3 +228,19 @@ async def ended_by_its_rank(directory: Path) -> None:
 async def test_two_processes_answer_as_one_and_neither_outlives_the_other(tmp_path):
     await asyncio.gather(stopped_after_its_answers(tmp_path), ended_by_its_rank(tmp_path))
     assert list(tmp_path.iterdir()) == [], "their sockets and files are gone"
+
+
+@pytest.mark.capability("DD-3", "KN-5")
+def test_graphs_that_one_rank_cannot_capture_are_used_by_none(monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: object) -> str:
+        raise PeerLostError("a sum over 2 ranks failed: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(build_module, "capture_decode_steps", refused)
+    engine = build_engine(TINY, OPTIONS)
+    assert engine.facts.graphs_failed.endswith("operation not permitted when stream is capturing")
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    engine.add(Request(id="a", prompt_token_ids=(1, 5, 9), params=params, arrived=0.0), 0.0)
+    tokens: list[int] = []
+    while engine.has_work:
+        tokens += [token for output in engine.step(0.0).outputs for token in output.token_ids]
+    assert len(tokens) == 3

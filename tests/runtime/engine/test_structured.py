@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.grammar import GrammarCompiler
-from slipway_runtime.messages import FinishReason, Grammar, Output, Request, SamplingParams
+from slipway_runtime.messages import FinishReason, Grammar, Output, Request, SamplingParams, StepResult
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 EOS = 2
@@ -62,10 +62,14 @@ def validate(kind: str, text: str) -> None:
             assert isinstance(eval(re.sub(r"\b0+(?=\d)", "", text)), int)
 
 
-@pytest.fixture(scope="module", params=["none", "promptLookup"])
+@pytest.fixture(scope="module", params=["none", "promptLookup", "overlapped"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    speculation = {"speculation": request.param, "speculation_max_tokens": 3 if request.param != "none" else 0}
-    return build_engine(TINY, kv_cache_bytes=2 << 20, max_num_seqs=6, max_num_batched_tokens=64, **speculation)
+    kinds = {
+        "none": {"speculation": "none", "speculation_max_tokens": 0},
+        "promptLookup": {"speculation": "promptLookup", "speculation_max_tokens": 3},
+        "overlapped": {"overlap": True},
+    }
+    return build_engine(TINY, kv_cache_bytes=2 << 20, max_num_seqs=6, max_num_batched_tokens=64, **kinds[request.param])
 
 
 def ask(engine: Engine, id: str, grammar: Grammar | None, *, n: int = 1, output: tuple[int, ...] = (), **how) -> None:
@@ -184,3 +188,25 @@ def test_grammars_survive_preemption():
     one, other = run(tight), run(roomy)
     assert tight.stats(0.0).preemptions > 0
     assert {key: tokens for key, (tokens, _) in one.items()} == {key: tokens for key, (tokens, _) in other.items()}
+
+
+@pytest.mark.capability("SO-1", "BS-7")
+def test_answers_with_and_without_a_grammar_are_those_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch):
+    """Finding C17: one row with a grammar stopped the overlap of all rows."""
+    answers, ahead = [], []
+    for overlap in (False, True):
+        one = build_engine(TINY, kv_cache_bytes=2 << 20, max_num_seqs=6, max_num_batched_tokens=64, overlap=overlap)
+        update = one._scheduler.update
+
+        def watched(result: StepResult, now: float, one: Engine = one, update=update) -> list[Output]:
+            ahead.append(len(one._scheduler._in_flight))
+            return update(result, now)
+
+        monkeypatch.setattr(one._scheduler, "update", watched)
+        ahead.clear()
+        for index, (kind, grammar) in enumerate(KINDS.items()):
+            ask(one, kind, grammar, seed=index)
+        ask(one, "free", None, seed=9, ignore_eos=True)
+        answers.append({key: (tokens, last.finish_reason) for key, (tokens, last) in run(one).items()})
+    assert answers[0] == answers[1]
+    assert ahead.count(2) > len(ahead) // 2, "most steps were planned and launched before the last one was followed"

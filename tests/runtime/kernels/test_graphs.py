@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 
 from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.kernels import (
-    attention_plan,
     gpu,
     lora,
     norms,
@@ -36,6 +35,7 @@ from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import Capture, CapturedGraph, CudaCapture, DecodeGraphs, batch_sizes
+from slipway_runtime.worker.inputs import HostInputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint
@@ -126,14 +126,14 @@ def test_a_padded_step_draws_what_the_planned_step_draws(tmp_path, device):
 def watched(graphs: DecodeGraphs) -> list[int | None]:
     """For each step of a runner how many rows came from a recording."""
     seen: list[int | None] = []
-    inner = graphs.hidden
+    inner = graphs.has
 
-    def hidden(*args: object) -> Tensor | None:
-        result = inner(*args)
-        seen.append(None if result is None else len(result))
+    def has(inputs: HostInputs) -> bool:
+        result = inner(inputs)
+        seen.append(len(inputs.row_ids) if result else None)
         return result
 
-    graphs.hidden = hidden
+    graphs.has = has
     return seen
 
 
@@ -150,7 +150,7 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
         launches.append((self.fn.__name__, self.grid, fixed))
         return inner(self, *args, **kwargs)
 
-    buffers = [graphs._token_ids, graphs._positions, graphs._slots]
+    buffers = [graphs._static, graphs._tables, graphs._last_tokens]
     for plan in (graphs._plans[4], graphs._lora[4]):
         buffers += [plan.lengths, plan.tables] if plan is graphs._plans[4] else [plan.order, plan.work]
     before = [buffer.data_ptr() for buffer in buffers]
@@ -168,12 +168,40 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
 
 
 @pytest.mark.capability("KN-5")
-def test_rows_behind_the_batch_are_padding():
-    plan = attention_plan.plan_for_capture(4, 32, BLOCK, torch.empty(0))
-    attention_plan.update_static_inputs(plan, np.array([9, 3, 8, 2]), np.full((4, 3), 6))
-    attention_plan.update_static_inputs(plan, np.array([4, 7]), np.array([[3, 7], [5, 1]]))
-    assert plan.lengths.tolist() == [5, 8, 0, 0]
-    assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [0, 0], [0, 0]]
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_rows_behind_the_batch_are_padding(tmp_path, device):
+    a_checkpoint(tmp_path)
+    runner = a_runner(tmp_path, gpu, device, compute_again)
+    runner.execute(STEPS[0])
+    runner.execute(STEPS[1])  # three rows, in the graph of four
+    plan, graphs = runner.graphs._plans[4], runner.graphs
+    assert plan.lengths.tolist() == [6, 8, 3, 0]
+    assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [2, 0], [0, 0]]
+    assert [buffer.tolist() for buffer in (graphs._rows, graphs._positions, graphs._slots)] == [
+        [0, 1, 2, 4], [5, 7, 2, 0], [29, 7, 10, -1]
+    ]  # fmt: skip
+
+
+@pytest.mark.capability("KN-5", "BS-7")
+def test_a_row_without_a_token_on_the_device_is_replayed_too(tmp_path, device):
+    """A prompt whose cached prefix leaves one token, and a row after drafts: their tokens come from the host."""
+    a_checkpoint(tmp_path)
+    drafted = a_step((0, 1), (0, 0), (7, 2), new_blocks=((3, 7, 4), (5, 6, 8)), drafts=((3, 4), ()),
+                     new_rows=(new_row(0, (5, 6, 7, 8, 9)), new_row(1, (9, 30))))  # fmt: skip
+    record = compute_again if device.type == "cpu" else CudaCapture()
+    recorded, eager = a_runner(tmp_path, gpu, device, record), a_runner(tmp_path, reference)
+    seen, results = watched(recorded.graphs), []
+    for runner in (recorded, eager):
+        first = runner.execute(drafted).token_ids
+        kept = len(first[0])
+        later = [
+            a_step((0, 1), (4 + kept, 2), (1, 1)),
+            a_step((0, 2), (5 + kept, 0), (1, 1), new_blocks=((), (9,)), new_rows=(new_row(2, (11,)),)),
+            a_step((2, 0), (1, 6 + kept), (1, 1)),
+        ]
+        results.append([first, *(runner.execute(step).token_ids for step in later)])
+    assert results[0] == results[1]
+    assert seen == [None, 2, 2, 2]
 
 
 @pytest.mark.capability("KN-5")

@@ -70,6 +70,16 @@ def test_one_call_gives_the_bits_of_its_parts(family: str, shape: dict, settings
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_prompt_that_the_mlp_takes_in_several_parts_has_the_same_bits():
+    whole, parts = (Machine(rows=1, longest=304, dtype=torch.bfloat16) for _ in range(2))
+    for layer in layers_of(parts):
+        layer.native = None
+    prompt = [3 + at * 7 % 3000 for at in range(300)]
+    work = Stretch(0, prompt, 0, len(prompt))
+    assert torch.equal(whole.logits(work)[0], parts.logits(work)[0])
+
+
+@pytest.mark.usefixtures("alone")
 def test_no_part_of_a_dense_layer_is_called_from_python(monkeypatch):
     called = counted_calls(monkeypatch)
     machine = Machine(rows=1)

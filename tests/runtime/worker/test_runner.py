@@ -88,3 +88,41 @@ def test_penalties_count_the_prompt_and_the_output_apart(tmp_path):
     logits = torch.zeros(2, 97)
     logits[:, [5, 6]] = torch.tensor([1.0, 2.0])
     assert sampler(logits, np.array([0, 1]), np.array([4, 4])).token_ids.tolist() == [5, 6]
+
+
+@pytest.mark.capability("BS-7")
+def test_steps_that_are_launched_before_the_tokens_of_the_last_one_are_read_sample_the_same(tmp_path):
+    """Finding C15: a sampled token went to the host and back before the next step. A new row joins in between."""
+    a_checkpoint(tmp_path)
+    params = ({}, {"temperature": 0.9, "seed": 4}, {"repetition_penalty": 1.7, "presence_penalty": 0.9, "logprobs": 3})
+    prompts = ([5, 9, 30], [8, 7], [6, 6, 6, 2])
+
+    def plan(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> SchedulerOutput:
+        return SchedulerOutput(step=1, rows=rows, num_computed=computed, num_new=new, samples=(True,) * len(rows),
+                               new_blocks=more.pop("new_blocks", ((),) * len(rows)), **more)  # fmt: skip
+
+    def own(row: int) -> tuple[int, ...]:
+        return tuple(range(1 + 8 * row, 9 + 8 * row))
+
+    steps = [
+        plan((0, 1), (0, 0), (3, 2), new_blocks=(own(0), own(1)),
+             new_rows=tuple(new_row(row, prompts[row], **params[row]) for row in (0, 1))),
+        plan((0, 1), (3, 2), (1, 1)),
+        plan((0, 1, 2), (4, 3, 0), (1, 1, 4), new_blocks=((), (), own(2)),
+             new_rows=(new_row(2, prompts[2], **params[2]),)),
+        plan((2, 0, 1), (4, 5, 4), (1, 1, 1)),
+        plan((2, 1), (5, 5), (1, 1)),
+        plan((2,), (6,), (1,)),
+        plan((0,), (0,), (2,), new_blocks=(own(3),), new_rows=(new_row(0, [9, 9]),)),  # the row is used again
+        plan((0, 2), (2, 7), (1, 1)),
+    ]  # fmt: skip
+    one_by_one = Bench(tmp_path).runner
+    expected = [one_by_one.execute(step) for step in steps]
+    ahead, results = Bench(tmp_path).runner, []
+    pending = [ahead.launch(steps[0])]
+    for step in steps[1:]:
+        pending.append(ahead.launch(step))
+        results.append(pending.pop(0)())
+    results.append(pending[0]())
+    assert results == expected
+    assert len({token for result in results for row in result.token_ids for token in row}) > 4

@@ -40,7 +40,7 @@ class Draws:
         self.positions = np.full(len(params), 3 + len(output))
 
     def __call__(self, logits: torch.Tensor, allowed: TokenMasks | None = None) -> SampledTokens:
-        return self.sampler(logits.clone(), self.row_ids, self.positions, lambda: allowed)
+        return self.sampler(logits.clone(), self.row_ids, self.positions, lambda: allowed).read()
 
 
 def scores(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_a_plain_greedy_batch_asks_for_nothing_but_the_likeliest():
     def never() -> None:
         raise AssertionError("no grammar binds these rows")
 
-    sampled = samples.sampler(logits, samples.row_ids, samples.positions, never)
+    sampled = samples.sampler(logits, samples.row_ids, samples.positions, never).read()
     assert (sampled.token_ids.tolist(), sampled.logprobs) == (logits.argmax(-1).tolist(), ())
 
 

@@ -250,10 +250,18 @@ def _probe(
 
 
 def _wait(observed: AdapterObserved, pod: AdapterPod, entry: AdapterPodStatus, listing: Listing, now: datetime) -> Step:
-    """Look again in a moment: the replica is busy with the adapter."""
-    if listing.at + LOOK_AGAIN > now:
-        return Step(pod=pod, entry=entry, again_at=listing.at + LOOK_AGAIN)
-    return _ask(observed, pod, entry, now)
+    """Look again in a moment, until it has ended: the replica is busy with the adapter."""
+    pause = _pause_between_looks(listing)
+    if listing.at + pause > now:
+        return Step(pod=pod, entry=entry, again_at=listing.at + pause)
+    asked = _ask(observed, pod, entry, now)
+    return Step(pod=pod, entry=asked.entry, call=asked.call, again_at=now + pause)
+
+
+def _pause_between_looks(listing: Listing) -> timedelta:
+    """0.5 s while a replica loads up to 8 adapters, 5 s from 80 on: one list tells of all of them."""
+    loading = sum(info.state == "loading" for info in listing.adapters.values())
+    return min(LOOK_AGAIN * max(1.0, loading / 8), RECHECK)
 
 
 def _ask(observed: AdapterObserved, pod: AdapterPod, entry: AdapterPodStatus, now: datetime) -> Step:

@@ -18,8 +18,8 @@ def route_condition(observed: Observed, ready: int) -> tuple[ConditionStatus, Re
         return (
             ConditionStatus.FALSE,
             Reason.NAME_CONFLICT,
-            f"the older InferenceService {older} is served as {served_name!r}, and this one only as {full_name!r}; "
-            "give one of the two another spec.model.servedName",
+            f"the older InferenceService {older} is served as {served_name!r}, and this one only as {full_name!r}, "
+            "except to tenants that may not use the older one; give one of the two another spec.model.servedName",
         )
     sentence = f"the gateway serves it as {served_name!r}"
     if ready:

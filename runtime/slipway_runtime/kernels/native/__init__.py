@@ -1,12 +1,13 @@
 """Compiled CPU kernels: loads the best library in this folder for this processor, and declares its functions.
 
-The libraries are built with the package (`compile`), for four generations of x86. Without a compiler, or on another
+The libraries are built with the package (`compile`), for x86 and ARM processors. Without a compiler, or on another
 processor, there is no library, and `reference` computes instead. `cpu` calls the functions with torch's tensors.
 
 Threads: the libraries use torch's own OpenMP, so that there is one pool of threads in the process.
 """
 
 import ctypes
+import platform
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -91,6 +92,9 @@ def library() -> Native | None:
 def fitting() -> list[str]:
     """The names of the libraries that this processor runs, the best first."""
     names = []
+    if platform.machine() in ("aarch64", "arm64"):
+        features = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        return ["neon_dotprod", "neon"] if "asimddp" in features else ["neon"]
     if torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported():
         if torch.cpu._is_avx512_bf16_supported():
             # The kernel must permit a process to use tiles (`arch_prctl`), and some sandboxes do not.

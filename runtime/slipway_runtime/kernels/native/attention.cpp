@@ -19,7 +19,7 @@ namespace {
 
 constexpr int KEYS = 64;
 constexpr int QUERIES = 8;
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
 constexpr int ROWS = 6;
 #else
 constexpr int ROWS = 3;
@@ -159,7 +159,7 @@ INLINE void accumulate_any(int rows, int vectors, float *const *sums, const floa
         case 1: return accumulate_rows<1>(vectors, sums, a, row, from, to);
         case 2: return accumulate_rows<2>(vectors, sums, a, row, from, to);
         case 3: return accumulate_rows<3>(vectors, sums, a, row, from, to);
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
         case 4: return accumulate_rows<4>(vectors, sums, a, row, from, to);
         case 5: return accumulate_rows<5>(vectors, sums, a, row, from, to);
         default: return accumulate_rows<6>(vectors, sums, a, row, from, to);

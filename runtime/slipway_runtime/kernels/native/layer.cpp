@@ -9,7 +9,7 @@ extern "C" {
 void linear(const float *, const float *, float *, int64_t, int64_t, int64_t);
 int64_t bf16_scratch(int64_t, int64_t);
 void linear_bf16(const float *, const uint16_t *, float *, uint8_t *, int64_t, int64_t, int64_t);
-#if defined(__AVX512VNNI__)
+#if MULTIPLIES_BYTES
 int64_t bytes_scratch(int64_t, int64_t);
 void linear_bytes(const float *, const int8_t *, const float *, const int32_t *, float *, uint8_t *, int64_t, int64_t,
                   int64_t);
@@ -53,7 +53,7 @@ struct Step {
 
 int64_t scratch_of(const Matrix &matrix, int64_t rows) {
     if (matrix.form == 1) return bf16_scratch(rows, matrix.in);
-#if defined(__AVX512VNNI__)
+#if MULTIPLIES_BYTES
     if (matrix.form == 2) return bytes_scratch(rows, matrix.in);
 #endif
     return 0;
@@ -64,7 +64,7 @@ int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, int64_t rows) {
     if (matrix.form == 0) linear(x, (const float *)matrix.packed, y, rows, matrix.in, matrix.out);
     if (matrix.form == 1) linear_bf16(x, (const uint16_t *)matrix.packed, y, scratch, rows, matrix.in, matrix.out);
-#if defined(__AVX512VNNI__)
+#if MULTIPLIES_BYTES
     if (matrix.form == 2)
         linear_bytes(x, (const int8_t *)matrix.packed, matrix.scales, matrix.offsets, y, scratch, rows, matrix.in,
                      matrix.out);
@@ -72,6 +72,14 @@ void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, 
     if (matrix.bias)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < matrix.out; i++) y[row * matrix.out + i] += matrix.bias[i];
+}
+
+// Rows that go through the MLP before the next: what it keeps of them fits the second cache, as long as reading its
+// weights again costs less, which holds while the third cache has them.
+int64_t rows_of_mlp(const Layer &layer, int64_t rows) {
+    const int64_t together = 128, third_cache = 16 << 20;
+    int64_t size = layer.gate_up.form == 0 ? 4 : layer.gate_up.form == 1 ? 2 : 1;
+    return rows <= together || layer.gate_up.in * layer.gate_up.out * size > third_cache ? rows : together;
 }
 
 // The numbers that a layer keeps between its parts: one run of memory, in this order.
@@ -85,8 +93,9 @@ struct Buffers {
         attended = after(heads, rows * layer.heads.out);
         output = after(attended, rows * layer.output.in);
         gate_up = after(output, rows * layer.output.out);
-        active = after(gate_up, rows * layer.gate_up.out);
-        products = after(active, rows * layer.down.in);
+        int64_t together = rows_of_mlp(layer, rows);
+        active = after(gate_up, together * layer.gate_up.out);
+        products = after(active, together * layer.down.in);
         end = products + larger_of(larger_of(scratch_of(layer.heads, rows), scratch_of(layer.output, rows)),
                                    larger_of(scratch_of(layer.gate_up, rows), scratch_of(layer.down, rows)));
     }
@@ -120,8 +129,12 @@ EXPORT void decoder_layer(const Layer *layer, const Step *step, const float *x, 
                  of.sinks, step->num_scores);
     multiply(of.output, attended, output, products, rows);
     add_rms_norm(output, stream, of.mlp_norm, normed, rows, hidden, of.mlp_eps);
-    multiply(of.gate_up, normed, gate_up, products, rows);
-    if (of.silu) swiglu(gate_up, active, rows, of.down.in);
-    else geglu(gate_up, active, rows, of.down.in);
-    multiply(of.down, active, added, products, rows);
+    const int64_t together = rows_of_mlp(of, rows);
+    for (int64_t row = 0; row < rows; row += together) {
+        int64_t count = rows - row < together ? rows - row : together;
+        multiply(of.gate_up, normed + row * hidden, gate_up, products, count);
+        if (of.silu) swiglu(gate_up, active, count, of.down.in);
+        else geglu(gate_up, active, count, of.down.in);
+        multiply(of.down, active, added + row * of.down.out, products, count);
+    }
 }

@@ -15,7 +15,7 @@ EXPORT void set_threads(int count) { threads = count; }
 
 namespace {
 
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
 constexpr int ROWS = 8, WIDTH = 3;  // 24 sums, three weights and one input in 32 registers
 #else
 constexpr int ROWS = 4, WIDTH = 3;  // 12, three and one in 16
@@ -67,7 +67,7 @@ void multiply_rows(const float *x, const float *panel, int depth, float *y, int6
 using MultiplyRows = void (*)(const float *, const float *, int, float *, int64_t, int64_t, int, bool);
 constexpr MultiplyRows multiply_some[] = {
     nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
     multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
 #endif
 };

@@ -46,7 +46,7 @@ typedef float Input;
 #endif
 
 #if !defined(__AMX_TILE__)
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
 constexpr int ROWS = 12;  // 24 sums, two or four vectors of weights and an input in 32 registers
 #else
 constexpr int ROWS = 4;  // 8, four and one in 16
@@ -113,7 +113,7 @@ void multiply_rows(const Input *x, int64_t stride, const uint16_t *panel, int64_
 using MultiplyRows = void (*)(const Input *, int64_t, const uint16_t *, int64_t, float *, int64_t, int);
 constexpr MultiplyRows multiply_some[] = {
     nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-#if defined(__AVX512F__)
+#if MANY_REGISTERS
     multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
     multiply_rows<9>, multiply_rows<10>, multiply_rows<11>, multiply_rows<12>,
 #endif

@@ -1,20 +1,28 @@
 // y = x Wᵀ for int8 weights with a scale per output, and rows that are rounded to bytes here, each by its own scale.
 //
 // Sums of bytes are exact, so a row's result depends on the row alone, whichever instruction multiplies: the tile unit
-// where there is one, else VNNI.
+// where there is one, else VNNI, or the dot products of ARM.
 //
 // Floor: a byte a weight over the memory's bandwidth, then 8 · LANES multiplications a cycle, 1,024 with tiles.
 
 #include "tiles.h"
 #include "vectors.h"
 
+#if MULTIPLIES_BYTES
 #if defined(__AVX512VNNI__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 
 namespace {
 
 constexpr int STEP = 4;  // inputs that one instruction multiplies and adds
+#if defined(__AVX512VNNI__)
 constexpr int ZERO = 128;  // what zero becomes in unsigned bytes
+#else
+constexpr int ZERO = 0;
+#endif
 constexpr int64_t WORTH_A_THREAD = 1 << 20;  // multiplications
 #if defined(__AMX_TILE__)
 constexpr int WIDTH = 2, DEPTH = TILE_BYTES;  // inputs are padded to a multiple of DEPTH
@@ -23,12 +31,26 @@ constexpr int ROWS = 8, WIDTH = 3, DEPTH = STEP;  // 24 sums, three weights and 
 #endif
 constexpr int PANEL = WIDTH * LANES;
 
+typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+#if defined(__AVX512VNNI__)
+INLINE ivec nearest(vec x) { return (ivec)_mm512_cvtps_epi32((__m512)x); }
+INLINE ivec multiply_add(ivec sums, ivec input, const int8_t *weights) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)input, _mm512_loadu_si512(weights));
+}
+#else
+INLINE ivec nearest(vec x) { return (ivec)vcvtnq_s32_f32((float32x4_t)x); }
+INLINE ivec multiply_add(ivec sums, ivec input, const int8_t *weights) {
+    return (ivec)vdotq_s32((int32x4_t)sums, vld1q_s8(weights), (int8x16_t)input);
+}
+#endif
+
 int64_t padded_inputs(int64_t in) { return (in + DEPTH - 1) / DEPTH * DEPTH; }
 
 // The sums of a row and LANES outputs -> y.
-INLINE void finish(__m512i sums, const float *scales, const int32_t *offsets, float row_scale, float *y, int room) {
-    __m512i exact = _mm512_sub_epi32(sums, _mm512_loadu_si512(offsets));
-    vec result = __builtin_convertvector((ivec)exact, vec) * load(scales) * row_scale;
+INLINE void finish(ivec sums, const float *scales, const int32_t *offsets, float row_scale, float *y, int room) {
+    ivec exact = sums - (ivec)load((const float *)offsets);
+    vec result = __builtin_convertvector(exact, vec) * load(scales) * row_scale;
     if (room >= LANES) store(y, result);
     else if (room > 0) store_some(y, result, room);
 }
@@ -38,22 +60,19 @@ INLINE void finish(__m512i sums, const float *scales, const int32_t *offsets, fl
 template <int rows>
 INLINE void multiply_bytes(const uint8_t *x, int64_t x_stride, const int8_t *panel, int steps, const float *scales,
                            const int32_t *offsets, const float *row_scales, float *y, int64_t y_stride, int outputs) {
-    __m512i sums[rows][WIDTH];
+    ivec sums[rows][WIDTH];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 3
-        for (int v = 0; v < WIDTH; v++) sums[r][v] = _mm512_setzero_si512();
+        for (int v = 0; v < WIDTH; v++) sums[r][v] = ivec{};
     for (int k = 0; k < steps; k++, panel += PANEL * STEP) {
-        __m512i w[WIDTH];
-#pragma GCC unroll 3
-        for (int v = 0; v < WIDTH; v++) w[v] = _mm512_loadu_si512(panel + v * LANES * STEP);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             int32_t four;
             std::memcpy(&four, x + r * x_stride + k * STEP, STEP);
-            __m512i input = _mm512_set1_epi32(four);
+            ivec input = ivec{} + four;
 #pragma GCC unroll 3
-            for (int v = 0; v < WIDTH; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], input, w[v]);
+            for (int v = 0; v < WIDTH; v++) sums[r][v] = multiply_add(sums[r][v], input, panel + v * LANES * STEP);
         }
     }
 #pragma GCC unroll 8
@@ -103,7 +122,7 @@ void multiply_panel(const uint8_t *codes, int64_t padded, const int8_t *panel, c
         for (int r = 0; r < together; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < WIDTH; v++)
-                finish(_mm512_load_si512(sums + r * PANEL + v * LANES), scales + v * LANES, offsets + v * LANES,
+                finish((ivec)load((const float *)sums + r * PANEL + v * LANES), scales + v * LANES, offsets + v * LANES,
                        row_scales[row + r], y + (row + r) * out + v * LANES, outputs - v * LANES);
     }
 }
@@ -123,12 +142,11 @@ float round_row(const float *x, uint8_t *codes, int64_t row, int64_t in, int64_t
     for (int64_t k = 0; k < padded; k += LANES) {
         int64_t room = in - k;
         vec part = room >= LANES ? load(x + k) : room > 0 ? load_some(x + k, room) : vec{};
-        __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)(part * inverse)), _mm512_set1_epi32(ZERO));
-        __m128i bytes = _mm512_cvtepi32_epi8(rounded);
+        bytes rounded = __builtin_convertvector(nearest(part * inverse) + ZERO, bytes);
 #if defined(__AMX_TILE__)
-        std::memcpy(place_in_tiles(codes, row, k / DEPTH, padded / DEPTH) + k % DEPTH, &bytes, LANES);
+        std::memcpy(place_in_tiles(codes, row, k / DEPTH, padded / DEPTH) + k % DEPTH, &rounded, LANES);
 #else
-        std::memcpy(codes + row * padded + k, &bytes, padded - k < LANES ? padded - k : LANES);
+        std::memcpy(codes + row * padded + k, &rounded, padded - k < LANES ? padded - k : LANES);
 #endif
     }
     return scale + sum(odd);

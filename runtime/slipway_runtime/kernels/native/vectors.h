@@ -11,8 +11,22 @@
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4;
 #else
 constexpr int LANES = 8;
+#endif
+
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+#define MANY_REGISTERS 1  // 32, else 16
+#else
+#define MANY_REGISTERS 0
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define MULTIPLIES_BYTES 1
+#else
+#define MULTIPLIES_BYTES 0
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -58,13 +72,27 @@ INLINE void store_bf16(uint16_t *to, vec x, int count) {
 typedef float half __attribute__((vector_size(32)));
 INLINE half low(vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE half high(vec x) { return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15); }
-#else
+#elif !defined(__ARM_NEON)
 typedef vec half;
 #endif
+#if !defined(__ARM_NEON)
 typedef float quarter __attribute__((vector_size(16)));
 INLINE quarter low_quarter(half x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
 INLINE quarter high_quarter(half x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+#endif
 
+#if defined(__ARM_NEON)
+INLINE float sum(vec x) {
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1);
+    return x[0] + x[1];
+}
+
+INLINE float largest(vec x) {
+    vec other = __builtin_shufflevector(x, x, 2, 3, 0, 1);
+    x = x > other ? x : other;
+    return x[0] > x[1] ? x[0] : x[1];
+}
+#else
 INLINE float sum(vec x) {
 #if defined(__AVX512F__)
     half h = low(x) + high(x);
@@ -87,6 +115,7 @@ INLINE float largest(vec x) {
     q = q > other ? q : other;
     return q[0] > q[1] ? q[0] : q[1];
 }
+#endif
 
 // e to the power of x, to two units in the last place; exactly 1 at 0, exactly 0 below -87, NaN stays NaN.
 // Cody and Waite's reduction with the polynomial of Cephes' expf.
