@@ -194,9 +194,9 @@ def limited_by_a_budget() -> Said:
 def scaled_to_zero_and_activated_in_vain() -> Said:
     zero = {"minReplicas": 0, "maxReplicas": 2, "scaleToZero": {"idleSeconds": 60}}
     world = watched(a_service(autoscaling=zero))
-    gateways = Gateways(patience=10).attach(world)
+    gateways = Gateways(patience=10, most=1).attach(world)
     world.run(150)
-    gateways.send(world)
+    gateways.send(world, 2)
     world.run(60)
     return world.told, set(world.event_reasons())
 
