@@ -3,11 +3,16 @@
 import argparse
 import importlib
 import json
+import os
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from bench.figures import Section
 from bench.machine import this_machine
@@ -43,27 +48,62 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=" | ".join(BENCHMARKS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--minutes", type=float, help="length of the soak (default: 3)")
     options = parser.parse_args()
+    if options.minutes:
+        os.environ["SLIPWAY_SOAK_MINUTES"] = str(options.minutes)
     if unknown := set(options.benchmarks) - set(BENCHMARKS):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     console, machine = Console(width=None if sys.stdout.isatty() else 120), this_machine()
     console.print(f"[bold]{machine}[/]", soft_wrap=True)
     console.print("Figures of different machines, or of busy ones, cannot be compared; ratios are within this run.\n")
-    sections: list[Section] = []
-    failures = 0
-    for name in options.benchmarks or BENCHMARKS:
+    results = run(options.benchmarks or BENCHMARKS, _measure, console)
+    if options.json:
+        sections = [asdict(one.section) | {"seconds": one.seconds} for one in results if one.section is not None]
+        body = {"machine": asdict(machine), "sections": sections}
+        options.json.write_text(json.dumps(body, indent=2) + "\n")
+    return 1 if any(one.section is None for one in results) else 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of one benchmark: its section, or why there is none."""
+
+    name: str
+    seconds: float
+    section: Section | None
+    failure: str = ""
+
+
+def run(names: Sequence[str], measure: Callable[[str], Section], console: Console) -> list[Result]:
+    """Run benchmarks one after another; print each section, and at the end how long each took and which failed."""
+    results: list[Result] = []
+    for name in names:
+        section, failure, begun = None, "", time.monotonic()
         with console.status(f"{name} …"):
             try:
-                sections.append(importlib.import_module(f"bench.{name}").measure())
-            except Exception as failure:  # noqa: BLE001  one benchmark that cannot run must not hide the others
-                failures += 1
-                console.print(f"[red]{name} could not be measured:[/] {type(failure).__name__}: {failure}")
-                continue
-        console.print(sections[-1].table(), "")
-    if options.json:
-        body = {"machine": asdict(machine), "sections": [asdict(section) for section in sections]}
-        options.json.write_text(json.dumps(body, indent=2) + "\n")
-    return 1 if failures else 0
+                section = measure(name)
+            except Exception as error:  # noqa: BLE001  one benchmark that cannot run must not hide the others
+                failure = f"{type(error).__name__}: {error}"
+        results.append(Result(name, time.monotonic() - begun, section, failure))
+        if section is not None:
+            console.print(section.table(), "")
+        else:
+            console.print(f"{name} could not be measured: {failure}\n", style="red", markup=False)
+    total = sum(one.seconds for one in results)
+    table = Table(title=f"{len(results)} benchmarks in {total:,.0f} s", title_justify="left")
+    for column in ("benchmark", "seconds", "outcome"):
+        table.add_column(column)
+    for one in results:
+        outcome = Text(one.failure[:200]) if one.section is None else f"{len(one.section.figures)} figures"
+        table.add_row(one.name, f"{one.seconds:,.0f}", outcome)
+    console.print(table)
+    return results
+
+
+def _measure(name: str) -> Section:
+    section: Section = importlib.import_module(f"bench.{name}").measure()
+    return section
 
 
 if __name__ == "__main__":

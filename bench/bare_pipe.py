@@ -3,11 +3,11 @@
 It is the peer that `bench.capacity` divides the gateway's chunks a second by.
 """
 
-import argparse
 import asyncio
 
-import uvloop
 from aiohttp import web
+
+from bench.peer_main import Addresses, serve_until_killed
 
 
 class Side(asyncio.Protocol):
@@ -55,9 +55,9 @@ class Client(Side):
             upstream.transport.write(self.early)
 
 
-async def serve(upstream: str, host: str, port: int, admin_port: int) -> None:
-    """Serve until killed."""
-    upstream_host, _, upstream_port = upstream.removeprefix("http://").partition(":")
+async def serve(at: Addresses) -> None:
+    """Begin to serve."""
+    upstream_host, _, upstream_port = at.upstream.removeprefix("http://").partition(":")
     app = web.Application()
 
     async def ready(request: web.Request) -> web.Response:
@@ -66,22 +66,10 @@ async def serve(upstream: str, host: str, port: int, admin_port: int) -> None:
     app.router.add_get("/ready", ready)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host, admin_port).start()
+    await web.TCPSite(runner, at.host, at.admin_port).start()
     loop = asyncio.get_running_loop()
-    await loop.create_server(lambda: Client(upstream_host, int(upstream_port)), host, port, backlog=1024)
-    await asyncio.Event().wait()
-
-
-def main() -> None:
-    """`python -m bench.bare_pipe`."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bare_pipe")
-    parser.add_argument("--upstream", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--admin-port", type=int, required=True)
-    options = parser.parse_args()
-    uvloop.run(serve(options.upstream, options.host, options.port, options.admin_port))
+    await loop.create_server(lambda: Client(upstream_host, int(upstream_port)), at.host, at.port, backlog=1024)
 
 
 if __name__ == "__main__":
-    main()
+    serve_until_killed("bare_pipe", serve, has_upstream=True)

@@ -3,20 +3,18 @@
 It has no routing, retries, accounting, log or error events: the gateway's cost beyond it is the cost of those.
 """
 
-import argparse
-import asyncio
-
 import aiohttp
-import uvloop
 from aiohttp import web
 
+from bench.peer_main import Addresses, serve_until_killed
 
-async def serve(upstream: str, host: str, port: int, admin_port: int) -> None:
-    """Serve until killed."""
+
+async def serve(at: Addresses) -> None:
+    """Begin to serve."""
     session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
 
     async def pass_on(request: web.Request) -> web.StreamResponse:
-        async with session.post(upstream + request.path_qs, data=await request.read()) as reply:
+        async with session.post(at.upstream + request.path_qs, data=await request.read()) as reply:
             response = web.StreamResponse(status=reply.status, headers={"Content-Type": reply.headers["Content-Type"]})
             await response.prepare(request)
             async for chunk in reply.content.iter_any():
@@ -31,21 +29,9 @@ async def serve(upstream: str, host: str, port: int, admin_port: int) -> None:
     app.router.add_get("/ready", ready)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
-    for number in (port, admin_port):
-        await web.TCPSite(runner, host, number, backlog=1024).start()
-    await asyncio.Event().wait()
-
-
-def main() -> None:
-    """`python -m bench.bare_proxy`."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bare_proxy")
-    parser.add_argument("--upstream", required=True)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--admin-port", type=int, required=True)
-    options = parser.parse_args()
-    uvloop.run(serve(options.upstream, options.host, options.port, options.admin_port))
+    for number in (at.port, at.admin_port):
+        await web.TCPSite(runner, at.host, number, backlog=1024).start()
 
 
 if __name__ == "__main__":
-    main()
+    serve_until_killed("bare_proxy", serve, has_upstream=True)

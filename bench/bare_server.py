@@ -1,9 +1,8 @@
 """An asyncio server that answers every request with an empty body: the least memory for a connection in Python."""
 
-import argparse
 import asyncio
 
-import uvloop
+from bench.peer_main import Addresses, serve_until_killed
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
@@ -23,23 +22,12 @@ class Answer(asyncio.Protocol):
             self.transport.write(ANSWER)
 
 
-async def serve(host: str, *ports: int) -> None:
-    """Serve until killed."""
+async def serve(at: Addresses) -> None:
+    """Begin to serve."""
     loop = asyncio.get_running_loop()
-    for port in ports:
-        await loop.create_server(Answer, host, port, backlog=1024)
-    await asyncio.Event().wait()
-
-
-def main() -> None:
-    """`python -m bench.bare_server`."""
-    parser = argparse.ArgumentParser(prog="python -m bench.bare_server")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--admin-port", type=int, required=True)
-    options = parser.parse_args()
-    uvloop.run(serve(options.host, options.port, options.admin_port))
+    for port in (at.port, at.admin_port):
+        await loop.create_server(Answer, at.host, port, backlog=1024)
 
 
 if __name__ == "__main__":
-    main()
+    serve_until_killed("bare_server", serve)

@@ -15,7 +15,7 @@ from slipway_runtime.layers.matmul_prepacked import MklPacked, OneDnnPacked, com
 from slipway_runtime.layers.matmul_quantized import DynamicInt8
 
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
-THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1"))
+THREADS = int(os.environ.get("SLIPWAY_BENCH_THREADS", "1").partition(",")[0])
 LAYERS = 8  # enough that weights come from memory, as they do in a model
 ROWS = (1, 8, 32, 128, 512)
 # CPU time is steadier on a busy machine, but adds up the threads.

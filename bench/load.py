@@ -144,6 +144,7 @@ class _Load:
             "stream": True,
             "stream_options": {"include_usage": True},
         } | ({"ignore_eos": True} if plan.ignore_eos else {})
+        body |= conversation.extra()
         leave_after = conversation.leaves_after(plan.max_tokens)
         while True:
             try:

@@ -7,15 +7,14 @@ padding it is as long as a real one.
 Where a gateway asks for marks (`slipway_api.stream_marks`), each event has one behind it, as a runtime's has.
 """
 
-import argparse
 import asyncio
 import random
 import time
 
 import msgspec
-import uvloop
 from aiohttp import web
 
+from bench.peer_main import Addresses, serve_until_killed
 from slipway_api.names import HEADER_TOKEN_IDS
 from slipway_api.stream_marks import tokens_mark
 
@@ -55,27 +54,16 @@ async def _ready(request: web.Request) -> web.Response:
     return web.Response()
 
 
-async def serve(host: str, port: int, admin_port: int) -> None:
-    """Serve until killed."""
+async def serve(at: Addresses) -> None:
+    """Begin to serve."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_get("/ready", _ready)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
-    for number in (port, admin_port):
-        await web.TCPSite(runner, host, number, backlog=1024).start()
-    await asyncio.Event().wait()
-
-
-def main() -> None:
-    """`python -m bench.upstream`."""
-    parser = argparse.ArgumentParser(prog="python -m bench.upstream")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--admin-port", type=int, required=True)
-    options = parser.parse_args()
-    uvloop.run(serve(options.host, options.port, options.admin_port))
+    for number in (at.port, at.admin_port):
+        await web.TCPSite(runner, at.host, number, backlog=1024).start()
 
 
 if __name__ == "__main__":
-    main()
+    serve_until_killed("upstream", serve)

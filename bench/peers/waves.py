@@ -1,9 +1,11 @@
 """The interface of every engine driver, ours and the peers': waves of equal requests, timed at the engine's Python API.
 
 stdin (JSON):  checkpoint, shape, weights (none|int8), dtype (fp32|bf16), threads, rounds, concurrency, prompt_tokens,
-               max_tokens, clock (wall|cpu: the process's CPU time, for one thread on a busy machine)
+               max_tokens, clock (wall|cpu: the process's CPU time, for one thread on a busy machine), and the peer's
+               own settings
 stdout, last line (JSON):  ttft [s], gaps [s], tokens_per_second, prefill_tokens_per_second, decode_tokens_per_second,
-                           at_once (the most requests that were between their first and their last token)
+                           at_once (the most requests that were between their first and their last token),
+                           settings (version and settings, for the table), setup_seconds (load and compile: not counted)
 
 A wave is `concurrency` requests at once, greedy, of the same lengths; the next one starts when it has ended, so that
 an engine without continuous batching is not at a disadvantage. Prefill and decode are told apart: prefill ends when
@@ -79,7 +81,11 @@ def _most_at_once(answers: Collection[Sequence[float]]) -> int:
 
 
 def main(open_engine: Callable[[dict[str, Any]], Wave]) -> None:
-    """Read the task, open the engine, drive it, print the result."""
+    """Read the task, open the engine, drive it, print the result. `open_engine` may describe itself in `settings`."""
     task = json.load(sys.stdin)
+    begun = time.perf_counter()
+    wave = open_engine(task)
+    setup = time.perf_counter() - begun
     clock = time.process_time if task.get("clock") == "cpu" else time.perf_counter
-    print(json.dumps(drive(task, open_engine(task), clock)), flush=True)
+    result = drive(task, wave, clock) | {"settings": task.get("settings", ""), "setup_seconds": setup}
+    print(json.dumps(result), flush=True)

@@ -38,7 +38,8 @@ def open_engine(task: dict[str, Any]) -> Wave:
     params.n_batch = params.n_ubatch = BATCH
     params.n_seq_max = task["concurrency"]
     params.n_threads = params.n_threads_batch = task["threads"]
-    params.kv_unified = True
+    params.kv_unified = False  # llama.h: the better choice for sequences that share no long prefix, as here
+    task["settings"] = f"llama-cpp-python {llama_cpp.__version__}, {weights}, kv_unified off, n_batch {BATCH}"
     context = llama_cpp.llama_init_from_model(model, params)
     assert context, "no context"
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))

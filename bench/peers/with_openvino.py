@@ -25,8 +25,14 @@ def open_engine(task: dict[str, Any]) -> Wave:
     scheduler.max_num_seqs = max(task["concurrency"], 4)
     scheduler.max_num_batched_tokens = 512 + task["concurrency"]
     scheduler.enable_prefix_caching = False
+    number = "f32" if task.get("dtype") == "fp32" else "bf16"
+    kind = "int8 weights" if task["weights"] == "int8" else "fp16 weights"
+    task["settings"] = f"OpenVINO GenAI {genai.__version__}, {kind}, computes in {number}"
     pipeline = genai.ContinuousBatchingPipeline(
-        str(folder), scheduler, "CPU", {"INFERENCE_NUM_THREADS": task["threads"]}
+        str(folder),
+        scheduler,
+        "CPU",
+        {"INFERENCE_NUM_THREADS": task["threads"], "INFERENCE_PRECISION_HINT": number},
     )
     config = genai.GenerationConfig()
     config.do_sample = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import slipway_api
 from bench.peers.waves import Wave, main
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.messages import Request, SamplingParams
@@ -26,6 +27,7 @@ def open_engine(task: dict[str, Any]) -> Wave:
         kv_cache_bytes=2 << 30,
         **options,
     )
+    task["settings"] = f"slipway {slipway_api.__version__}, torch {torch.__version__}, weights {engine.facts.dtype}"
     serial = 0
 
     def wave(prompts: Sequence[list[int]], max_tokens: int, tick: Callable[[int], None]) -> None:

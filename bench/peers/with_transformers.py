@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.peers.waves import Wave, main
@@ -14,6 +15,7 @@ def open_engine(task: dict[str, Any]) -> Wave:
     torch.set_num_threads(task["threads"])
     dtype = torch.float32 if task.get("dtype") == "fp32" else torch.bfloat16
     model: Any = AutoModelForCausalLM.from_pretrained(task["checkpoint"], dtype=dtype).eval()
+    task["settings"] = f"transformers {transformers.__version__}, torch {torch.__version__}, continuous batching"
     config = GenerationConfig(max_new_tokens=task["max_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(generation_config=config)
     manager.start()

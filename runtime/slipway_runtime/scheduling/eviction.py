@@ -117,14 +117,12 @@ class SegmentedLru:
 
 
 class LrfuOrder:
-    """Evicts the block with the lowest decayed popularity; also sums the popularity of each adapter's prefixes."""
+    """Evicts the block with the lowest decayed popularity."""
 
     def __init__(self, num_blocks: int, half_life_seconds: float) -> None:
         self._half_life = half_life_seconds
         self._popularity = [0.0] * (num_blocks + 1)  # at the last use
         self._used_at = [0.0] * (num_blocks + 1)
-        self._group_of = [""] * (num_blocks + 1)
-        self._groups: dict[str, tuple[int, float, float]] = {}  # blocks, sum of their popularities, time of the sum
         self._ghosts: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         self._most_ghosts = num_blocks * GHOSTS
         self._heap: list[tuple[float, int, int]] = []  # (key, serial, block); stale when the serial is another now
@@ -133,14 +131,12 @@ class LrfuOrder:
 
     def published(self, block: int, key: bytes, group: str, now: float) -> None:  # noqa: D102  see the protocol
         ghost = self._ghosts.pop(key, None)
-        popularity = ONCE if ghost is None else 1.0 + self._faded(*ghost, now)
-        self._popularity[block], self._used_at[block], self._group_of[block] = popularity, now, group
-        self._count(group, 1, popularity, now)
+        self._popularity[block] = ONCE if ghost is None else 1.0 + self._faded(*ghost, now)
+        self._used_at[block] = now
 
     def used(self, block: int, now: float) -> None:  # noqa: D102  see the protocol
         self._popularity[block] = 1.0 + self.popularity_of(block, now)
         self._used_at[block] = now
-        self._count(self._group_of[block], 0, 1.0, now)
 
     def add(self, block: int) -> None:  # noqa: D102  see the protocol
         self._serial += 1
@@ -157,7 +153,6 @@ class LrfuOrder:
         self._ghosts[key] = (self._popularity[block], self._used_at[block])
         while len(self._ghosts) > self._most_ghosts:
             self._ghosts.popitem(last=False)
-        self._count(self._group_of[block], -1, -self.popularity_of(block, now), now)
 
     def next(self) -> int | None:  # noqa: D102  see the protocol
         while self._heap:
@@ -177,11 +172,6 @@ class LrfuOrder:
         """The uses of a block up to `now`, each halved per half-life since then."""
         return self._faded(self._popularity[block], self._used_at[block], now)
 
-    def popularity_of_group(self, group: str, now: float) -> float:
-        """The sum of the popularities of all published blocks of a group."""
-        _blocks, popularity, at = self._groups.get(group, (0, 0.0, now))
-        return self._faded(popularity, at, now)
-
     def _faded(self, popularity: float, at: float, now: float) -> float:
         return popularity * decay(now - at, self._half_life)
 
@@ -189,11 +179,3 @@ class LrfuOrder:
         # Of equal keys, the block added first is evicted first: the end of a chain is added before its root.
         key = math.log2(self._popularity[block]) + self._used_at[block] / self._half_life
         return key, self._serial_of[block], block
-
-    def _count(self, group: str, blocks: int, popularity: float, now: float) -> None:
-        before, _, _ = self._groups.get(group, (0, 0.0, now))
-        if before + blocks == 0:
-            del self._groups[group]
-            return
-        together = max(self.popularity_of_group(group, now) + popularity, 0.0)  # rounding must not make it negative
-        self._groups[group] = (before + blocks, together, now)

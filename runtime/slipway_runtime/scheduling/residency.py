@@ -7,7 +7,7 @@
 - A slot is idle when no row computes with it. An adapter that loses its slot stays in host memory, so its prefixes stay
   usable, and returning to a slot costs one copy.
 - Memory is bounded by `max_cpu_adapters`, and with `block_bytes` also by bytes: adapters then occupy blocks of the KV
-  pool, at most `most_blocks`. The adapter or prefix with the lowest eviction cost is evicted first (eviction_cost.py).
+  pool, at most `most_blocks`. The least popular adapter or prefix is evicted first (eviction_rule.py).
 - KV depends on its adapter. Before an adapter is evicted from memory, the prefixes computed with it are: KV that no
   request can use never takes memory. With `dependency_aware=False` adapters and prefixes are two independent LRUs, and
   `most_blocks` of the pool are reserved for adapters from the start: the baseline of the benchmark.
@@ -28,7 +28,12 @@ from slipway_runtime.scheduling.adapter import (
     is_in_memory,
 )
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction_cost import Costs, EvictionCost
+from slipway_runtime.scheduling.eviction_rule import (
+    HALF_LIFE_SECONDS,
+    EvictionRule,
+    LeastPopular,
+    LeastRecentlyUsed,
+)
 
 CLAIM_AFTER = 16
 STAGED = 2  # adapters in memory that wait for a slot: the next one, and one that loads meanwhile
@@ -46,7 +51,8 @@ class Residency:
         block_bytes: int = 0,
         most_blocks: int | None = None,
         dependency_aware: bool = True,
-        costs: Costs | None = None,
+        half_life_seconds: float = HALF_LIFE_SECONDS,
+        rule: EvictionRule | None = None,
     ) -> None:
         assert max_adapters >= 1
         self.max_adapters = max_adapters
@@ -56,7 +62,12 @@ class Residency:
         self.version = 0  # grows with each change of an adapter's status
         self._pool = pool
         self._block_bytes = block_bytes
-        self._eviction_cost = EvictionCost(pool, costs or Costs(), block_bytes=block_bytes, apart=not dependency_aware)
+        self._half_life = half_life_seconds
+        self._rule: EvictionRule
+        if not dependency_aware:
+            self._rule = LeastRecentlyUsed()
+        else:
+            self._rule = rule or LeastPopular(pool, half_life_seconds=half_life_seconds, shares_blocks=block_bytes > 0)
         self._adapters: dict[str, Adapter] = {}
         self._slots: list[str | None] = [None] * max_adapters
         self._reserved_blocks = 0
@@ -134,10 +145,9 @@ class Residency:
     def join(self, digest: str, now: float) -> None:
         """Count a new request for an adapter."""
         adapter = self._adapters[digest]
-        self._eviction_cost.record_waiting(sum(a.requests - a.rows for a in self._adapters.values()), now)
         adapter.requests += 1
         self.version += 1
-        adapter.popularity = adapter.popularity_at(now, self._eviction_cost.costs.half_life_seconds) + 1.0
+        adapter.popularity = adapter.popularity_at(now, self._half_life) + 1.0
         adapter.last_used = now
 
     def leave(self, digest: str) -> None:
@@ -179,17 +189,18 @@ class Residency:
         self._adapters[digest].rows -= 1
 
     def make_room(self, count: int, reserve: int = 0) -> None:
-        """Free so many blocks by evicting idle adapters or prefixes, the lowest eviction cost first.
+        """Free so many blocks by evicting idle adapters or prefixes, the least popular first.
 
-        While fewer than count + reserve are available, idle adapters are evicted at any cost: no request needs them.
+        While fewer than count + reserve are available, idle adapters are evicted at any popularity: no request needs
+        them.
         """
         pool = self._pool
         while self.dependency_aware and self._reserved_blocks:
             is_short = pool.available < count + reserve
             if pool.free >= count and not is_short:
                 return
-            adapter = self._eviction_cost.cheapest(idle_block_holders(self._adapters.values()))
-            if adapter is not None and (is_short or self._eviction_cost.is_below_next_prefix(adapter)):
+            adapter = self._rule.next(idle_block_holders(self._adapters.values()))
+            if adapter is not None and (is_short or self._rule.is_below_next_prefix(adapter)):
                 self._evict(adapter)
             elif pool.free < count and pool.cached:
                 pool.evict_next()
@@ -264,17 +275,15 @@ class Residency:
         cost = adapter.cost(self._block_bytes)
         in_memory = sum(holds_memory(a) for a in self._adapters.values() if a is not adapter)
         while in_memory >= self.most_in_memory or self._reserved_blocks + cost > self.most_blocks:
-            victim = self._eviction_cost.cheapest(
-                a for a in self._adapters.values() if a is not adapter and is_evictable(a)
-            )
+            victim = self._rule.next(a for a in self._adapters.values() if a is not adapter and is_evictable(a))
             if victim is None:
                 return False
             self._evict(victim)
             in_memory -= 1
         if self.dependency_aware:
             while self._pool.free < cost:
-                victim = self._eviction_cost.cheapest(idle_block_holders(self._adapters.values(), besides=adapter))
-                if victim is not None and self._eviction_cost.is_below_next_prefix(victim):
+                victim = self._rule.next(idle_block_holders(self._adapters.values(), besides=adapter))
+                if victim is not None and self._rule.is_below_next_prefix(victim):
                     self._evict(victim)
                 elif self._pool.cached:
                     self._pool.evict_next()
@@ -345,9 +354,7 @@ class Residency:
     def _idle_slot(self) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
-        adapter = self._eviction_cost.cheapest(
-            a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0
-        )
+        adapter = self._rule.next(a for a in self._adapters.values() if a.slot != BASE_SLOT and a.rows == 0)
         return None if adapter is None else adapter.slot
 
     def _is_in_memory(self, digest: str) -> bool:

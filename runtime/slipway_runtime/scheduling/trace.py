@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from slipway_runtime.messages import Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction_cost import Costs
+from slipway_runtime.scheduling.eviction_rule import EvictionRule
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
 
@@ -40,9 +40,6 @@ class TraceResult:
     max_invalid_blocks: int
 
 
-SMALL_COSTS = Costs(prefill_ms_per_token=0.5, load_ms=20.0, load_ms_per_mib=40.0, half_life_seconds=10.0)
-
-
 @dataclass(frozen=True)
 class Machine:
     """The simulated machine. The defaults are a small one: adapters and KV compete for 6 MiB."""
@@ -56,7 +53,15 @@ class Machine:
     max_num_seqs: int = 8
     budget: int = 256
     step_ms: float = 5.0
-    costs: Costs = SMALL_COSTS
+    prefill_ms_per_token: float = 0.5
+    load_ms: float = 20.0  # of any adapter
+    load_ms_per_mib: float = 40.0
+    half_life_seconds: float = 10.0
+
+    @property
+    def adapter_load_ms(self) -> float:
+        """The time that loading an adapter takes."""
+        return self.load_ms + self.load_ms_per_mib * self.adapter_bytes / 2**20
 
 
 def skewed_trace(
@@ -67,23 +72,39 @@ def skewed_trace(
     exponent: float = 1.1,
     prefix_tokens: int = 128,
     gap_ms: float = 60.0,
+    drift: int = 0,
+    burst: int = 1,
 ) -> list[TraceRequest]:
     """Requests for adapters chosen by Zipf's law, each with the prefix of its adapter and 16 tokens of its own.
 
-    `uniform` draws from [0, 1): `random.Random(0).random` gives the same trace each time.
+    drift: after each 60 requests, the popularity of the adapters is rotated by so many. burst: the same adapter is
+    asked up to so many times in a row. `uniform` draws from [0, 1): `random.Random(0).random` repeats a trace.
     """
     shares = list(accumulate(1.0 / (rank + 1) ** exponent for rank in range(adapters)))
-    at, trace = 0.0, []
+    at, rank, left = 0.0, 0, 0
+    trace = []
     for number in range(requests):
         at -= gap_ms * math.log(1.0 - uniform())
-        rank = bisect(shares, uniform() * shares[-1])
+        drawn = bisect(shares, uniform() * shares[-1])
+        if left == 0:
+            rank, left = (drawn + number // 60 * drift) % adapters, 1 + int(uniform() * burst) if burst > 1 else 1
+        left -= 1
         own = tuple(10_000 + number * 16 + offset for offset in range(16))
         trace.append(TraceRequest(at, f"adapter-{rank:02d}", (*range(1, prefix_tokens + 1), *own)))
     return trace
 
 
-def play(trace: Sequence[TraceRequest], machine: Machine | None = None, *, dependency_aware: bool) -> TraceResult:
-    """Run a trace to its end, with one budget for adapters and KV or with two independent LRUs."""
+def play(
+    trace: Sequence[TraceRequest],
+    machine: Machine | None = None,
+    *,
+    dependency_aware: bool,
+    rule: Callable[[BlockPool, Machine], EvictionRule] | None = None,
+) -> TraceResult:
+    """Run a trace to its end, with one budget for adapters and KV or with two independent LRUs.
+
+    rule: what is evicted from the one budget, in place of the runtime's own rule.
+    """
     machine = machine or Machine()
     pool = BlockPool(machine.blocks, machine.block_size)
     residency = Residency(
@@ -93,7 +114,8 @@ def play(trace: Sequence[TraceRequest], machine: Machine | None = None, *, depen
         block_bytes=machine.block_bytes,
         most_blocks=int(machine.blocks * machine.adapter_share),
         dependency_aware=dependency_aware,
-        costs=machine.costs,
+        half_life_seconds=machine.half_life_seconds,
+        rule=rule(pool, machine) if rule is not None else None,
     )
     scheduler = Scheduler(
         pool,
@@ -119,7 +141,6 @@ class _Run:
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
         self._scheduler = scheduler
         self._machine = machine
-        self._load_ms = machine.costs.load_ms + machine.costs.load_ms_per_mib * machine.adapter_bytes / 2**20
         self._now = 0.0
         self._reading: list[tuple[float, str]] = []
         self._arrived: dict[str, float] = {}
@@ -148,13 +169,13 @@ class _Run:
             self._step()
 
     def _step(self) -> None:
-        scheduler, costs = self._scheduler, self._machine.costs
+        scheduler = self._scheduler
         for done, name in [entry for entry in self._reading if entry[0] <= self._now]:
             self._reading.remove((done, name))
             scheduler.adapter_loaded(name, self._now / 1000, num_bytes=self._machine.adapter_bytes, rank=8)
         plan = scheduler.schedule(self._now / 1000)
         if plan.rows:
-            self._now += self._machine.step_ms + costs.prefill_ms_per_token * sum(plan.num_new)
+            self._now += self._machine.step_ms + self._machine.prefill_ms_per_token * sum(plan.num_new)
         elif self._reading:
             self._now = max(self._now, min(done for done, _ in self._reading))
         else:
@@ -163,7 +184,7 @@ class _Run:
             if output.first_token_at is not None:
                 self._ttft.append(self._now - self._arrived[output.request_id])
         for name in scheduler.take_wanted_adapters():
-            self._reading.append((self._now + self._load_ms, name))
+            self._reading.append((self._now + self._machine.adapter_load_ms, name))
             self._loads += 1
         scheduler.take_dropped_adapters()
         self._look(scheduler)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from slipway_api.runtime_api import StartupTimes
+from slipway_api.runtime_api import Ready, ReadyReason, StartupTimes
 from slipway_runtime.engine import build
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.engine import Engine
@@ -249,3 +249,11 @@ async def a_replica(
     finally:
         steps.let_go()
         await client.stop()
+
+
+async def ready_of(replica: Running) -> tuple[int, ReadyReason]:
+    """The answer of `/ready`: its status and reason."""
+    response = await replica.admin("/ready")
+    body = Ready.model_validate_json(response.content)
+    assert body.ready == (response.status_code == 200)
+    return response.status_code, body.reason
