@@ -208,10 +208,10 @@ class PodLogs:
 
 def parse_line(line: bytes) -> Mapping[str, Any] | None:
     """A line about a request, from a log file in the CRI's format; None for any other line."""
-    if b'"message": "request"' not in line:
+    if b'"request_id"' not in line:
         return None
     found: Mapping[str, Any] = json.loads(line.split(b" ", 3)[3])
-    return found
+    return found if found.get("message") == "request" else None
 
 
 class Ledger:

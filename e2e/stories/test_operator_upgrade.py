@@ -59,6 +59,7 @@ def pool_and_service() -> list[dict[str, Any]]:
     return [pool, service]
 
 
+@pytest.mark.full
 @pytest.mark.capability("OP-7", "OP-13", "RD-1")
 def test_an_upgrade_of_the_operator_changes_no_pod_and_offers_its_runtime_image(
     clean: Slipway, upgraded: Callable[[], None], open_ledger: Callable[[str], Ledger]

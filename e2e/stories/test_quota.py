@@ -13,7 +13,7 @@ from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway, wait_for
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 OPERATOR = f"system:serviceaccount:{RELEASE_NAMESPACE}:slipway-operator"
-REFUSED_SECONDS = 12.0
+REFUSED_SECONDS = 8.0
 MOST_ATTEMPTS = 10  # in that time; the pauses between them grow, while a loop without pauses makes hundreds
 WHAT_TO_DO = "raise the quota or lower the number of replicas"
 

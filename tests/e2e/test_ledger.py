@@ -92,7 +92,10 @@ def request_line(request_id):
 
 def test_only_lines_about_requests_are_read():
     assert parse_line(request_line("a").encode().strip()) == {"request_id": "a", "message": "request"}
+    compact = b'2026-01-01T00:00:00Z stderr F {"part":"gateway","message":"request","request_id":"a"}'
+    assert parse_line(compact) == {"part": "gateway", "message": "request", "request_id": "a"}
     assert parse_line(b'2026-01-01T00:00:00Z stderr F {"message": "draining"}') is None
+    assert parse_line(b'2026-01-01T00:00:00Z stderr F {"message": "refused", "request_id": "a"}') is None
     assert parse_line(b"") is None
 
 
