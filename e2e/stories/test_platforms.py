@@ -94,7 +94,8 @@ def test_the_oldest_kubernetes_serves_with_rights_in_one_namespace_and_pods_of_a
     oldest.apply(as_yaml(static("platform", 2, resources={"gpu": {"count": 0}, "limits": {"cpu": "1"}})))
     wait_for("a spec edit rolls out", lambda: oldest.service("platform")["status"]["updatedReplicas"] >= 1)
     assert oldest.pods("elsewhere", UNWATCHED) == [], "nobody watches that namespace"
-    assert not oldest.service("elsewhere", UNWATCHED).get("status", {}).get("conditions")
+    conditions = oldest.service("elsewhere", UNWATCHED)["status"]["conditions"]
+    assert [one["reason"] for one in conditions] == ["Pending"], "the default: no operator has seen it"
 
 
 @pytest.mark.capability("PL-3")

@@ -80,8 +80,8 @@ def test_what_the_widest_step_leaves_with_the_allocator_is_not_counted_twice(mon
 
 
 @pytest.mark.capability("KN-5", "KV-5")
-@pytest.mark.parametrize(("ranks", "reserved"), [(1, True), (2, False)])
-def test_the_graphs_of_decode_steps_are_within_the_budget(ranks, reserved, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_graphs_of_decode_steps_are_within_the_budget(ranks, monkeypatch):
     """Finding A4: they were captured after the KV cache had taken all there was."""
     options = EngineOptions(device="cpu", dtype="bf16", tensor_parallel_size=ranks)
     plan = replace(decide(TINY, options), device=torch.device("cuda", 0))
@@ -89,5 +89,4 @@ def test_the_graphs_of_decode_steps_are_within_the_budget(ranks, reserved, monke
     monkeypatch.setattr(parts, "widest_step_bytes", lambda *_, **__: 1000)
     monkeypatch.setattr(parts, "default_budget_bytes", lambda device, share, bytes: taken.append(bytes) or 1 << 30)
     parts.size_pool(plan, Machine(rows=1).decoder, kernels_for(plan.device, plan.dtype))
-    assert (taken[0] > 1000 + WORKSPACE_BYTES) == reserved
-    assert (taken[0] == 1000) != reserved
+    assert taken[0] > 1000 + WORKSPACE_BYTES
