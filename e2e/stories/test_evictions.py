@@ -14,6 +14,7 @@ from slipway_api import names
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
+@pytest.mark.full
 @pytest.mark.capability("PL-1", "PL-2", "RD-1", "RD-5", "PF-7")
 def test_an_eviction_and_a_drain_of_a_node_under_load_lose_no_request(
     clean: Slipway, breakable: Cluster, open_ledger: Callable[[str], Ledger]
