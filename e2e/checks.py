@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import openai
+from kubernetes import client
 
+from bench.plan import LoadReport
 from e2e.cluster.launch import Cluster
+from e2e.ledger import Ledger, find_losses
 from e2e.slipway import RELEASE_NAMESPACE, USER_NAMESPACE, Slipway, wait_for
 from slipway_api import names
 
@@ -64,8 +67,8 @@ def first_attempts(slipway: Slipway, model: str, count: int, max_tokens: int = 8
     failures = []
     for _ in range(count):
         try:
-            with slipway.openai() as client:
-                answer = client.chat.completions.create(
+            with slipway.openai() as asker:
+                answer = asker.chat.completions.create(
                     model=model, messages=[{"role": "user", "content": STORY}], max_tokens=max_tokens, temperature=0
                 )
             if not answer.choices[0].message.content:
@@ -73,6 +76,34 @@ def first_attempts(slipway: Slipway, model: str, count: int, max_tokens: int = 8
         except openai.OpenAIError as error:
             failures.append(f"{type(error).__name__}: {error}")
     return failures
+
+
+def no_request_lost(report: LoadReport, ledger: Ledger) -> None:
+    """Every request of the load was answered as a whole or refused, and all that have counted it agree.
+
+    The last lines of replicas and gateways may come after the client has read its answer, so this waits for them.
+    """
+
+    def agree() -> bool:
+        if losses := find_losses(report, ledger.collect()):
+            raise AssertionError("; ".join(losses[:8]))
+        return True
+
+    wait_for("no request is lost", agree, timeout=20)
+    print(ledger.collect().summarize(report))
+
+
+def evict(slipway: Slipway, pod: Any) -> bool:
+    """POST eviction of the pod; False while its disruption budget forbids it (429)."""
+    metadata = pod.metadata
+    body = client.V1Eviction(metadata=client.V1ObjectMeta(name=metadata.name, namespace=metadata.namespace))
+    try:
+        slipway.core.create_namespaced_pod_eviction(metadata.name, metadata.namespace, body)
+    except client.ApiException as error:
+        if error.status not in (404, 429):
+            raise
+        return bool(error.status == 404)
+    return True
 
 
 def wait_serving(slipway: Slipway, model: str, count: int = 10, timeout: float = 120) -> None:

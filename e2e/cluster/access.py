@@ -116,11 +116,19 @@ class Access:
 
         return config.new_client_from_config(config_file=str(self.kubeconfig))
 
-    def api(self, method: str, path: str, body: object = None, timeout: float = 10) -> dict[str, Any]:
+    def api(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout: float = 10,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """One call of the API as the administrator, without a client library; raise `ApiError` when refused."""
         data = None if body is None else json.dumps(body).encode()
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": kind}, method=method)
+        sent = {"Content-Type": kind, **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, sent, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout, context=self._tls) as answer:
                 answered: dict[str, Any] = json.load(answer)

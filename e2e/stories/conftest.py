@@ -1,11 +1,13 @@
 """Fixtures of the stories: one cluster with Slipway installed; each story begins and ends without services."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from e2e import checks, user_fields
 from e2e.cluster.launch import Cluster
+from e2e.ledger import Ledger
 from e2e.manifests import as_yaml
 from e2e.slipway import Slipway
 
@@ -33,6 +35,13 @@ def breakable(cluster: Cluster, clean: Slipway) -> Iterator[Cluster]:
     """The cluster, to break nodes and components of; it is mended before the services of the story are deleted."""
     yield cluster
     checks.mend(cluster, clean)
+
+
+@pytest.fixture
+def open_ledger(clean: Slipway) -> Iterator[Callable[[str], Ledger]]:
+    """Opens the ledger of a service, before a load of it begins; see `checks.no_request_lost`."""
+    with ExitStack() as opened:
+        yield lambda service: opened.enter_context(Ledger(clean, service))
 
 
 def delete_services(slipway: Slipway) -> None:

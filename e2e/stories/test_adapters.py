@@ -51,32 +51,32 @@ def said(slipway: Slipway, pod: str, model: str) -> str:
 
 
 @pytest.mark.capability("ML-2", "ML-9", "OP-6")
-def test_an_adapter_comes_to_running_replicas_survives_a_restart_changes_its_source_and_goes(
+def test_an_adapter_comes_to_three_running_replicas_survives_a_restart_changes_its_source_and_goes(
     clean: Slipway, cluster: Cluster
 ) -> None:
-    base = static("many", 2)
+    base = static("many", 3)
     base["spec"].setdefault("runtime", {})["lora"] = {"maxAdapters": 2, "maxCPUAdapters": 4, "maxRank": 16}
     clean.apply(as_yaml(base))
-    clean.wait_ready("many", replicas=2)
+    clean.wait_ready("many", replicas=3)
     pods = {pod.metadata.name for pod in clean.pods("many")}
 
     clean.apply(as_yaml(manifest("sailor", "many", f"{ADAPTERS}/sailor")))
-    wait_for("both replicas have it", lambda: is_loaded(clean, "sailor", 2), timeout=60)
+    wait_for("all replicas have it", lambda: is_loaded(clean, "sailor", 3), timeout=60)
     assert {pod.metadata.name for pod in clean.pods("many")} == pods, "no restart"
     assert routed(clean, "many", "sailor") == pods
-    first, second = sorted(pods)
+    first, second, _ = sorted(pods)
     as_sailor = said(clean, first, "sailor")
     assert as_sailor != said(clean, first, "many")
     assert clean.condition("many", "AdaptersReady")["status"] == "True"  # type: ignore[index]
 
     cluster.kill_container(USER_NAMESPACE, first)
     wait_for("it was restarted", lambda: restarts(clean, first) == 1, timeout=60)
-    clean.wait_ready("many", replicas=2)
+    clean.wait_ready("many", replicas=3)
     wait_for("it answers as before", lambda: said(clean, first, "sailor") == as_sailor, timeout=60)
 
     clean.apply(as_yaml(manifest("sailor", "many", f"{ADAPTERS}/json")))
     wait_for(
-        "the new source answers", lambda: said(clean, second, "sailor") != as_sailor and is_loaded(clean, "sailor", 2)
+        "the new source answers", lambda: said(clean, second, "sailor") != as_sailor and is_loaded(clean, "sailor", 3)
     )
 
     clean.access.kubectl("delete", "lora", "sailor", "-n", USER_NAMESPACE, "--timeout=60s")

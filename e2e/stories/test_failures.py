@@ -1,9 +1,13 @@
 """Pods and operators are killed; the service gets its replicas back, and requests are answered."""
 
+from collections.abc import Callable
+
 import pytest
 from kubernetes import client
 
+from e2e import checks
 from e2e.cluster.launch import Cluster
+from e2e.ledger import Ledger
 from e2e.manifests import as_yaml, static
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 
@@ -20,9 +24,12 @@ def slots_in_use(slipway: Slipway, name: str) -> list[str]:
 
 
 @pytest.mark.capability("RD-1", "RG-2", "PF-10")
-def test_a_replica_deleted_under_load_finishes_its_streams_and_is_replaced(clean: Slipway) -> None:
+def test_a_replica_deleted_under_load_finishes_its_streams_and_is_replaced(
+    clean: Slipway, open_ledger: Callable[[str], Ledger]
+) -> None:
     clean.apply(as_yaml(static("pair", 2)))
     clean.wait_ready("pair", replicas=2)
+    ledger = open_ledger("pair")
     load = clean.load("pair", concurrency=6, seconds=120, max_tokens=64)
     wait_for("streams are running", lambda: load.progress.finished >= 6)
 
@@ -33,7 +40,7 @@ def test_a_replica_deleted_under_load_finishes_its_streams_and_is_replaced(clean
     report = load.stop()
 
     assert report.failed == 0, report.failures
-    assert report.finished == report.sent
+    checks.no_request_lost(report, ledger)
 
 
 @pytest.mark.capability("OP-7", "OB-3")
@@ -53,9 +60,12 @@ def test_a_leader_killed_while_scaling_out_leaves_no_double_and_no_orphan(clean:
 
 
 @pytest.mark.capability("OP-7", "AS-6", "RD-1")
-def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(clean: Slipway, cluster: Cluster) -> None:
+def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(
+    clean: Slipway, cluster: Cluster, open_ledger: Callable[[str], Ledger]
+) -> None:
     clean.apply(as_yaml(static("shrink", 2)))
     clean.wait_ready("shrink", replicas=2)
+    ledger = open_ledger("shrink")
     load = clean.load("shrink", concurrency=8, seconds=120, max_tokens=96)
     wait_for("streams are running", lambda: load.progress.finished >= 4)
 
@@ -70,7 +80,7 @@ def test_a_leader_killed_while_draining_does_not_cut_the_drain_short(clean: Slip
     report = load.stop()
 
     assert report.failed == 0, report.failures
-    assert report.finished == report.sent
+    checks.no_request_lost(report, ledger)
 
 
 @pytest.mark.capability("OP-7", "RG-2")

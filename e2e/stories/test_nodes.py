@@ -4,7 +4,6 @@ import time
 from datetime import UTC, datetime
 
 import pytest
-from kubernetes import client
 
 from e2e import checks
 from e2e.cluster.launch import Cluster
@@ -148,8 +147,8 @@ def test_one_replica_survives_kubectl_drain_and_a_suspension_and_a_restart_keep_
     )
 
     clean.access.kubectl("cordon", old.spec.node_name)
-    assert not evict(clean, old), "there is no other replica yet"
-    wait_for("the eviction is admitted, or the operator has drained it", lambda: evict(clean, old), timeout=120)
+    assert not checks.evict(clean, old), "there is no other replica yet"
+    wait_for("the eviction is admitted, or the operator has drained it", lambda: checks.evict(clean, old), timeout=120)
     assert len(checks.ready_pods(clean, "single")) >= 1, "the replacement serves before the old one leaves"
     wait_for("the old one is gone", lambda: old.metadata.uid not in checks.uids(clean.pods("single")), timeout=90)
     (new,) = checks.ready_pods(clean, "single")
@@ -176,19 +175,6 @@ def test_one_replica_survives_kubectl_drain_and_a_suspension_and_a_restart_keep_
     wait_for("no replica is left", lambda: clean.pods("single") == [], timeout=120)
     conditions = {one["type"]: one for one in clean.service("single")["status"]["conditions"]}
     assert (conditions["Suspended"]["status"], conditions["Ready"]["reason"]) == ("True", "ScaledToZero")
-
-
-def evict(slipway: Slipway, pod: object) -> bool:
-    """POST eviction of the pod; False while its disruption budget forbids it (429)."""
-    metadata = pod.metadata  # type: ignore[attr-defined]
-    body = client.V1Eviction(metadata=client.V1ObjectMeta(name=metadata.name, namespace=metadata.namespace))
-    try:
-        slipway.core.create_namespaced_pod_eviction(metadata.name, metadata.namespace, body)
-    except client.ApiException as error:
-        if error.status not in (404, 429):
-            raise
-        return error.status == 404
-    return True
 
 
 def broken_spec() -> dict[str, object]:

@@ -2,11 +2,13 @@
 
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
 from e2e import checks
 from e2e.cluster.launch import Cluster
+from e2e.ledger import Ledger
 from e2e.manifests import as_yaml, static
 from e2e.slipway import USER_NAMESPACE, Slipway, wait_for
 
@@ -16,9 +18,12 @@ STARTUP_SECONDS = 20  # of the old replicas, which are older than that when they
 
 
 @pytest.mark.capability("OP-7", "RD-1", "PF-7")
-def test_a_spec_edit_surges_one_drains_one_and_drops_no_stream(clean: Slipway) -> None:
+def test_a_spec_edit_surges_one_drains_one_and_drops_no_stream(
+    clean: Slipway, open_ledger: Callable[[str], Ledger]
+) -> None:
     clean.apply(as_yaml(static("roll", 2)))
     before = clean.wait_ready("roll", replicas=2)["status"]["currentRevision"]
+    ledger = open_ledger("roll")
     load = clean.load("roll", concurrency=4, seconds=150, max_tokens=48)
     wait_for("streams are running", lambda: load.progress.finished >= 4)
     most: list[int] = []
@@ -36,6 +41,7 @@ def test_a_spec_edit_surges_one_drains_one_and_drops_no_stream(clean: Slipway) -
     report = load.stop()
 
     assert report.failed == 0, report.failures
+    checks.no_request_lost(report, ledger)
     assert max(most) <= 3, "never more than desired + maxSurge"
     assert {"RolloutStarted", "RolloutCompleted"} <= {event.reason for event in clean.events("roll")}
     assert len(report.revisions) == 2

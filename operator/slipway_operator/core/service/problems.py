@@ -1,6 +1,7 @@
 """Finds what keeps a service from serving, and says it in sentences that also name what to do.
 
-The reason of Stalled is what only a person can change:
+The reason of Stalled is what only a person can change. A quota is also told while some of a fixed number of replicas
+serve, the others only while none does:
 
 | seen                                                    | reason             |
 |---------------------------------------------------------|--------------------|
@@ -112,14 +113,18 @@ def find_problems(
     not_serving = [one for one in members if (one.is_live and not one.is_ready) or one.stage is Stage.LOST]
     not_serving.sort(key=lambda one: (one.stage.severity, one.replica.name))
     waiting = [status for status in attempts if status.not_before and now < status.not_before]
-    serves = any(one.is_ready and one.replica.revision == revision.hash for one in members)
+    num_ready = sum(one.is_ready and one.replica.revision == revision.hash for one in members)
     return Problems(
         replicas=(
             *(describe_replica(one, observed, revision) for one in not_serving),
             *(_describe_pause(status) for status in waiting),
         ),
         refusals=tuple(_describe_refusal(one) for one in observed.failures if not is_pull(one.action)),
-        stalled=None if serves else find_stall_cause(observed, members, revision, attempts),
+        stalled=(
+            find_quota_refusal(observed, num_ready)
+            if num_ready
+            else find_stall_cause(observed, members, revision, attempts)
+        ),
         waits_for_gpu=bool(observed.service.spec.resources.gpu.count) and any(map(_is_unschedulable, members)),
         downloads=any(_is_downloading(one) for one in members),
     )
@@ -138,7 +143,7 @@ def find_stall_cause(
         if is_pull(failure.action):
             continue  # condition ModelCached tells it: replicas may start all the same
         if is_quota_refusal(failure):
-            return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
+            return _describe_quota(failure)
         if forbidden := describe_forbidden(failure):
             return Reason.CACHE_NOT_PERMITTED, forbidden
         if failure.reason == "Invalid" and failure.action.startswith("CreatePod"):
@@ -159,6 +164,17 @@ def find_stall_cause(
     if failing is not None and failing.failures >= until:
         return Reason.CRASH_LOOPING, _describe_failed_slot(failing)
     return None
+
+
+def find_quota_refusal(observed: Observed, num_ready: int) -> tuple[Reason, str] | None:
+    """Finds the quota that forbids the rest of the replicas that the spec fixes, while `num_ready` of them serve.
+
+    Where the autoscaler decides the number, ScalingActive says LimitedByCapacity, and nobody has to act.
+    """
+    wanted = observed.service.fixed_replicas
+    if wanted is None or num_ready >= wanted:
+        return None
+    return next((_describe_quota(failure) for failure in observed.failures if is_quota_refusal(failure)), None)
 
 
 def find_capacity_shortage(observed: Observed, members: Sequence[Member]) -> str:
@@ -260,6 +276,10 @@ def _describe_refusal(failure: Failure) -> str:
     # An object of another owner is left alone by the operator itself; that message is a whole sentence.
     is_ours = failure.reason == Reason.NAME_CONFLICT
     return failure.message if is_ours else f"the API server refused {failure.action}: {failure.message}"
+
+
+def _describe_quota(failure: Failure) -> tuple[Reason, str]:
+    return Reason.QUOTA_EXCEEDED, f"{failure.message}; raise the quota or lower the number of replicas"
 
 
 def _times(count: int) -> str:

@@ -308,3 +308,37 @@ def test_a_quota_stops_creation_and_is_named():
     stalled = next(one for one in status.conditions if one.type == "Stalled")
     assert stalled.reason == "QuotaExceeded"
     assert "exceeded quota: gpus" in stalled.message
+
+
+@pytest.mark.capability("AS-7")
+@pytest.mark.parametrize(
+    ("spec", "ready", "stalls"),
+    [
+        ({"replicas": 2}, 1, True),
+        ({"replicas": 1}, 1, False),  # a replacement beside it was refused
+        ({"replicas": None, "autoscaling": {"minReplicas": 1, "maxReplicas": 3}}, 1, False),
+    ],
+)
+def test_a_quota_is_named_beside_replicas_that_serve_while_others_of_a_fixed_number_are_missing(spec, ready, stalls):
+    from slipway_operator.core.observed import Failure
+
+    world = SimulatedCluster(a_service(replicas=ready))
+    world.run(60)
+    world.service = edited(world.service, **spec)
+    message = 'pods "chat" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1'
+    world.failures = (Failure(action="CreatePod chat", reason="Forbidden", message=message, at=T0),)
+
+    made = plan(world.observed(), world.now)
+    conditions = {one.type: one for one in made.status.conditions}
+
+    assert (conditions["Ready"].status, "Stalled" in conditions) == ("True", stalls)
+    if stalls:
+        assert conditions["Ready"].reason == "Degraded"
+        assert conditions["Stalled"].reason == "QuotaExceeded"
+        assert conditions["Stalled"].message == f"{message}; raise the quota or lower the number of replicas"
+        assert [event.message for event in made.events if event.reason == "ScalingLimited"] == [
+            conditions["Stalled"].message
+        ]
+        world.failures = ()
+        world.run(60)
+        assert "Stalled" not in {one.type for one in world.service.status.conditions}
