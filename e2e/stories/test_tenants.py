@@ -99,7 +99,7 @@ def outcomes(slipway: Slipway) -> Counter[tuple[str, int]]:
     lines = slipway.logs("app.kubernetes.io/component=gateway", RELEASE_NAMESPACE).splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]
     inferences = [one for one in records if one.get("message") == "request" and one["path"] == "/v1/completions"]
-    # The stock client closes its connection at [DONE], sometimes before the gateway has ended the stream: logged as 499.
+    # The stock client closes its connection at [DONE]; a gateway that has not ended the stream by then logs 499.
     return Counter((one["tenant"], 200 if one["status"] == 499 else one["status"]) for one in inferences)
 
 
