@@ -15,6 +15,7 @@ from slipway_gateway.mirror import Capture
 from slipway_gateway.outcomes import Outcomes, Pace
 from slipway_gateway.picker.endpoints import NO_LIMITS, LatencyLimits
 from slipway_gateway.resolve import MayUse, may_use_all
+from slipway_gateway.sse import says_its_end
 
 log = structlog.get_logger()
 
@@ -200,8 +201,9 @@ class RequestRecord:
         )
 
     def set_cancelled(self) -> None:
-        """The client left before the end."""
-        self.status, self.finish = CLIENT_LEFT, "cancelled"
+        """The client left before the end; one that closes after the last event, as stock clients do, has all of it."""
+        if not says_its_end(b"".join(self.tail)):
+            self.status, self.finish = CLIENT_LEFT, "cancelled"
 
 
 class AccessLog:

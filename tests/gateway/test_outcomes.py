@@ -138,3 +138,25 @@ def test_a_request_is_good_without_an_error_and_within_the_limits_of_the_slo(rec
 )
 def test_what_the_client_did_counts_neither_as_good_nor_as_bad(status, expected):
     assert a_record(status=status).counts_for_service is expected
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([], 499),
+        ([b'data: {"a": 1}\n\n'], 499),
+        ([b'data: {"a": 1}\n\n', b"data: [DONE]\n\n"], 200),
+        ([b"event: message_stop\ndata: {}\n\n"], 200),
+    ],
+    ids=["nothing was sent", "the end was not sent", "[DONE]", "Anthropic's end"],
+)
+@pytest.mark.capability("OB-7")
+def test_a_client_that_closes_after_the_last_event_has_not_left_before_the_end(pieces, expected):
+    record = RequestRecord(request_id="one", path="/v1/chat/completions", status=200)
+    for piece in pieces:
+        record.add_forwarded(piece)
+
+    record.set_cancelled()
+
+    assert record.status == expected
+    assert record.finish == ("cancelled" if expected == 499 else "")
