@@ -41,20 +41,22 @@ class Streams:
     tokens: int
 
     def read(self, meanwhile: Callable[[], object] | None = None, *, run: str = "undisturbed") -> list[Stream]:
-        """Read all of them at once; `meanwhile` is called in a thread when each is live, and fails where one is not.
+        """Read all of them at once; `meanwhile` is called in a thread when each is live.
 
-        `run` is the first part of the request ids.
+        A stream that has begun is read on when all have: a fast one must not end before a slow one begins. Fails where
+        one is not live. `run` is the first part of the request ids.
         """
         return asyncio.run(self._read(meanwhile, run))
 
     async def _read(self, meanwhile: Callable[[], object] | None, run: str) -> list[Stream]:
         streams = [Stream(number, f"{run}-{number}") for number in range(self.count)]
-        begun = asyncio.Semaphore(0)
+        begun, all_begun = asyncio.Semaphore(0), asyncio.Event()
         async with openai.AsyncOpenAI(base_url=self.base_url, api_key="none", timeout=300, max_retries=0) as client:
-            reading = [asyncio.create_task(self._read_one(client, stream, begun)) for stream in streams]
+            reading = [asyncio.create_task(self._read_one(client, stream, begun, all_begun)) for stream in streams]
             async with asyncio.timeout(BEGIN_SECONDS):
                 for _ in streams:
                     await begun.acquire()
+            all_begun.set()
             if meanwhile is not None:
                 ended = [stream for stream in streams if not stream.is_live]
                 assert not ended, f"{len(ended)} of {self.count} streams are not live: {ended[:1]}"
@@ -62,7 +64,9 @@ class Streams:
             await asyncio.gather(*reading)
         return streams
 
-    async def _read_one(self, client: openai.AsyncOpenAI, stream: Stream, begun: asyncio.Semaphore) -> None:
+    async def _read_one(
+        self, client: openai.AsyncOpenAI, stream: Stream, begun: asyncio.Semaphore, all_begun: asyncio.Event
+    ) -> None:
         try:
             parts = await client.chat.completions.create(
                 model=self.model,
@@ -85,6 +89,7 @@ class Streams:
                     stream.finish = choice.finish_reason or stream.finish
                     if stream.pieces == BEGUN:
                         begun.release()
+                        await all_begun.wait()
         except Exception as error:  # noqa: BLE001  the client of httpx and of openai raise different families
             stream.error = f"{type(error).__name__}: {error}"
         finally:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 NAME = "sturdy"
 COUNT = 50
-TOKENS = 200
+TOKENS = 400
 DRAIN = {"timeoutSeconds": 1, "endpointPropagationSeconds": 0}  # much shorter than the streams
 GATEWAYS = "app.kubernetes.io/component=gateway"
 
