@@ -79,7 +79,7 @@ async def test_a_flooding_tenants_excess_is_refused_and_another_tenant_keeps_its
 
         steps: list[EngineStats] = []
         replica.client.on_step = steps.append
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         answered, flooded = await asyncio.gather(*modest), await asyncio.gather(*flood)
 
     assert answered == [TOKENS] * MODEST

@@ -188,8 +188,8 @@ async def test_a_drain_past_its_deadline_hands_its_streams_over_and_the_ledger_s
         leaving.steps.allow(1)
 
     leaving.replica.drain(timeout_seconds=0)
-    leaving.steps.let_go()
-    staying.steps.let_go()
+    leaving.steps.resume_steps()
+    staying.steps.resume_steps()
     read = await running
     after = await leaving.until(lambda stats: not stats.running)
 

@@ -233,7 +233,7 @@ async def test_a_hung_replicas_streams_and_waiting_requests_move_and_the_text_st
         await until(lambda: any(replica.client.stats().running for replica in pair.replicas))
         hung, other = sorted(pair.replicas, key=lambda replica: -replica.client.stats().running)
         await until(lambda: hung.client.stats().generated_tokens >= 3)
-        other.steps.let_go()
+        other.steps.resume_steps()
         read = await asyncio.wait_for(running, 60)
         metrics = pair.gateway.metrics.exposition().decode()
 

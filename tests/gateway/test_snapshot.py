@@ -98,7 +98,7 @@ def test_a_file_that_makes_no_sense_is_refused(content, reason):
 
 
 async def test_a_file_that_others_may_write_or_that_is_a_link_is_refused(tmp_path):
-    """Who writes it says where prompts go."""
+    """The file decides to which addresses prompts are sent, so no other user may be able to write it."""
     file = SnapshotFile(tmp_path)
     await file.write(WHOLE, confirmed_at=1.0)
     (tmp_path / FILE_NAME).chmod(0o622)

@@ -14,6 +14,7 @@ from tests.operator.virtual_time import run_in_virtual_time
 from tests.operator.warm_pool_views import (
     apply_pool,
     check_owners,
+    claim_one,
     events,
     pool_status,
     waiting,
@@ -79,10 +80,7 @@ def test_a_pod_that_is_claimed_again_has_the_whole_startup_timeout(tmp_path):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
             apply_pool(cluster, size=1, refill={"maxConcurrent": 1, "delaySeconds": 3600})
-            cluster.start_operator()
-            await warmed(cluster, 1)
-            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
-            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+            await claim_one(cluster, warm=1)
             cluster.apply("chat", replicas=0)
             await cluster.until(lambda: waiting(cluster) == ["pool-warm-0"], "its return")
             await warmed(cluster, 1)
@@ -108,10 +106,7 @@ def test_a_drained_replica_that_the_pool_has_no_use_for_is_deleted(tmp_path, why
             delay = 0 if why == "full" else 3600
             more = {"recycleAfterClaims": 1} if why == "claimed often enough" else {}
             apply_pool(cluster, size=1, refill={"maxConcurrent": 1, "delaySeconds": delay}, **more)
-            cluster.start_operator()
-            await warmed(cluster, 1)
-            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
-            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+            await claim_one(cluster, warm=1)
             match why:
                 case "full":
                     await warmed(cluster, 1)
@@ -204,10 +199,7 @@ def test_a_return_whose_request_or_reply_is_lost_is_made_once(tmp_path, is_lost_
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
             apply_pool(cluster, size=1, refill={"maxConcurrent": 1, "delaySeconds": 3600})
-            cluster.start_operator()
-            await warmed(cluster, 1)
-            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
-            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+            await claim_one(cluster, warm=1)
             lost: list[str] = []
 
             def lose(what: str) -> None:

@@ -14,6 +14,7 @@ from tests.operator.virtual_time import run_in_virtual_time
 from tests.operator.warm_pool_views import (
     apply_pool,
     check_owners,
+    claim_one,
     events,
     pool_condition,
     pool_status,
@@ -188,10 +189,7 @@ def test_a_pool_that_is_deleted_suspended_or_smaller_deletes_waiting_pods_and_ne
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
             apply_pool(cluster, size=3)
-            cluster.start_operator()
-            await warmed(cluster, 3)
-            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
-            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+            await claim_one(cluster, warm=3)
             await warmed(cluster, 3)
             apply_pool(cluster, size=1)
             await cluster.until(lambda: len(waiting(cluster)) == 1, "one that waits")
@@ -266,10 +264,7 @@ def test_pods_of_a_changed_shape_are_replaced_and_claimed_ones_stay(tmp_path):
     async def story() -> None:
         async with simulated_cluster(tmp_path) as cluster:
             apply_pool(cluster, size=2)
-            cluster.start_operator()
-            await warmed(cluster, 2)
-            cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
-            await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+            await claim_one(cluster, warm=2)
             await warmed(cluster, 2)
             apply_pool(cluster, image="slipway/runtime:new")
 

@@ -41,6 +41,14 @@ async def warmed(cluster: SimulatedCluster, pods: int) -> None:
     await cluster.until(lambda: pool_status(cluster).get("ready") == pods, f"{pods} pods that can be claimed")
 
 
+async def claim_one(cluster: SimulatedCluster, *, warm: int) -> None:
+    """Start the operator, wait until the pool has `warm` pods, and have the service `chat` claim the first of them."""
+    cluster.start_operator()
+    await warmed(cluster, warm)
+    cluster.apply("chat", replicas=1, warmPool={"name": "pool"})
+    await cluster.until(lambda: cluster.serving("chat") == ["pool-warm-0"], "the claimed replica")
+
+
 def staying(cluster: SimulatedCluster, service: str) -> list[Object]:
     """Its pods without those that drain: a scale-up does not wait for the end of an earlier scale-down."""
     return [

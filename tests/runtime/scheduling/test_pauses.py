@@ -1,4 +1,4 @@
-"""Whose reader does not read is not computed: it keeps what it has while nobody needs it, and goes on unchanged."""
+"""A request whose client does not read is paused: its blocks stay until others need them, and it resumes unchanged."""
 
 import pytest
 

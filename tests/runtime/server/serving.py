@@ -67,7 +67,8 @@ class Steps:
     def allow(self, steps: int = 1) -> None:
         self._permits.release(steps)
 
-    def let_go(self) -> None:
+    def resume_steps(self) -> None:
+        """From now on steps need no permit again."""
         self._free.set()
         self._permits.release()
 
@@ -245,9 +246,9 @@ async def a_replica(
                     openai=openai,
                     models=[model],
                 )
-                steps.let_go()
+                steps.resume_steps()
     finally:
-        steps.let_go()
+        steps.resume_steps()
         await client.stop()
 
 

@@ -261,7 +261,7 @@ async def test_content_that_loads_under_a_second_name_outlives_the_first_one(fol
         while not replica.client._calls:  # noqa: ASYNC110  until the engine is asked for it
             await asyncio.sleep(0.01)
         leaving = await registry.unload("first")
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         await asyncio.gather(loading, leaving)
 
         assert await said(replica, "second")

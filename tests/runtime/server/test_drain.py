@@ -33,7 +33,7 @@ async def test_a_drain_refuses_what_is_new_and_finishes_what_runs():
             again = await replica.admin("/drain", "POST")
             assert DrainStatus.model_validate_json(again.content).draining
 
-            replica.steps.let_go()
+            replica.steps.resume_steps()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
@@ -112,7 +112,7 @@ async def test_a_drain_of_a_hung_engine_ends_its_streams_at_once_and_leaves_no_r
         assert replica.client.stats().running == 1, "the engine counts it for ever"
         signals = Signals.model_validate_json((await replica.admin("/signals")).content)
         assert (signals.draining, signals.running, signals.waiting) == (True, 0, 0)
-        replica.steps.let_go()
+        replica.steps.resume_steps()
 
 
 @pytest.mark.capability("RD-1", "RD-9")
@@ -134,7 +134,7 @@ async def test_a_drain_that_begins_during_a_stall_waits_until_the_engine_goes_on
         replica.clock.ahead += 121
         rest = [line async for line in lines if line]
         assert json.loads(rest[-2][6:])["error"]["message"] == HUNG
-        replica.steps.let_go()
+        replica.steps.resume_steps()
 
 
 @pytest.mark.capability("RD-1", "RD-9")
@@ -146,7 +146,7 @@ async def test_a_drain_ends_when_the_engine_dies():
         await replica.until(lambda stats: stats.running + stats.waiting == 1)
         await replica.admin("/drain", "POST", json={"timeoutSeconds": 3600})
         replica.steps.failure = RuntimeError("broken")
-        replica.steps.let_go()
+        replica.steps.resume_steps()
 
         assert (await asking).status_code == 503
         async with asyncio.timeout(60):

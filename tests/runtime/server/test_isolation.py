@@ -128,7 +128,7 @@ async def test_a_stream_ends_on_the_version_it_began_with_while_new_requests_tak
     for _ in questions:
         await started.acquire()
     loading = asyncio.create_task(load(replica, "a", folders / "two"))
-    replica.steps.let_go()
+    replica.steps.resume_steps()
     await loading
     new = [await said(question) for question in questions]
     assert await asyncio.gather(*running) == alone["one"]

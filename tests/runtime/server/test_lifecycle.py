@@ -84,7 +84,7 @@ async def test_readiness_drops_while_the_step_loop_stalls_with_work_then_health_
         assert hung.status_code == 503, "no step takes that long: only a restart can help"
         assert "no step for 131 s" in hung.json()["message"]
 
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         assert (await asking).status_code == 200
         assert await ready_of(replica) == (200, ReadyReason.READY)
         assert (await replica.admin("/health")).status_code == 200
@@ -104,7 +104,7 @@ async def test_readiness_drops_within_ten_seconds_of_a_step_that_hangs():
         assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
         assert replica.replica.signals().not_ready == "StepLoopStalled"
         assert (await replica.admin("/health")).status_code == 200
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         assert (await asking).status_code == 200
         assert await ready_of(replica) == (200, ReadyReason.READY)
         assert replica.replica.signals().not_ready == ""
@@ -122,7 +122,7 @@ async def test_a_long_step_on_a_slow_machine_is_not_taken_for_a_hang():
         assert await ready_of(replica) == (200, ReadyReason.READY)
         replica.clock.ahead += 10
         assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         assert (await asking).status_code == 200
 
 
@@ -141,7 +141,7 @@ async def test_an_engine_that_hangs_without_work_is_found_by_a_ping():
         assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED), "a request does not begin the time anew"
         replica.clock.ahead += 120
         assert (await replica.admin("/health")).status_code == 503
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         assert (await asking).status_code == 200
         assert await ready_of(replica) == (200, ReadyReason.READY)
         assert (await replica.admin("/health")).status_code == 200
@@ -163,7 +163,7 @@ async def test_requests_that_come_and_leave_do_not_hide_a_hung_engine():
             await asyncio.gather(asking, return_exceptions=True)
 
         assert (await replica.admin("/health")).status_code == 503
-        replica.steps.let_go()
+        replica.steps.resume_steps()
 
 
 @pytest.mark.capability("RD-3", "RD-9")

@@ -205,12 +205,12 @@ async def test_a_small_prompt_does_not_wait_for_large_ones(replica: Running):
     """The threads for large prompts are all taken, and a small one is tokenized beside them."""
     large = replica.models[0].prompts._large
 
-    let_go = threading.Event()
-    held = [large.submit(let_go.wait, 30) for _ in range(8)]
+    resume_steps = threading.Event()
+    held = [large.submit(resume_steps.wait, 30) for _ in range(8)]
     try:
         small = await replica.chat("Hello!", max_tokens=2)
     finally:
-        let_go.set()
+        resume_steps.set()
 
     assert small.status_code == 200
     assert not any(future.done() and future.exception() for future in held)

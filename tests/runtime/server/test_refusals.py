@@ -257,7 +257,7 @@ async def test_more_requests_than_may_be_open_are_turned_away():
         await replica.until(lambda stats: stats.running + stats.waiting == 2)
 
         refused = await replica.chat()
-        replica.steps.let_go()
+        replica.steps.resume_steps()
 
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"

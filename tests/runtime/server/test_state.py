@@ -36,7 +36,7 @@ async def test_signals_are_small_and_count_live_blocks_only():
         await replica.until(lambda stats: stats.running == 1)
         busy = Signals.model_validate_json((await replica.admin("/signals")).content)
         assert busy.kv_usage > 0
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         await asking
 
 
@@ -79,7 +79,7 @@ async def test_state_tells_the_queue_of_each_tenant_and_the_shape_of_the_last_ba
         stats = await replica.until(lambda stats: stats.steps == 3)
         replica.clock.ahead += 100
         busy = State.model_validate_json((await replica.admin("/state")).content)
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         await asyncio.gather(*asking)
 
     assert (before.last_step, before.queue.waiting_by_tenant) == (None, {})

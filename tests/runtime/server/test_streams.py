@@ -37,7 +37,7 @@ async def test_the_first_event_arrives_before_the_second_token_is_computed():
             assert role["choices"][0]["delta"]["role"] == "assistant"
             assert first["choices"][0]["delta"]["content"]
             assert replica.client.stats().generated_tokens == 1
-            replica.steps.let_go()
+            replica.steps.resume_steps()
 
 
 @pytest.mark.capability("API-2")
@@ -123,7 +123,7 @@ async def test_beyond_the_queue_a_429_says_when_to_come_back():
             assert int(refused.headers["retry-after-ms"]) >= 1
             assert refused.json()["error"]["type"] == "RateLimitError"
         assert replica.client.stats().admitted == 2
-        replica.steps.let_go()
+        replica.steps.resume_steps()
         assert [(await task).status_code for task in held] == [200, 200]
 
 
@@ -160,7 +160,7 @@ async def test_the_engine_dying_before_the_first_token_is_a_503_that_a_gateway_m
         asked = [asyncio.create_task(replica.chat(stream=stream)) for stream in (True, False)]
         await replica.until(lambda stats: stats.running + stats.waiting == 2)
         replica.steps.failure = RuntimeError("broken")
-        replica.steps.let_go()
+        replica.steps.resume_steps()
 
         assert [(await task).status_code for task in asked] == [503, 503]
 
