@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipway_runtime.kernels import upload
-from slipway_runtime.layers.matmul_tiled import Tiled
+from slipway_runtime.layers.matmul import Tiled
 from slipway_runtime.worker.graphs import CapturedGraph
 
 DEVICE = torch.device("cuda", 1)

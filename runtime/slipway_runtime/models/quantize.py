@@ -13,7 +13,7 @@ quantization is requested, they are dequantized and quantized again.
     int8, a scale for a row    bytes × bytes, if its inputs were rounded     as int8 above
     float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized each step
     float8, blocks of 128      dequantized at load                           dequantized at load
-    4 bits, groups             4 bits × bfloat16 (`matmul_int4`)             4 bits × bfloat16, for a bfloat16 model
+    4 bits, groups             4 bits × bfloat16 (`matmul_quantized`)        4 bits × bfloat16, for a bfloat16 model
     4 bits, one group a row    dequantized at load                           dequantized at load
 
 The embedding is not quantized. lm_head is quantized to int8 with the layers, a scale for each token; with fp8, whose
@@ -41,12 +41,9 @@ from torch import Tensor
 
 from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
-from slipway_runtime.layers.matmul import MakeMatmul, Matmul
-from slipway_runtime.layers.matmul_int4 import Int4
-from slipway_runtime.layers.matmul_native import NativeBf16, NativeInt8
-from slipway_runtime.layers.matmul_prepacked import computes_bf16, prepacked
-from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
-from slipway_runtime.layers.matmul_tiled import RowsDifferError, Tiled
+from slipway_runtime.layers.matmul import MakeMatmul, Matmul, RowsDifferError, Tiled
+from slipway_runtime.layers.matmul_cpu import NativeBf16, NativeInt8, computes_bf16, prepacked
+from slipway_runtime.layers.matmul_quantized import DynamicInt8, Int4, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import parse_quantization

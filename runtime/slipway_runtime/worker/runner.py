@@ -21,8 +21,7 @@ from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, u
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
-from slipway_runtime.worker.sampler import Masks, Sampler
-from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
+from slipway_runtime.worker.sampler import Masks, Sampler, kept_logprobs, kept_tokens
 
 PendingStep = Callable[[], StepResult]  # waits for the samples of a launched step
 
