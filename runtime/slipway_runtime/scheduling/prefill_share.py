@@ -1,12 +1,13 @@
 """Division of a step's prefill budget between long and short prompts, so that short ones do not wait for long ones.
 
 A prompt is long while it has more tokens left to compute than half of `max_num_batched_tokens`; cached tokens do not
-count. The long prompt that started first has a reserve: half of what the decodes of a step leave, and at least one
-token. The rest is for prompts that are short, by rank, and for waiting ones; what they leave goes to the long ones too,
-so a step is full whenever there is work. A waiting prompt whose priority class, aging included, is below that of the
-long prompt gets only what that one leaves.
+count. The long prompt that started first has a reserve: half of what the decodes of a step leave. The rest is for
+prompts that are short, by rank, and for waiting ones; what they leave goes to the long ones too, so a step is full
+whenever there is work. A waiting prompt whose priority class, aging included, is below that of the long prompt gets
+only what that one leaves.
 
-Bounds, in steps, where each step has `R` tokens for prompts (so long as no sequence is preempted or paused):
+Bounds, in steps, where each step has `R` tokens for prompts (so long as no sequence is preempted or paused). `R` is 2
+or more with a second prompt beside a long one, because the budget of a step has a token for each row:
 
 - The long prompt that started first computes its `N` tokens in at most N / (R // 2) steps: twice the steps it takes
   alone, however many short prompts come. The next one has the reserve then, so each long prompt is computed.
@@ -45,7 +46,7 @@ def divide_prefill(running: Iterable[Sequence], budget: int, max_num_batched_tok
     if not long:
         return PrefillShare(short, long, None, 0)
     # Not the first by rank: a stream of long prompts of higher priority would stop one that holds its blocks already.
-    return PrefillShare(short, long, min(long, key=_start), min(budget, max(budget // 2, 1)))
+    return PrefillShare(short, long, min(long, key=_start), budget // 2)
 
 
 def _start(sequence: Sequence) -> tuple[float, int]:

@@ -65,7 +65,7 @@ def test_a_chat_behind_several_long_prompts_waits_one_step_for_each():
     play.add("chat", tokens(9, CHAT), max_tokens=1)
 
     assert steps_until_answered(play, "chat") == 5
-    play.run()
+    play.run(2000)
     ends = [play.outputs[f"long{index}"][0].first_token_at for index in range(4)]
     assert ends == sorted(ends), "long prompts are computed in their order"
 
@@ -78,7 +78,7 @@ def test_a_long_prompt_takes_at_most_twice_its_steps_in_a_flood_of_chats():
     beside.add("long", tokens(0, LONG), max_tokens=1)
     numbers = count(1)
     steps = 0
-    while "long" not in beside.outputs:
+    while "long" not in beside.outputs and steps < 100:
         while len(beside.scheduler._table.waiting) < 20:  # more chats than a step holds
             beside.add(f"chat{next(numbers)}", tokens(7, CHAT), max_tokens=1, cache_salt=str(steps))
         beside.step()
@@ -96,7 +96,7 @@ def test_a_long_prompt_whose_prefix_is_cached_is_a_short_one():
     play = a_play()
     history = tokens(3, 4000)
     play.add("turn-1", history, max_tokens=1)
-    play.run()
+    play.run(2000)
     play.add("long", tokens(0, LONG), max_tokens=1)
     play.step()
     play.add("turn-2", [*history, *range(1, CHAT)], max_tokens=1)
@@ -155,16 +155,6 @@ def test_a_long_prompt_is_computed_beside_a_stream_of_long_ones_of_higher_priori
     assert steps <= 1 + -(-10_000 // (BUDGET // 2))
 
 
-def test_a_step_with_one_token_for_prompts_gives_it_to_the_long_one():
-    play = Play(blocks=200, budget=3, max_num_seqs=3)
-    for name in "ab":
-        play.add(name, [ord(name)], max_tokens=60)
-    play.step()
-    play.add("long", range(1, 31), max_tokens=1)
-
-    assert steps_until_answered(play, "long") == 30
-
-
 def test_a_paused_long_prompt_reserves_nothing():
     play = a_play()
     play.add("long", tokens(0, LONG), max_tokens=1)
@@ -209,10 +199,10 @@ def test_every_prompt_is_computed_within_its_bound(prompts, budget, overlap):
                 play.step()
         play.add(f"r{index}", tokens(index, length), max_tokens=max_tokens)
         added[f"r{index}"] = len(play.all_plans)
-    play.run()
+    play.run(2000)
 
     left = budget - (len(prompts) - 1)  # tokens of a step for prompts, if all others decode
-    reserve, share, most_short = max(left // 2, 1), left - left // 2, budget // 2
+    reserve, share, most_short = left // 2, left - left // 2, budget // 2
     before_short = before_long = longs = 0
     for index, (_, length, _) in enumerate(prompts):
         if 2 * length > budget:
@@ -297,10 +287,11 @@ class LongAndShortPrompts(RuleBasedStateMachine):
         self.check_full(sum(plan.num_new), list(table.running))
         if longs:
             first = min(longs, key=lambda sequence: (sequence.scheduled_at, sequence.serial))
-            assert given.get(first.row, 0) >= max(left // 2, 1), "the first long prompt has its reserve"
+            assert given.get(first.row, 0) >= left // 2, "the first long prompt has its reserve"
             waits = [s for s, tokens in ahead.items() if s not in longs and tokens > 1 and s.num_ahead > 1]
             to_others = sum(tokens for row, tokens in given.items() if row != first.row) - (self.budget - left)
-            if waits and left > 1:
+            if waits:
+                assert left > 1
                 assert to_others >= left - left // 2, "half of the step is for short prompts while they have work"
         return plan
 
@@ -315,7 +306,7 @@ class LongAndShortPrompts(RuleBasedStateMachine):
             return
         for name in self.live:
             self.play.pause(name, False)
-        self.play.run()
+        self.play.run(2000)
         ends = {name: [o.finish_reason for o in self.play.outputs[name] if o.finish_reason] for name in self.live}
         assert all(reasons in ([FinishReason.LENGTH], [FinishReason.CANCELLED]) for reasons in ends.values())
         assert self.play.pool.live == 0
