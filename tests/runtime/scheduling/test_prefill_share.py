@@ -118,6 +118,16 @@ def test_a_lower_priority_takes_nothing_from_a_long_prompt(others):
     assert steps == (alone if others == 0 else alone + -(-12 * 200 // BUDGET))
 
 
+@pytest.mark.capability("PF-28")
+def test_what_a_long_prompt_leaves_of_its_last_step_goes_to_a_lower_priority():
+    play = a_play()
+    play.add("long", tokens(0, BUDGET + 400), max_tokens=1, priority=1)
+    play.step()
+    play.add("chat", tokens(1, CHAT), max_tokens=1)
+
+    assert steps_until_answered(play, "long", "chat") == 1
+
+
 @pytest.mark.capability("PF-28", "BS-7")
 def test_a_lower_priority_gets_its_share_beside_a_long_prompt_when_it_has_aged():
     play = a_play(aging_seconds=20.0)  # a step is a second
