@@ -104,7 +104,7 @@ def test_a_long_prompt_whose_prefix_is_cached_is_a_short_one():
     assert steps_until_answered(play, "turn-2") == 1
 
 
-@pytest.mark.capability("PF-28", "BS-7")
+@pytest.mark.capability("PF-28", "BS-5")
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_lower_priority_takes_nothing_from_a_long_prompt(others):
     play = a_play(aging_seconds=1000.0)
@@ -128,7 +128,7 @@ def test_what_a_long_prompt_leaves_of_its_last_step_goes_to_a_lower_priority():
     assert steps_until_answered(play, "long", "chat") == 1
 
 
-@pytest.mark.capability("PF-28", "BS-7")
+@pytest.mark.capability("PF-28", "BS-5")
 def test_a_lower_priority_gets_its_share_beside_a_long_prompt_when_it_has_aged():
     play = a_play(aging_seconds=20.0)  # a step is a second
     play.add("long", tokens(0, LONG), max_tokens=1, priority=1)
@@ -138,7 +138,7 @@ def test_a_lower_priority_gets_its_share_beside_a_long_prompt_when_it_has_aged()
     assert steps_until_answered(play, "chat") == pytest.approx(20, abs=1)
 
 
-@pytest.mark.capability("PF-28", "BS-7")
+@pytest.mark.capability("PF-28", "BS-5")
 def test_a_chat_of_higher_priority_does_not_wait_for_a_long_prompt_of_a_lower_one():
     play = a_play()
     play.add("long", tokens(0, LONG), max_tokens=1)
