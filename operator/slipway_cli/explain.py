@@ -162,9 +162,10 @@ def _verdict_on_cpu(spec: InferenceServiceSpec) -> str:
     missing = missing_on_host(spec)
     if missing:
         return f"not known before the first pod: on a CPU it needs {' and '.join(f'spec.{field}' for field in missing)}"
-    message = "weights and KV cache fit spec.resources.limits.memory"
-    if spec.runtime.dtype is Dtype.AUTO and planned_dtype(spec) is Dtype.BF16:
-        return f"{message} in bf16; a processor without AVX2 or NEON computes in fp32, which takes twice as much"
+    dtype = planned_dtype(spec)
+    message = f"weights and KV cache fit spec.resources.limits.memory in {dtype.value}"
+    if spec.runtime.dtype is Dtype.AUTO and dtype is Dtype.BF16:
+        return f"{message}; a processor without AVX2 or NEON computes in fp32, which takes twice as much"
     return message
 
 

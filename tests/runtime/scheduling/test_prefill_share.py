@@ -165,6 +165,17 @@ def test_a_long_prompt_is_computed_beside_a_stream_of_long_ones_of_higher_priori
     assert steps <= 1 + -(-10_000 // (BUDGET // 2))
 
 
+@pytest.mark.capability("PF-28")
+def test_a_prompt_is_long_while_more_than_half_of_a_step_is_left_of_it():
+    play = a_play()
+    play.add("first", tokens(0, BUDGET + 400), max_tokens=1)
+    play.step()
+    for index in range(5):
+        play.add(f"chat{index}", tokens(index + 1, 51), max_tokens=1)
+
+    assert steps_until_answered(play, *(f"chat{index}" for index in range(5))) == 1
+
+
 def test_a_paused_long_prompt_reserves_nothing():
     play = a_play()
     play.add("long", tokens(0, LONG), max_tokens=1)
