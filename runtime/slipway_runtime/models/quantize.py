@@ -39,6 +39,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from slipway_api.memory import CPU_BF16_PARAMETERS
 from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
 from slipway_runtime.layers.matmul import MakeMatmul, Matmul, RowsDifferError, Tiled
@@ -50,7 +51,6 @@ from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 QUANTIZATIONS = ("none", "int8", "fp8")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SMALL_MODEL = 100_000_000  # parameters; below, float32 costs little memory on a CPU and is the fastest
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -64,7 +64,7 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
         return _DTYPES[asked]
     if device.type == "cpu":
         capable = computes_bf16() or native.library() is not None
-        return torch.bfloat16 if capable and config.num_parameters >= _SMALL_MODEL else torch.float32
+        return torch.bfloat16 if capable and config.num_parameters >= CPU_BF16_PARAMETERS else torch.float32
     form = parse_quantization(config.quantization)
     if form is not None and form.name == "int4":
         return torch.bfloat16  # the int4 kernel supports no other dtype; AWQ's and GPTQ's config files have float16
