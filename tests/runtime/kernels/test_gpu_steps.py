@@ -80,9 +80,11 @@ def test_graphs_end_before_the_scores_and_share_their_buffers():
     with a_machine(graphs=True) as machine:
         graphs = machine.runner.graphs
         assert graphs is not None
-        assert len({plan.tables.untyped_storage()._cdata for plan in graphs._plans.values()}) == 1
-        buffers = [graphs._static, graphs._tables, graphs._hidden, graphs._plans[256].lengths,
-                   graphs._plans[256].tables]  # fmt: skip
+        decodes, chunks, shared = graphs._decodes, graphs._chunks, graphs._decodes._shared
+        of_chunks = list(chunks._static.values())
+        assert len({plan.tables.untyped_storage()._cdata for plan in (shared.plan, *(one.plan for one in of_chunks))}) == 1
+        buffers = [decodes._static, shared.tables, shared.hidden, shared.plan.lengths, shared.plan.tables,
+                   *(one.buffer for one in of_chunks)]  # fmt: skip
         reserved = reserve_bytes(
             machine.config.shape, max_num_seqs=ROWS, max_model_len=machine.longest, block_size=BLOCK, dtype="bf16",
             with_adapters=False,
