@@ -82,8 +82,9 @@ def new_row(row: int, tokens: tuple[int, ...], slot: int = -1) -> NewSequence:
 
 def a_step(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> SchedulerOutput:
     blocks = more.pop("new_blocks", ((),) * len(rows))
-    return SchedulerOutput(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks,
-                    samples=(True,) * len(rows), **more)  # fmt: skip
+    samples = more.pop("samples", (True,) * len(rows))
+    return SchedulerOutput(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks, samples=samples,
+                           **more)  # fmt: skip
 
 
 # Prompts, then three rows (padded to four) of which one has an adapter, one row alone, and two without adapters.
