@@ -73,8 +73,8 @@ class Plan:
         starts = self.num_decodes + new.cumsum() - new
         split_work, merges, num_slots = divide_splits(np.where(is_split, new, 0), starts, splits, split_queries)
         parts = (np.stack((chunk, first), 1)[longest_first], split_work, merges)
-        whole, *of_splits = upload([part.astype(np.int32) for part in parts], self.lengths.device)
-        return ChunkWork(whole, *of_splits, num_slots)
+        on_device = upload([part.astype(np.int32) for part in parts], self.lengths.device)
+        return ChunkWork(*on_device, num_slots=num_slots)
 
 
 def divide_splits(new: Ints, starts: Ints, splits: Ints, queries: int) -> tuple[Ints, Ints, int]:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import AttentionPlan, ChunkCapacity, StaticChunks
+from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
+from slipway_runtime.kernels.dispatch import AttentionPlan
 from slipway_runtime.kernels.upload import static_buffer, upload_into
 from slipway_runtime.worker.capture import Capture, CapturedGraph, SharedBuffers, StepHidden
 from slipway_runtime.worker.input_batch import InputBatch, Ints
@@ -65,9 +66,9 @@ class ChunkGraphs:
         chunks = shared.kernels.empty_chunks(capacity, shared.padding_row)
         arrays = self._padded(capacity, chunks, *(_NO_INTS,) * 6)
         buffer, views = static_buffer(arrays, shared.last_tokens.device)
-        *of_tokens, rows, lengths, starts, work, merges = views
+        *inputs, starts, work, merges = views
         plan = shared.kernels.with_chunks(shared.plan, capacity, starts, work, merges)
-        return StaticInputs(buffer, *of_tokens, rows, lengths, plan)
+        return StaticInputs(buffer, *inputs, plan=plan)
 
     def _computation(self, size: int, *, adapted: bool) -> Callable[[], object]:
         shared, static = self._shared, self._static[size]
