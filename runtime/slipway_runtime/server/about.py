@@ -3,7 +3,8 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 import slipway_api
@@ -140,12 +141,14 @@ async def health(http: Request) -> Response:
 
 @probes.get("/metrics")
 async def metrics(http: Request) -> Response:
-    """All metrics, in the format that the scraper prefers."""
+    """All metrics in the text format 0.0.4, whatever the scraper prefers.
+
+    In OpenMetrics, which every Prometheus asks for first, `prometheus_client` writes the colon of vLLM's names as `_`.
+    """
     replica: Replica = http.app.state.replica
-    if replica.loaded is None:
-        return Response(b"", media_type="text/plain; version=0.0.4; charset=utf-8")
-    encode, content_type = choose_encoder(http.headers.get("accept", ""))
-    return Response(encode(replica.loaded.metrics.registry), headers={"content-type": content_type})
+    page = b"" if replica.loaded is None else generate_latest(replica.loaded.metrics.registry)
+    return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
 
 
 # Endpoints of vLLM for other kinds of models, or for debugging.

@@ -44,9 +44,13 @@ async def replica() -> AsyncIterator[Running]:
         yield running
 
 
+# What a Prometheus 2 sends.
+ACCEPT = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1"
+
+
 async def samples(replica: Running, url: str | None = None) -> dict[str, float]:
     """Every sample as `name{label="value",…}`, without the two labels that all of them share."""
-    page = (await replica.http.get(url or f"{replica.url}/metrics")).text
+    page = (await replica.http.get(url or f"{replica.url}/metrics", headers={"accept": ACCEPT})).text
     found = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
