@@ -74,7 +74,7 @@ class Plan:
         split_work, merges, num_slots = divide_splits(np.where(is_split, new, 0), starts, splits, split_queries)
         parts = (np.stack((chunk, first), 1)[longest_first], split_work, merges)
         on_device = upload([part.astype(np.int32) for part in parts], self.lengths.device)
-        return ChunkWork(*on_device, num_slots=num_slots)
+        return ChunkWork(on_device[0], on_device[1], on_device[2], num_slots)
 
 
 def divide_splits(new: Ints, starts: Ints, splits: Ints, queries: int) -> tuple[Ints, Ints, int]:

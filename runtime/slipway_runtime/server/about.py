@@ -150,7 +150,6 @@ async def metrics(http: Request) -> Response:
     return Response(page, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
-
 # Endpoints of vLLM for other kinds of models, or for debugging.
 _OTHER_SERVICES = {
     "/v1/rerank": "reranking is",

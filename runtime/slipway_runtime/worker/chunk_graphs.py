@@ -66,9 +66,12 @@ class ChunkGraphs:
         chunks = shared.kernels.empty_chunks(capacity, shared.padding_row)
         arrays = self._padded(capacity, chunks, *(_NO_INTS,) * 6)
         buffer, views = static_buffer(arrays, shared.last_tokens.device)
-        *inputs, starts, work, merges = views
+        tokens, token_rows, positions, slots, sampled_tokens, sampled_rows, rows, lengths, *of_chunks = views
+        starts, work, merges = of_chunks
         plan = shared.kernels.with_chunks(shared.plan, capacity, starts, work, merges)
-        return StaticInputs(buffer, *inputs, plan=plan)
+        return StaticInputs(
+            buffer, tokens, token_rows, positions, slots, sampled_tokens, sampled_rows, rows, lengths, plan
+        )
 
     def _computation(self, size: int, *, adapted: bool) -> Callable[[], object]:
         shared, static = self._shared, self._static[size]
