@@ -34,13 +34,6 @@ WAYS = {
 Drafts = Callable[[int, list[int]], tuple[int, ...]]  # of a row with this text
 
 
-@pytest.fixture(autouse=True)
-def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes a millisecond for a program, with work or without."""
-    if "tmp_path" in request.fixturenames:
-        monkeypatch.setattr(captured_plan, "LEAST_PROGRAMS", 8)
-
-
 def a_capture(device: torch.device) -> Capture:
     return compute_again if device.type == "cpu" else CudaCapture()
 
