@@ -291,6 +291,21 @@ def test_which_steps_a_recording_has_room_for():
 
 
 @pytest.mark.capability("KN-5")
+def test_programs_behind_those_of_a_step_have_no_work():
+    """They belong to the row that is always padding, of length 0 and without tokens."""
+    capacity = chunk_capacity(16, 8)
+    static = pack_chunks(capacity, np.array([4, 2]), np.array([50, 2000]), np.array([1, 5]), padding_row=8, queries=16)
+    assert static is not None
+    rows, lengths, starts, work, merges = static
+    assert work[:2].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]], "two splits of the chunk"
+    assert {tuple(one) for one in work[2:].tolist()} == {(capacity.chunks, 0, 0, 0)}
+    assert (rows[-1], lengths[-1]) == (8, 0)
+    assert starts[capacity.chunks] == starts[capacity.chunks + 1] == 6
+    assert (rows[[0, capacity.decodes]].tolist(), lengths[[0, capacity.decodes]].tolist()) == ([4, 2], [51, 2005])
+    assert merges[:7].tolist() == [[1, 0, 2], [1, 0, 2], [2, 2, 2], [3, 4, 2], [4, 6, 2], [5, 8, 2], [6, 0, 0]]
+
+
+@pytest.mark.capability("KN-5")
 @pytest.mark.parametrize("tokens", chunk_sizes(256, 2048))
 def test_every_step_of_short_contexts_has_room(tokens):
     """Whatever its rows are: drafts of two tokens each, one prompt, or one row of several beside decode."""
