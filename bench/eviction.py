@@ -14,7 +14,7 @@ from typing import Final
 from bench.eviction_rules import CostPerByte, OneLru, PrefixesFirst
 from bench.figures import Figure, Section
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction_rule import EvictionRule
+from slipway_runtime.scheduling.residency import EvictionRule
 from slipway_runtime.scheduling.trace import Machine, TraceRequest, TraceResult, play, skewed_trace
 
 SEEDS: Final = range(5)

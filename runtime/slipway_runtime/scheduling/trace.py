@@ -13,8 +13,7 @@ from itertools import accumulate
 
 from slipway_runtime.messages import Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.scheduling.block_pool import BlockPool
-from slipway_runtime.scheduling.eviction_rule import EvictionRule
-from slipway_runtime.scheduling.residency import Residency
+from slipway_runtime.scheduling.residency import EvictionRule, Residency
 from slipway_runtime.scheduling.scheduler import Scheduler
 
 

@@ -42,7 +42,7 @@ from slipway_runtime.models.adapter_files import (
 )
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.storage.address import shown
-from slipway_runtime.storage.errors import AccessDeniedError, FetchError
+from slipway_runtime.storage.source import AccessDeniedError, FetchError
 
 SCHEMES: Final = ("hf", "s3", "http", "https", "pvc")  # beside file:// and plain paths
 

@@ -35,8 +35,8 @@ from slipway_api.runtime_api import (
 )
 from slipway_runtime.messages import EngineFacts, EngineStats
 from slipway_runtime.server.adapters import AdapterRegistry
-from slipway_runtime.server.engine_metrics import longest_queues
 from slipway_runtime.server.errors import ApiError, unavailable
+from slipway_runtime.server.metrics import longest_queues
 from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.replica import Replica
 

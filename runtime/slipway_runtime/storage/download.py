@@ -20,8 +20,16 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
-from slipway_runtime.storage.errors import BrokenFileError, Interrupted, OutOfSpaceError, RetryPolicy, UnreachableError
-from slipway_runtime.storage.source import Checksum, RemoteFile, Source
+from slipway_runtime.storage.source import (
+    BrokenFileError,
+    Checksum,
+    Interrupted,
+    OutOfSpaceError,
+    RemoteFile,
+    RetryPolicy,
+    Source,
+    UnreachableError,
+)
 
 PART_BYTES: Final = 32 << 20
 THREADS: Final = 8  # one connection rarely fills a link; with more than this, hubs begin to refuse

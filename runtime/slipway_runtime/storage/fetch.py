@@ -25,15 +25,17 @@ from slipway_api.types import parse_quantity
 from slipway_runtime.storage.address import Access, Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
 from slipway_runtime.storage.cache import Cache, content_key, manifest
 from slipway_runtime.storage.download import OnProgress, bring
-from slipway_runtime.storage.errors import (
+from slipway_runtime.storage.source import (
     AccessDeniedError,
     FetchError,
     ModelNotFoundError,
     OutOfSpaceError,
+    RemoteFile,
     RetryPolicy,
+    Source,
     UnreachableError,
+    choose,
 )
-from slipway_runtime.storage.source import RemoteFile, Source, choose
 
 __all__ = [
     "Access", "AccessDeniedError", "FetchError", "HubModel", "LocalModel", "ModelNotFoundError", "RetryPolicy",

@@ -8,8 +8,7 @@ from slipway_runtime.messages import AdapterState, FinishReason
 from slipway_runtime.scheduling.adapter import Adapter
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.eviction import LrfuOrder
-from slipway_runtime.scheduling.eviction_rule import LeastPopular
-from slipway_runtime.scheduling.residency import CLAIM_AFTER
+from slipway_runtime.scheduling.residency import CLAIM_AFTER, LeastPopular
 from slipway_runtime.scheduling.trace import Machine, play, skewed_trace
 from tests.runtime.paper_worker import Play, continuation
 
