@@ -39,11 +39,10 @@ from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource, adap
 from slipway_runtime.server.admin import serve_control
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.boot import load_adapters, load_boot_list, prefill, read_boot_list
-from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.model_choice import ModelChoice, StandbyError, stand_by
 from slipway_runtime.server.prompt import PromptEncoder
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import Identity, LoadedModel, Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch

@@ -10,9 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from slipway_runtime.engine.client import EngineDead
+from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import Ping
-from slipway_runtime.server.loaded import Engine
 
 PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
 LONGEST_STEPS: Final = 4.0  # limit of a step, in multiples of the longest so far: attention grows with the context
@@ -22,7 +21,7 @@ class StepWatch:
     """The time since the last step of one engine, where a step is due."""
 
     def __init__(
-        self, engine: Engine, clock: Callable[[], float], *, stall_seconds: float, hang_seconds: float
+        self, engine: EngineClient, clock: Callable[[], float], *, stall_seconds: float, hang_seconds: float
     ) -> None:
         self.hang_seconds = hang_seconds
         self._engine = engine
