@@ -24,12 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import structlog
 
 from slipway_runtime.engine.adapters import Adapters
+from slipway_runtime.engine.matchers import Grammars
+from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.messages import (
     Batch,
     EngineFacts,
@@ -63,29 +65,6 @@ Execute = Callable[[SchedulerOutput], StepResult]
 Launch = Callable[[SchedulerOutput], Callable[[], StepResult]]  # begins a step; what it returns waits for the result
 
 
-class Grammars(Protocol):
-    """The methods of grammars that the engine calls; matchers.py implements them."""
-
-    mask_seconds: float
-    wake: Callable[[], None] | None
-
-    @property
-    def has_news(self) -> bool: ...  # noqa: D102
-    def start(self, request: Request) -> bool: ...  # noqa: D102
-    def take_compiled(self) -> list[str]: ...  # noqa: D102
-    def accept(self, output: Output) -> str: ...  # noqa: D102
-    def follow(self, step: int) -> None: ...  # noqa: D102
-
-
-class Sleeper(Protocol):
-    """The methods of sleep that the engine calls; sleep.py implements them."""
-
-    level: int
-
-    def sleep(self, level: int) -> None: ...  # noqa: D102
-    def wake(self) -> None: ...  # noqa: D102
-
-
 class Engine:
     """A scheduler and an executor of its plans, stepped by the step loop."""
 
@@ -96,7 +75,7 @@ class Engine:
         facts: EngineFacts,
         *,
         grammars: Grammars | None = None,
-        adapters: Adapters[Any] | None = None,
+        adapters: Adapters | None = None,
         sleeper: Sleeper | None = None,
         publish: Callable[[Sequence[KvEvent]], None] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,

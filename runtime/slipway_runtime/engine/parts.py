@@ -153,7 +153,7 @@ def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterS
     return AdapterSlots(bank, plan.max_num_seqs)
 
 
-def adapter_loading(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> Adapters[HostAdapter]:
+def adapter_loading(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> Adapters:
     """The loader that reads adapters concurrently with the steps."""
     base_digest = cache(lambda: weights_digest(plan.model_path))  # reads all weights: only if an adapter names a base
 

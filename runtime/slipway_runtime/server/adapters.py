@@ -31,8 +31,8 @@ import structlog
 
 from slipway_api.adapter_conditions import AdapterReason
 from slipway_api.runtime_api import AdapterInfo
-from slipway_runtime.engine.client import Call, EngineDead
-from slipway_runtime.messages import AdapterState, AdapterStatus, EngineFacts, LoadAdapter, Reply, UnloadAdapter
+from slipway_runtime.engine.client import EngineClient, EngineDead
+from slipway_runtime.messages import AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
 from slipway_runtime.models.adapter_files import (
     AdapterNotFoundError,
     AdapterRefusedError,
@@ -136,21 +136,15 @@ MAX_NAMES: Final = 1024
 TOO_LARGE: Final = "all adapters together may take"  # part of the scheduler's refusal of an adapter that can never fit
 
 
-class AdapterEngine(Protocol):
-    """The part of EngineClient that the registry uses."""
-
-    facts: EngineFacts
-    adapters: tuple[AdapterStatus, ...]
-
-    async def call(self, message: Call) -> Reply: ...  # noqa: D102  see EngineClient
-
-
 class Base(Protocol):
-    """The part of the base model's Identity that the registry uses."""
+    """The names of the base model."""
 
     @property
-    def namespace(self) -> str: ...  # noqa: D102  see Identity
-    def answers_to(self, name: str) -> bool: ...  # noqa: D102
+    def namespace(self) -> str:
+        """The namespace of its service."""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether `name` names the base model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +166,7 @@ class AdapterRegistry:
 
     def __init__(
         self,
-        engine: AdapterEngine,
+        engine: EngineClient,
         base: Base,
         *,
         source: AdapterSource,

@@ -119,10 +119,17 @@ class Source(Protocol):
 
     name: str  # for error messages
 
-    def listing(self) -> dict[str, RemoteFile]: ...  # noqa: D102  all files, by name
-    def about(self, names: Collection[str]) -> dict[str, RemoteFile]: ...  # noqa: D102  the named files that exist
-    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]: ...  # noqa: D102  bytes start … end
-    def close(self) -> None: ...  # noqa: D102
+    def listing(self) -> dict[str, RemoteFile]:
+        """All files, by name."""
+
+    def about(self, names: Collection[str]) -> dict[str, RemoteFile]:
+        """Those of the named files that exist, by name."""
+
+    def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
+        """The bytes `start` to `end`, exclusive, of a file."""
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 def choose(source: Source, *, weights: bool) -> list[RemoteFile]:
