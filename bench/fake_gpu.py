@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipway_runtime.kernels import upload
-from slipway_runtime.layers.matmul_tiled import Tiled
-from slipway_runtime.worker.graphs import CapturedGraph
+from slipway_runtime.layers.matmul import Tiled
+from slipway_runtime.worker.capture import CapturedGraph
 
 DEVICE = torch.device("cuda", 1)
 _FREE = frozenset({"lift_fresh", "detach", "alias", "empty", "empty_strided", "new_empty", "new_empty_strided", "set_",
@@ -105,7 +105,7 @@ class FakeGpu:
         self.is_loading = True
 
     def capture(self, compute: Callable[[], object]) -> CapturedGraph:
-        """As `worker.graphs.CudaCapture`, but captured when it is first replayed: most sizes never are.
+        """As `worker.capture.CudaCapture`, but captured when it is first replayed: most sizes never are.
 
         What is computed inside is launched again by each replay.
         """

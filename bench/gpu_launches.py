@@ -231,6 +231,12 @@ def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
     step([8190] * 2, [5] * 2)
     yield "deterministic"
     step([99, 1023, 512, 0], [1, 1, 300, 17], gpu_fixed_order)
+    for tokens in (8, 256):
+        yield f"graph with chunks, {tokens} tokens"
+        capacity = gpu.chunk_capacity(tokens, 256)
+        static = [torch.from_numpy(array) for array in gpu.empty_chunks(capacity, 0)[2:]]
+        whole = gpu.plan_for_capture(capacity.rows, MAX_MODEL_LEN, PAGE, LIKE)
+        step([99], [tokens], plan=gpu.with_chunks(whole, capacity, *static))
 
 
 def _rows(model: Model, dtype: torch.dtype) -> Iterator[str]:

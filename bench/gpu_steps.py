@@ -176,12 +176,17 @@ class Machine:
         self._last = plan
         return record
 
-    def ahead(self, steps: int) -> list[Record]:
-        """So many steps of decode after the last step, each launched before anything of the one before is read."""
+    def ahead(self, steps: int, chunk: int = 1) -> list[Record]:
+        """So many steps after the last step, each launched before anything of the one before is read.
+
+        Decode, but for the last row, which gets `chunk` tokens; with several it does not sample.
+        """
         records, pending, plan = [], [], self._last
         for _ in range(steps):
+            others = len(plan.rows) - 1
             plan = SchedulerOutput(
-                step=plan.step + 1, rows=plan.rows, num_new=(1,) * len(plan.rows), samples=plan.samples,
+                step=plan.step + 1, rows=plan.rows, num_new=(*(1,) * others, chunk),
+                samples=(*(True,) * others, chunk == 1),
                 num_computed=tuple(sum(one) for one in zip(plan.num_computed, plan.num_new, strict=True)),
                 new_blocks=((),) * len(plan.rows),
             )  # fmt: skip
@@ -236,6 +241,7 @@ def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 DECODE, PROMPT, MIXED = ([1] * 256, [1000] * 256), ([700, 300], [0, 512]), ([1, 1, 300, 17], [99, 1023, 512, 0])
+SMALL = ([1, 1, 100, 17], [99, 1023, 512, 16])  # a captured step has room for it, and it has no new blocks
 DRAFTS = {"drafts": ((7, 7, 7, 7), (7, 7), (), ())}
 # name -> (settings of the machine, new tokens and computed tokens of the rows, what else the step is given)
 STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, Any]]] = {
@@ -250,6 +256,13 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "decode 250 recorded": ({"graphs": True}, ([1] * 250, [1000] * 250), {}),
     "verify": ({}, ([5, 3, 1, 1], [40, 1023, 99, 7]), DRAFTS),
     "verify, penalties and logprobs": ({}, ([5, 3, 1, 1], [40, 1023, 99, 7]), {**DRAFTS, "params": EVERYTHING}),
+    "verify recorded": ({"graphs": True}, ([5, 3, 1, 1], [40, 1023, 99, 7]), DRAFTS),
+    "verify recorded, adapters": ({"graphs": True, "adapters": 4}, ([5, 3, 1, 1], [40, 1023, 99, 7]), {
+        **DRAFTS, "slot": 1,
+    }),
+    "mixed, small": ({}, SMALL, {}),
+    "mixed, small, recorded": ({"graphs": True}, SMALL, {}),
+    "mixed, small, recorded, adapters": ({"graphs": True, "adapters": 4}, SMALL, {"slot": 2}),
     "adapters": ({"adapters": 4}, MIXED, {"slot": 2}),
     "prompt logprobs": ({}, PROMPT, {"params": SamplingParams(max_tokens=9, prompt_logprobs=2, logprobs=1)}),
     "grammar": ({}, ([1] * 3, [100] * 3), {
@@ -263,6 +276,7 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "fp8 KV": ({"kv_dtype": "fp8"}, MIXED, {}),
     "rank 1 of 2": ({"ranks": 2}, DECODE, {"without_sampling": True}),
     "rank 1 of 2, recorded": ({"ranks": 2, "graphs": True}, DECODE, {"without_sampling": True}),
+    "rank 1 of 2, mixed, recorded": ({"ranks": 2, "graphs": True}, SMALL, {"without_sampling": True}),
     "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"without_sampling": True}),
     "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
 }  # fmt: skip

@@ -10,8 +10,14 @@ from bench.figures import Figure, Section
 from bench.shapes import linear_sizes
 from slipway_runtime.kernels import native
 from slipway_runtime.layers.matmul import Dense, Matmul
-from slipway_runtime.layers.matmul_native import NativeBf16, NativeInt8, NativePacked
-from slipway_runtime.layers.matmul_prepacked import MklPacked, OneDnnPacked, computes_bf16
+from slipway_runtime.layers.matmul_cpu import (
+    MklPacked,
+    NativeBf16,
+    NativeInt8,
+    NativePacked,
+    OneDnnPacked,
+    computes_bf16,
+)
 from slipway_runtime.layers.matmul_quantized import DynamicInt8
 
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")

@@ -169,6 +169,7 @@ class _Load:
         everything = [timings for _, timings in self.timings]
         steady = [timings for number, timings in self.timings if number >= self.plan.cold_requests]
         cold = [timings for number, timings in self.timings if number < self.plan.cold_requests]
+        short = [timings for timings in steady if timings.prompt_tokens <= self.plan.short_prompt_tokens]
         tokens = sum(timings.output_tokens for timings in everything)
         return LoadReport(
             sent=self.progress.sent,
@@ -187,6 +188,7 @@ class _Load:
             ttft=Percentiles.of([timings.ttft for timings in steady]),
             itl=Percentiles.of([gap for timings in steady for gap in timings.gaps]),
             cold_ttft=Percentiles.of([timings.ttft for timings in cold]),
+            short_ttft=Percentiles.of([timings.ttft for timings in short]),
             good=sum(self.plan.slo.kept_by(timings) for timings in everything),
             shed_wait=Percentiles.of(self.shed_waits),
         )

@@ -44,6 +44,7 @@ class LoadPlan:
     workload: Workload = field(default_factory=Workload)
     slo: Slo = field(default_factory=Slo)
     cold_requests: int = 0  # the first so many are reported apart
+    short_prompt_tokens: int = 0  # prompts of at most so many tokens are reported apart too
     request_timeout_seconds: float = 300.0
     retry_429: bool = True  # False: first attempts are what counts, and a 429 is a failure like any other
 
@@ -105,6 +106,7 @@ class LoadReport:
     ttft: Percentiles = field(default_factory=Percentiles)  # of the attempt that was accepted; cold ones are not in it
     itl: Percentiles = field(default_factory=Percentiles)
     cold_ttft: Percentiles = field(default_factory=Percentiles)  # of the first `cold_requests`
+    short_ttft: Percentiles = field(default_factory=Percentiles)  # of prompts of at most `short_prompt_tokens`
     good: int = 0  # finished within the SLO: goodput is good / sent, and good / seconds
     shed_wait: Percentiles = field(default_factory=Percentiles)  # waiting that 429s asked for, of requests that met one
 

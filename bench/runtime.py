@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from bench.figures import Figure, Section
 from bench.load import run_load
 from bench.plan import LoadPlan, LoadReport, Percentiles
+from bench.prompts import Share
 from bench.servers import EMBEDDED_MODEL, MODEL_NAME, a_runtime
 from bench.workload import SMALL_MIXED_MIX, Workload
 
@@ -21,6 +22,10 @@ CONCURRENCY = (1, 8, 32)
 MAX_TOKENS = 64
 ROUNDS = 3  # answers per user
 PEER_SECONDS = 600
+# Of ten requests one has a prompt of twelve steps, as 50,000 tokens at 4,096 a step: the embedded model has 2,048.
+STEP_TOKENS = 128
+BESIDE_LONG_PROMPTS = (Share(0.9, 10, 20), Share(0.1, 1300, 1400))
+SHORT_PROMPT_TOKENS = STEP_TOKENS // 2
 
 
 def measure(concurrency: Sequence[int] = CONCURRENCY, rounds: int = ROUNDS) -> Section:
@@ -33,6 +38,10 @@ def measure(concurrency: Sequence[int] = CONCURRENCY, rounds: int = ROUNDS) -> S
             figures += _figures(users, asyncio.run(_load(base_url, users, rounds)), _peer(users, rounds))
         figures += _mixed(asyncio.run(_mixed_load(base_url)))
         figures.append(Figure("memory after all of it", server.rss_bytes() / 2**20, "MiB", "API process"))
+    with a_runtime("--dtype", "fp32", "--max-num-batched-tokens", str(STEP_TOKENS)) as server:
+        base_url = f"{server.url}/v1"
+        asyncio.run(_load(base_url, 1, 1))
+        figures += _beside_long_prompts(asyncio.run(_load_beside_long_prompts(base_url)))
     title = f"Runtime: embedded model, fp32, {MAX_TOKENS} tokens an answer, 1 thread"
     return Section(title, tuple(figures))
 
@@ -78,6 +87,34 @@ def _mixed(report: LoadReport) -> list[Figure]:
         Figure(f"{name}: tokens/s", report.tokens_per_second, "tok/s", f"{mean:.0f} prompt tokens mean"),
         Figure(f"{name}: TTFT p50", ttft.p50 * 1e3, "ms", f"p99 {ttft.p99 * 1e3:.0f} ms, of the long prompts"),
         Figure(f"{name}: ITL p50", itl.p50 * 1e3, "ms", f"p99 {itl.p99 * 1e3:.0f} ms"),
+    ]
+
+
+async def _load_beside_long_prompts(base_url: str, seed: int = 0) -> LoadReport:
+    """Chats beside long prompts that are computed much of the time: the effect of these on the chats' first tokens."""
+    return await run_load(
+        LoadPlan(
+            base_url=base_url,
+            model=MODEL_NAME,
+            concurrency=8,
+            duration_seconds=300,
+            max_requests=160,
+            seed=seed,
+            max_tokens=16,
+            temperature=0.0,
+            ignore_eos=True,
+            workload=Workload(mix=BESIDE_LONG_PROMPTS),
+            short_prompt_tokens=SHORT_PROMPT_TOKENS,
+        )
+    )
+
+
+def _beside_long_prompts(report: LoadReport) -> list[Figure]:
+    name, short, ttft = "chats beside long prompts, 8 at once", report.short_ttft, report.ttft
+    return [
+        Figure(f"{name}: tokens/s", report.tokens_per_second, "tok/s", f"{report.finished} answers of 16 tokens"),
+        Figure(f"{name}: TTFT of chats p50", short.p50 * 1e3, "ms", f"p95 {short.p95 * 1e3:.0f} ms"),
+        Figure(f"{name}: TTFT of chats p99", short.p99 * 1e3, "ms", f"p99 of all {ttft.p99 * 1e3:.0f} ms"),
     ]
 
 

@@ -19,6 +19,9 @@ SCALE_BYTES: Final = 4  # a float32 per row of a quantized matrix, and per token
 NULL_BLOCKS: Final = 1  # padding points into it; it takes memory and holds no tokens
 SMALLEST_POOL: Final = 2  # blocks; with fewer, a sequence could not grow by one token
 
+# On a CPU dtype auto is bf16 from so many parameters on; with fewer, fp32 costs little memory and is the fastest.
+CPU_BF16_PARAMETERS: Final = 100_000_000
+
 # A GPU holds more than what we allocate: its context, the libraries' workspaces, captured graphs.
 GPU_RESERVE_BYTES: Final = GIB
 # gpuMemoryUtilization above this leaves too little for what is not planned: other processes, fragments, the driver.
@@ -124,6 +127,7 @@ class Needs:
     """The settings of a service that decide how much memory it takes, named as in the manifest."""
 
     dtype: str = "bf16"  # bf16, fp16, fp32
+    activation_dtype: str = ""  # also of adapters; empty: `dtype`
     quantization: str = "none"  # of the weights: none, int8, fp8
     kv_dtype: str = "auto"  # auto: that of the weights; int8, fp8
     block_size: int = 16
@@ -134,6 +138,11 @@ class Needs:
     max_rank: int = 0
     on_gpu: bool = True
     tensor_parallel_size: int = 1  # devices that share the model
+
+    @property
+    def computes_in(self) -> str:
+        """The number format of activations and adapters."""
+        return self.activation_dtype or self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +202,7 @@ def activation_bytes(shape: ModelShape, needs: Needs) -> int:
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     copies = 3 * shape.experts_per_token * shape.hidden  # rows by expert, their outputs, and those in order
     width = 2 * shape.hidden + max(3 * shape.mlp + copies, attention)
-    layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.dtype]
+    layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.computes_in]
     logits = 2 * needs.max_num_seqs * shape.vocab * 4  # float32, and a copy while they are sampled
     return max(layer, logits)
 
@@ -204,7 +213,7 @@ def footprint(shape: ModelShape, needs: Needs) -> Footprint:
         return footprint(*_of_one_device(shape, needs))
     return Footprint(
         weights=weight_bytes(shape, needs.dtype, needs.quantization),
-        adapters=needs.max_adapters * adapter_slot_bytes(shape, needs.max_rank, needs.dtype),
+        adapters=needs.max_adapters * adapter_slot_bytes(shape, needs.max_rank, needs.computes_in),
         reserve=activation_bytes(shape, needs) + (GPU_RESERVE_BYTES if needs.on_gpu else 0),
     )
 

@@ -1,67 +1,14 @@
-"""The `slipway-gateway` command: serves until SIGTERM, then shuts down without cutting a stream.
+"""The `slipway-gateway` command. It handles SIGTERM before it imports what it needs."""
 
-On SIGTERM: `/ready` is 503; the ports stay open while load balancers learn of it; then nothing new is accepted, running
-answers finish within a limit, and the process exits with 0. A second signal skips the waiting.
-"""
-
-import asyncio
-import resource
-import signal
-import sys
-
-import prometheus_client
-import structlog
-
-from slipway_api.logs import configure
-from slipway_gateway.event_loop import LOOPS
-from slipway_gateway.gateway import Gateway
-from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
-from slipway_gateway.tracing import NoOpenTelemetryError
-from slipway_kube.errors import KubeError
-
-log = structlog.get_logger()
-
-
-def raise_descriptor_limit() -> None:
-    """Allow as many open connections as the system does: the default of a shell is far below what streams need."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def serve(settings: GatewaySettings) -> int:
-    """Run until a signal; the exit status."""
-    signals: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    async with Gateway(settings) as gateway:
-        signalled = asyncio.create_task(signals.get())
-        watching = {gateway.watching} if gateway.watching else set()
-        await asyncio.wait({signalled, *watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not signalled.done():
-            assert gateway.watching is not None
-            log.error("the watch ended", exc_info=gateway.watching.exception())
-            return 1
-        hurry = asyncio.Event()
-        second = asyncio.create_task(signals.get())
-        second.add_done_callback(lambda _: hurry.set())
-        await gateway.leave(hurry)
-        second.cancel()
-    return 0
+from slipway_api.early_sigterm import end_at_once_on_sigterm
 
 
 def main() -> None:
     """The console script."""
-    try:
-        settings = read_settings(sys.argv[1:])
-        configure("gateway", settings.log_level)
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, and no dashboard shows them
-        raise_descriptor_limit()
-        with asyncio.Runner(loop_factory=LOOPS[settings.event_loop]) as runner:
-            status = runner.run(serve(settings))
-    except (SettingsError, NoOpenTelemetryError, KubeError, OSError) as error:
-        sys.exit(f"slipway-gateway: {error}")
-    sys.exit(status)
+    end_at_once_on_sigterm()
+    from slipway_gateway import serve
+
+    serve.run()
 
 
 if __name__ == "__main__":

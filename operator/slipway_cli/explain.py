@@ -6,12 +6,14 @@
 from typing import Any, Final
 
 from slipway_api.conditions import ConditionType, find_condition
-from slipway_api.gpu_catalogue import find_gpu
-from slipway_api.inference_service import InferenceService
+from slipway_api.gpu_catalogue import GPUFacts, find_gpu
+from slipway_api.inference_service import InferenceService, InferenceServiceSpec
 from slipway_api.memory import GIB, DoesNotFit, Fits, footprint
+from slipway_api.runtime_spec import Dtype
+from slipway_api.types import parse_quantity
 from slipway_operator.core.profiles import apply_profile
 from slipway_operator.core.service.advice import find_advice
-from slipway_operator.core.service.fit import check_fit, model_shape, needs_of
+from slipway_operator.core.service.fit import check_fit, missing_on_host, model_shape, needs_of, planned_dtype
 
 HOURS_OF_A_MONTH: Final = 730
 
@@ -107,8 +109,9 @@ def explain_plan(
     least, most = _range(service, replicas)
     result: dict[str, Any] = {
         "name": service.metadata.name,
-        "fits": None if fit is None else isinstance(fit, Fits),
+        "fits": _fits(spec, fit),
         "message": _verdict(service, fit),
+        "dtype": planned_dtype(spec).value,
         "gpu": {"product": facts.name if facts else gpu.product, "perReplica": gpu.count},
         "maxNumSeqs": spec.runtime.max_num_seqs,
         "maxNumBatchedTokens": spec.runtime.max_num_batched_tokens,
@@ -120,7 +123,7 @@ def explain_plan(
             "weights": round(taken.weights / GIB, 2),
             "adapters": round(taken.adapters / GIB, 2),
             "reserve": round(taken.reserve / GIB, 2),
-            "of": round(facts.memory_bytes / GIB, 2) if facts else None,
+            "of": _memory_gib(spec, facts),
         }
     if isinstance(fit, Fits):
         result["kvCache"] = {
@@ -135,15 +138,43 @@ def explain_plan(
     return result
 
 
+def _fits(spec: InferenceServiceSpec, fit: Fits | DoesNotFit | None) -> bool | None:
+    """Whether the model fits; None: too little is known. On a CPU nothing more than that can be said before a pod."""
+    if fit is None and not spec.resources.gpu.count and not missing_on_host(spec):
+        return True
+    return None if fit is None else isinstance(fit, Fits)
+
+
 def _verdict(service: InferenceService, fit: Fits | DoesNotFit | None) -> str:
     if isinstance(fit, DoesNotFit):
         return fit.message
     if isinstance(fit, Fits):
         return f"fits: {fit.max_sequences} requests of {service.spec.runtime.max_model_len} tokens at once"
+    if not service.spec.resources.gpu.count:
+        return _verdict_on_cpu(service.spec)
     return (
         "not known before the first pod: it needs spec.model.shape, spec.runtime.maxModelLen and "
         "a spec.resources.gpu.product of the catalogue"
     )
+
+
+def _verdict_on_cpu(spec: InferenceServiceSpec) -> str:
+    missing = missing_on_host(spec)
+    if missing:
+        return f"not known before the first pod: on a CPU it needs {' and '.join(f'spec.{field}' for field in missing)}"
+    dtype = planned_dtype(spec)
+    message = f"weights and KV cache fit spec.resources.limits.memory in {dtype.value}"
+    if spec.runtime.dtype is Dtype.AUTO and dtype is Dtype.BF16:
+        return f"{message}; a processor without AVX2 or NEON computes in fp32, which takes twice as much"
+    return message
+
+
+def _memory_gib(spec: InferenceServiceSpec, facts: GPUFacts | None) -> float | None:
+    """The memory of one GPU, or without GPUs of the container; None: unknown."""
+    if facts is not None:
+        return round(facts.memory_bytes / GIB, 2)
+    limit = None if spec.resources.gpu.count else spec.resources.limits.get("memory")
+    return round(int(parse_quantity(str(limit))) / GIB, 2) if limit is not None else None
 
 
 def _range(service: InferenceService, replicas: int | None) -> tuple[int, int]:

@@ -11,7 +11,6 @@ that a replica would write.
 
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,21 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from slipway_api import names
+from slipway_api.early_sigterm import end_at_once_on_sigterm
 
 
 def main() -> None:
     """The console script."""
     end_at_once_on_sigterm()
     sys.exit(run(sys.argv[1:]))
-
-
-def end_at_once_on_sigterm() -> None:
-    """End at SIGTERM until the server handles it: the kernel ignores a signal that process 1 of a container does not.
-
-    The imports take a second, or many on a busy node. A container that is told to end meanwhile would stay for the
-    whole termination grace period, which is that of a drain.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 
 
 def run(argv: Sequence[str]) -> int:

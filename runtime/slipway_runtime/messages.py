@@ -180,7 +180,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     embedding_size: int = 0
     is_matryoshka: bool = False  # embeddings may be cut to fewer dimensions
     matryoshka_dimensions: tuple[int, ...] = ()  # to these only; empty: to any
-    graphs_failed: str = ""  # a sentence: why CUDA graph capture of decode steps failed; empty: it did not
+    graphs_failed: str = ""  # a sentence: why the capture of CUDA graphs failed; empty: it did not
 
 
 class AdapterState(StrEnum):

@@ -87,7 +87,6 @@ async def serve(settings: RuntimeSettings) -> int:
     replica = Replica(
         Identity(model="", namespace=settings.namespace),
         drain_timeout=settings.drain_timeout,
-        stall_seconds=settings.stall_seconds,
         hang_seconds=settings.hang_seconds,
     )
     stop = _stop_signal(replica)
@@ -206,7 +205,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
     except Exception as error:  # noqa: BLE001  any error of a broken checkpoint: logged, and ends the process
         return _refuse(settings, error, trace=traceback.format_exc())
     limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
-    client = EngineClient(transport, limits=limits)
+    client = EngineClient(transport, limits=limits, stall_seconds=settings.stall_seconds)
     client.on_text_blocks = replica.text_blocks.apply
     await client.start()
     try:

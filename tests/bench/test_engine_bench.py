@@ -109,15 +109,19 @@ def test_chats_are_answered_while_a_prompt_of_50_000_tokens_is_computed(tmp_path
     tokenizer = Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     draw = random.Random(3)
     chat, long_prompt = MIXED_MIX
-    for number, share in enumerate((*[chat] * 6, long_prompt)):
+    for number, share in enumerate((long_prompt, *[chat] * 6)):
         tokens = tuple(tokenizer.encode(prompt(draw, share.words(draw))).ids)
         params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
         served.add(Request(id=f"{number}/{len(tokens)}", prompt_token_ids=tokens, params=params, arrived=0.0), 0.0)
-    ended = []
+    ended, answered, steps = [], {}, 0
     while served.has_work:
-        ended += [output.request_id for output in served.step(0.0).outputs if output.finish_reason]
+        steps += 1
+        for output in served.step(0.0).outputs:
+            answered.setdefault(output.request_id, steps)
+            ended += [output.request_id] if output.finish_reason else []
 
     lengths = [int(one.partition("/")[2]) for one in ended]
     assert len(lengths) == 7
     assert max(lengths[:-1]) < 80, "the chats go on and end meanwhile"
+    assert max(answered[chat] for chat in ended[:-1]) <= 3, "and none waits for the long prompt, which came first"
     assert 50_000 <= lengths[-1] <= 65_520

@@ -205,6 +205,17 @@ async def test_cold_requests_are_reported_apart_and_only_good_ones_are_goodput()
     assert (none_good.finished, none_good.good) == (6, 0)
 
 
+@pytest.mark.capability("BM-1", "PF-28")
+async def test_short_prompts_are_reported_apart():
+    async with Runtime() as runtime:
+        all_short = await load(runtime, short_prompt_tokens=1_000_000)
+        none_short = await load(runtime)
+
+    assert all_short.short_ttft == all_short.ttft
+    assert all_short.short_ttft.p50 > 0
+    assert none_short.short_ttft.p50 == 0
+
+
 @pytest.mark.capability("BM-1")
 def test_arrivals_keep_their_rate_and_bursts_are_denser():
     plain = list(islice(poisson(10.0, random.Random(1)), 20_000))

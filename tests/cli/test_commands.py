@@ -174,6 +174,21 @@ def test_status_tells_of_an_upgrade_that_is_on_offer():
     assert "OnSpecChange" in shown["pendingUpgrade"]["reason"]
 
 
+@pytest.mark.capability("BM-4", "OP-5")
+def test_the_plan_of_a_service_on_a_cpu_names_its_number_format_and_what_the_processor_decides():
+    shape = {"layers": 32, "hiddenSize": 4096, "heads": 32, "kvHeads": 8, "parameters": 8_030_261_248}
+    resources = {"gpu": {"count": 0}, "limits": {"memory": "24Gi"}}
+    known = explain_plan(a_service(model={"shape": shape}, resources=resources, runtime={"kvCache": {"bytes": "4Gi"}}))
+    unknown = explain_plan(a_service(model={"shape": shape}, resources={"gpu": {"count": 0}}))
+
+    assert (known["fits"], known["dtype"]) == (True, "bf16")
+    assert "in bf16; a processor without AVX2 or NEON computes in fp32" in known["message"]
+    assert known["memoryGiB"]["weights"] == pytest.approx(14.96, abs=0.01)
+    assert known["memoryGiB"]["of"] == 24.0
+    assert unknown["fits"] is None
+    assert "spec.runtime.kvCache.bytes and spec.resources.limits.memory" in unknown["message"]
+
+
 def test_a_manifest_without_a_shape_is_not_guessed():
     found = explain_plan(a_service(replicas=2))
 

@@ -218,7 +218,7 @@ async def test_a_collector_that_is_away_delays_and_fails_no_request():
 
 async def test_without_an_endpoint_nothing_of_opentelemetry_is_imported_and_the_clients_trace_passes():
     program = (
-        "import sys; import slipway_gateway.main; print([m for m in sys.modules if m.startswith('opentelemetry')])"
+        "import sys; import slipway_gateway.serve; print([m for m in sys.modules if m.startswith('opentelemetry')])"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
     printed, _ = await process.communicate()

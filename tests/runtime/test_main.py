@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -94,32 +93,6 @@ async def test_sigterm_while_loading_ends_the_process_at_once():
         replica.terminate()
 
         assert await replica.ended() == 0
-
-
-@pytest.mark.capability("RD-1")
-def test_sigterm_during_the_imports_ends_the_process_at_once():
-    """ADR 81: the kernel drops signals that process 1 of a container does not handle, so here it is ignored."""
-    code = """
-import importlib.abc, os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as for process 1
-class Slow(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "slipway_runtime.command_line":
-            print("importing", flush=True)
-            time.sleep(600)
-sys.meta_path.insert(0, Slow())
-sys.argv = ["slipway-runtime", "serve"]
-from slipway_runtime.main import main
-main()
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "importing\n"
-        process.terminate()
-        try:
-            assert process.wait(60) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
 
 
 @pytest.mark.capability("PF-12", "ST-3")

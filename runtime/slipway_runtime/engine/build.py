@@ -29,7 +29,7 @@ from slipway_runtime.engine.parts import (
 )
 from slipway_runtime.engine.ranks import Ranks
 from slipway_runtime.engine.sleep import Sleeper
-from slipway_runtime.engine.warmup import Masks, capture_decode_steps, warm_up
+from slipway_runtime.engine.warmup import Masks, capture_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
@@ -127,7 +127,7 @@ def build_engine(
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
     recorded = ""
     if not options.pooling:  # no step of embeddings is a decode step
-        capture = partial(capture_decode_steps, runner, plan.device)
+        capture = partial(capture_steps, runner, plan.device)
         recorded = capture() if ranks is None else ranks.capture(runner, capture)
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))

@@ -11,7 +11,8 @@ Everything here runs on the event loop.
 
 The client measures the engine's steps, from when the engine has work until the report arrives. A step that takes longer
 than any other so far may be a long prompt on a slow machine, or an engine that hangs. So what counts as too long
-follows the longest step of the last minutes, beginning with the widest one of the warm-up.
+follows the longest step of the last minutes, beginning with the widest one of the warm-up. A step that was too long by
+that measure was a hang, which must not make the next one harder to find; unless the step after it is as slow.
 """
 
 import asyncio
@@ -77,15 +78,22 @@ class Transport(Protocol):
 
 
 WINDOW_SECONDS: Final = 300.0  # a step is remembered for one to two of these
+LONGEST_STEPS: Final = 4.0  # limit of a step, in multiples of the longest so far: attention grows with the context
+STALL_SECONDS: Final = 6.0
 
 
 class StepTimes:
-    """The time of the last report and the longest step of the last minutes."""
+    """The time of the last report, the longest step of the last minutes, and the limit for the next step."""
 
-    def __init__(self, widest: float, clock: Callable[[], float]) -> None:
-        """`widest`: seconds of the widest step of the warm-up, which is never forgotten."""
+    def __init__(self, widest: float, clock: Callable[[], float], stall_seconds: float = STALL_SECONDS) -> None:
+        """`widest`: seconds of the widest step of the warm-up, which is never forgotten.
+
+        stall_seconds: how much longer than a multiple of the longest step the next one may take.
+        """
         self._clock = clock
+        self._stall_seconds = stall_seconds
         self._widest = widest
+        self._too_long = 0.0  # seconds of the last step, if it exceeded the limit
         self._recent = self._earlier = 0.0  # the longest of this window, and of the one before
         self._window_ends = clock() + WINDOW_SECONDS
         self._work_since = clock()
@@ -96,6 +104,11 @@ class StepTimes:
     def longest(self) -> float:
         """Seconds of the longest step that is remembered."""
         return max(self._widest, self._recent, self._earlier)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a step may take before the engine counts as stalled."""
+        return self._stall_seconds + LONGEST_STEPS * self.longest
 
     @property
     def waiting_since(self) -> float:
@@ -112,7 +125,11 @@ class StepTimes:
         if now >= self._window_ends:
             self._earlier, self._recent = self._recent, 0.0
             self._window_ends = now + WINDOW_SECONDS
-        self._recent = max(self._recent, now - self.waiting_since)
+        step = now - self.waiting_since
+        # A hang ends with one late report; the steps of a prompt that is slow to compute follow each other.
+        normal = step if step <= self.limit else min(step, self._too_long)
+        self._too_long = step if step > self.limit else 0.0
+        self._recent = max(self._recent, normal)
         self.reported_at = now
 
 
@@ -151,6 +168,7 @@ class EngineClient:
         *,
         limits: QueueLimits | None = None,
         paused_seconds: float = PAUSED_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = transport.facts
@@ -167,7 +185,7 @@ class EngineClient:
         self._sent: deque[int] = deque()  # prompt tokens of each request that the engine has not counted yet
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._next_call = itertools.count(1)
-        self.times = StepTimes(transport.facts.widest_step_seconds, clock)
+        self.times = StepTimes(transport.facts.widest_step_seconds, clock, stall_seconds)
         self._draining = False
         self._asleep = False  # from the moment that Sleep is sent: order is kept, so no request follows it
         self._drained = asyncio.Event()

@@ -40,7 +40,7 @@ from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.launch import how_it_ended
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
-from slipway_runtime.engine.warmup import capture_decode_steps
+from slipway_runtime.engine.warmup import capture_steps
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
 from slipway_runtime.models.config import ModelRefusedError
@@ -89,7 +89,7 @@ class RankStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RankCapture(msgspec.Struct, frozen=True, tag=True):
-    """Capture the CUDA graphs of decode steps now, as all ranks do: their sums are captured too."""
+    """Capture the CUDA graphs now, as all ranks do: their sums are captured too."""
 
 
 class RankCaptured(msgspec.Struct, frozen=True, tag=True):
@@ -350,7 +350,7 @@ def run_rank(leader: Leader) -> None:
     while True:
         step = leader.next()
         if isinstance(step, RankCapture):
-            leader.tell(RankCaptured(_captured(partial(capture_decode_steps, runner, plan.device))))
+            leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
             if not leader.expect(RankGraphs).used:
                 runner.graphs = None
             continue

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.worker.graphs import CudaCapture
+from slipway_runtime.worker.capture import CudaCapture
 from slipway_runtime.worker.offload import HostCopy, tensors_of
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner

@@ -5,7 +5,7 @@ prefill, a context beyond one attention tile and one chunk, few tokens on such a
 greedy and every kind of sampled sample, scores for logprobs, masks, drafts that are verified, and no, one and all
 adapter slots. The scheduler and its requests are dropped afterwards.
 
-Then the decode steps are captured as CUDA graphs; an engine whose capture fails works without graphs.
+Then decode steps and small steps with chunks are captured as CUDA graphs; an engine whose capture fails works without.
 """
 
 import time
@@ -17,7 +17,7 @@ import torch
 
 from slipway_runtime.messages import Grammar, Request, SamplingParams, SchedulerOutput, StepResult, TokenMasks
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.worker.graphs import Capture, CudaCapture
+from slipway_runtime.worker.capture import Capture, CudaCapture
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
@@ -112,21 +112,21 @@ def _all_allowed(plan: SchedulerOutput, vocab_size: int) -> TokenMasks | None:
     return TokenMasks(tuple(range(samples)), b"\xff" * (4 * -(-vocab_size // 32) * samples))
 
 
-def capture_decode_steps(runner: Runner, device: torch.device) -> str:
-    """Capture the decode steps of a runner on a GPU; why that failed, or an empty string. See `try_capture`."""
+def capture_steps(runner: Runner, device: torch.device) -> str:
+    """Capture the steps of a runner on a GPU; why that failed, or an empty string. See `try_capture`."""
     return try_capture(runner, CudaCapture(), device) if device.type == "cuda" else ""
 
 
 def try_capture(runner: Runner, capture: Capture, device: torch.device) -> str:
-    """Capture the CUDA graphs of decode steps; why that failed, or an empty string. Kernels are warm by then.
+    """Capture the CUDA graphs of a runner; why that failed, or an empty string. Kernels are warm by then.
 
     Raises DoesNotFitError where memory is short: an engine that serves with none left would fail under load.
     """
     try:
-        with oom_refused("the CUDA graphs of decode steps", device):
+        with oom_refused("the CUDA graphs", device):
             runner.capture_graphs(capture)
     except RuntimeError as error:
         runner.graphs = None
         told = str(error).partition("\n")[0]
-        return f"decode steps could not be captured as CUDA graphs, and are computed one by one: {told}"
+        return f"steps could not be captured as CUDA graphs, and are launched kernel by kernel: {told}"
     return ""

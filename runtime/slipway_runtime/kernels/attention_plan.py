@@ -6,11 +6,10 @@ splits too, by its own numbers alone; other chunks are computed in whole tiles, 
 arithmetic depends on its own sequence only, never on the rest of the batch.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.upload import upload
@@ -46,21 +45,19 @@ class Plan:
     most_splits: int  # most splits of any decode row
     split: int  # fewest tokens of a split of a decode row
     max_splits: int  # limit of `most_splits`
-    chunk_starts: Tensor  # (C + 1,) first token of each chunk, counted from the first chunk's first token
+    chunk_starts: Tensor  # (C + 1,) first token of each chunk among those of the step, and the end of the last
     chunk_new: Ints  # (C,) on the host
     chunk_lengths: Ints  # (C,) on the host
     chunk_split: int  # as `split`, for chunks of few tokens
     max_chunk_splits: int  # 1: no chunk is split
     block_size: int
+    captured_work: ChunkWork | None = None  # of a plan for CUDA graphs, in static buffers
     _work: dict[tuple[int, int], ChunkWork] = field(default_factory=dict)
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """New tokens of all chunks."""
-        return int(self.chunk_new.sum())
 
     def chunk_work(self, queries: int, split_queries: int) -> ChunkWork:
         """Programs for tiles of `queries` queries, made once a step. split_queries: for the tiles of split chunks."""
+        if self.captured_work is not None:
+            return self.captured_work
         key = queries, split_queries
         if key not in self._work:
             self._work[key] = self._divide(queries, split_queries)
@@ -73,28 +70,28 @@ class Plan:
         chunk, first = _tiles(np.where(is_split, 0, new), queries)
         keys = np.minimum(lengths[chunk] - new[chunk] + first + queries, lengths[chunk])
         longest_first = np.argsort(-keys, kind="stable")
-        slots = np.where(is_split, new * splits, 0)
-        bases = slots.cumsum() - slots
-        split_chunk, split_first = _tiles(np.where(is_split, new, 0), split_queries)
-        of_tile = splits[split_chunk]
-        tile = np.repeat(np.arange(len(split_chunk)), of_tile)
-        split = np.arange(len(tile)) - np.repeat(of_tile.cumsum() - of_tile, of_tile)
-        starts = new.cumsum() - new
-        merge_chunk, merge_token = _tiles(np.where(is_split, new, 0), 1)
-        parts = (
-            np.stack((chunk, first), 1)[longest_first],
-            np.stack((split_chunk[tile], split_first[tile], split, bases[split_chunk[tile]]), 1),
-            np.stack(
-                (
-                    starts[merge_chunk] + merge_token,
-                    bases[merge_chunk] + merge_token * splits[merge_chunk],
-                    splits[merge_chunk],
-                ),
-                1,
-            ),
-        )
-        whole, split_work, merges = upload([part.astype(np.int32) for part in parts], self.lengths.device)
-        return ChunkWork(whole, split_work, merges, int(slots.sum()))
+        starts = self.num_decodes + new.cumsum() - new
+        split_work, merges, num_slots = divide_splits(np.where(is_split, new, 0), starts, splits, split_queries)
+        parts = (np.stack((chunk, first), 1)[longest_first], split_work, merges)
+        on_device = upload([part.astype(np.int32) for part in parts], self.lengths.device)
+        return ChunkWork(on_device[0], on_device[1], on_device[2], num_slots)
+
+
+def divide_splits(new: Ints, starts: Ints, splits: Ints, queries: int) -> tuple[Ints, Ints, int]:
+    """Divide split chunks into programs: `split`, `merges` and `num_slots` of a ChunkWork, on the host.
+
+    new: (C,) tokens of each chunk; 0: it is not split  starts: (C,) their first tokens  queries: of a tile.
+    """
+    slots = new * splits
+    bases = slots.cumsum() - slots
+    chunk, first = _tiles(new, queries)
+    of_tile = splits[chunk]
+    tile = np.repeat(np.arange(len(chunk)), of_tile)
+    split = np.arange(len(tile)) - np.repeat(of_tile.cumsum() - of_tile, of_tile)
+    merged, token = _tiles(new, 1)
+    work = np.stack((chunk[tile], first[tile], split, bases[chunk[tile]]), 1)
+    merges = np.stack((starts[merged] + token, bases[merged] + token * splits[merged], splits[merged]), 1)
+    return work, merges, int(slots.sum())
 
 
 def plan_attention(num_computed: Ints, num_new: Ints, block_tables: Ints, block_size: int, like: Tensor) -> Plan:
@@ -110,38 +107,6 @@ def plan_in_one_order(num_computed: Ints, num_new: Ints, block_tables: Ints, blo
     A token's attention is then the same bits in prefill, in a chunk of a prompt, as a draft and in decode.
     """
     return _plan(num_computed, num_new, block_tables, block_size, like, 0, max_chunk_splits=1)
-
-
-def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> Plan:
-    """Plan for CUDA graphs: one new token a row, static buffers that `update_static_inputs` fills, fixed launches."""
-    return Plan(
-        lengths=torch.zeros(num_rows, dtype=torch.int32, device=like.device),
-        tables=torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int32, device=like.device),
-        num_decodes=num_rows,
-        most_splits=int(num_splits(np.array(max_model_len), SPLIT, MAX_SPLITS)),
-        split=SPLIT,
-        max_splits=MAX_SPLITS,
-        chunk_starts=torch.zeros(1, dtype=torch.int32, device=like.device),
-        chunk_new=np.zeros(0, dtype=np.int64),
-        chunk_lengths=np.zeros(0, dtype=np.int64),
-        chunk_split=CHUNK_SPLIT,
-        max_chunk_splits=1,
-        block_size=block_size,
-    )
-
-
-def first_rows(plan: Plan, num_rows: int) -> Plan:
-    """A captured plan for fewer rows, in the same buffers: only one of the plans may be in use at a time."""
-    return replace(plan, lengths=plan.lengths[:num_rows], tables=plan.tables[:num_rows], num_decodes=num_rows)
-
-
-def update_static_inputs(plan: Plan, lengths: Tensor, tables: Tensor, rows: Tensor) -> None:
-    """Copy a step's rows into a captured plan; a graph may begin with it.
-
-    lengths: (R,) past and new tokens; 0: padding  tables: (N, blocks) block tables of all rows  rows: (R,) of these.
-    """
-    plan.lengths.copy_(lengths)
-    torch.index_select(tables, 0, rows, out=plan.tables)
 
 
 def num_splits(lengths: Ints, tokens: int, most: int) -> Ints:
@@ -164,7 +129,7 @@ def _plan(
     max_chunk_splits: int,
 ) -> Plan:
     lengths = num_computed + num_new
-    chunk_starts = np.concatenate((np.zeros(1, dtype=np.int64), num_new[num_decodes:].cumsum()))
+    chunk_starts = num_decodes + np.concatenate((np.zeros(1, dtype=np.int64), num_new[num_decodes:].cumsum()))
     on_device = upload([array.astype(np.int32) for array in (lengths, block_tables, chunk_starts)], like.device)
     return Plan(
         lengths=on_device[0],

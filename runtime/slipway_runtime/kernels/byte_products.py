@@ -19,6 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipway_runtime.kernels.rounding import LARGEST_CODE, SMALLEST_SCALE
+
+_LARGEST = LARGEST_CODE[torch.float8_e4m3fn]
+
 __all__ = ["MOST_ROWS", "compile_times_int8", "rows_as_float8", "times_int8"]
 
 # With more rows, a product is compute-bound: then codes are converted once, and the library multiplies.
@@ -26,8 +30,6 @@ MOST_ROWS = 256
 # By the number of rows: rows, outputs and inputs of a tile, warps, stages. Tiles have few outputs, so that a decode
 # step of few rows has as many programs as there are multiprocessors.
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 4, 4)))
-_LARGEST = 448.0  # code of float8_e4m3fn
-_SMALLEST_SCALE = 1e-12  # of a row of zeros
 
 
 def times_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def rows_as_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     _rows_as_float8[(rows,)](
-        x, codes, scales, LARGEST=_LARGEST, SMALLEST=_SMALLEST_SCALE, IN=inputs, BLOCK=triton.next_power_of_2(inputs),
+        x, codes, scales, LARGEST=_LARGEST, SMALLEST=SMALLEST_SCALE, IN=inputs, BLOCK=triton.next_power_of_2(inputs),
         num_warps=8,
     )  # fmt: skip
     return codes, scales

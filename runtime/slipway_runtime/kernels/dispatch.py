@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import fixed_order, native, reference
+from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
 from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
 from slipway_runtime.kernels.reference_experts import ExpertWeights
 from slipway_runtime.kernels.reference_lora import LoraWeights
@@ -104,7 +105,7 @@ class Kernels(Protocol):
 
 
 class CapturableKernels(Kernels, Protocol):
-    """Kernels for CUDA graphs: the launches of a decode step depend on its number of rows only."""
+    """Kernels for CUDA graphs: the launches of a step depend on its number of rows, or of tokens, only."""
 
     def plan_for_capture(self, num_rows: int, max_model_len: int, block_size: int, like: Tensor) -> AttentionPlan:
         """Attention plan of rows of one new token each, in static buffers."""
@@ -115,6 +116,32 @@ class CapturableKernels(Kernels, Protocol):
     def update_static_inputs(self, plan: AttentionPlan, lengths: Tensor, tables: Tensor, rows: Tensor) -> None:
         """Copy a step's rows into such a plan, within the graph. lengths, rows: (R,)  tables: (N, blocks)."""
 
+    def chunk_capacity(self, num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
+        """What a captured step of so many tokens has room for, in which rows may have several new tokens."""
+
+    def with_chunks(
+        self, plan: AttentionPlan, capacity: ChunkCapacity, starts: Tensor, work: Tensor, merges: Tensor
+    ) -> AttentionPlan:
+        """The captured plan for such a step, in the row buffers of `plan`. The tensors: static, of `pack_chunks`."""
+
+    def empty_chunks(self, capacity: ChunkCapacity, padding_row: int) -> StaticChunks:
+        """Static inputs of such a step that consists of padding: rows, lengths, starts, work, merges."""
+
+    def pack_chunks(
+        self,
+        capacity: ChunkCapacity,
+        row_ids: Ints,
+        num_computed: Ints,
+        num_new: Ints,
+        *,
+        padding_row: int,
+        queries: int,
+    ) -> StaticChunks | None:
+        """Static inputs of such a step, padded; None: it has no room for the step. queries: see `split_queries`."""
+
+    def split_queries(self, q: Tensor, cache: Tensor, block_size: int) -> int:
+        """New tokens that a program of such a step attends. q: (…, Hq, D)."""
+
     def plan_lora_for_capture(self, num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
         """LoRA plan in static buffers, for any adapters that a step uses."""
 
@@ -123,7 +150,7 @@ class CapturableKernels(Kernels, Protocol):
 
 
 def capturable(kernels: Kernels) -> CapturableKernels | None:
-    """These kernels, if CUDA graphs can capture their decode steps; else None."""
+    """These kernels, if CUDA graphs can capture their steps; else None."""
     return cast(CapturableKernels, kernels) if hasattr(kernels, "plan_for_capture") else None
 
 

@@ -7,27 +7,26 @@ query head reads is contiguous.
     quantized             (blocks, 2, Hkv, page · (D + 4)) one-byte codes: page · D codes of the tokens, then page
                           float32 scales, one per token and head, so copying a block's bytes copies its scales too.
 
-code = round(x / scale), scale = max |x| of the head / largest code, so x ≈ code · scale. The dtype of the tensor says
-is the format: float8_e4m3fn (largest code 448) or int8 (127).
+The codes are `rounding`'s, with a scale for each token and head; the dtype of the tensor is their format.
 """
 
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels.rounding import LARGEST_CODE, quantize
+
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SCALE_BYTES = 4
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-_SMALLEST_SCALE = 1e-12  # of a head of zeros
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
     """Whether a cache of this type holds codes and scales."""
-    return dtype in _LARGEST
+    return dtype in LARGEST_CODE
 
 
 def largest(dtype: torch.dtype) -> float:
     """The largest code."""
-    return _LARGEST[dtype]
+    return LARGEST_CODE[dtype]
 
 
 def page_shape(block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -57,14 +56,6 @@ def scales(cache: Tensor, head_dim: int) -> Tensor:
     """The scales of a quantized cache, as a view. (blocks, 2, Hkv, page), float32."""
     page = block_size_of(cache, head_dim)
     return cache[..., page * head_dim :].view(torch.float32)
-
-
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x: (…, D) -> codes (…, D) and scales (…), float32."""
-    x = x.float()
-    scale = (x.abs().amax(-1) / _LARGEST[dtype]).clamp_min_(_SMALLEST_SCALE)
-    code = x / scale[..., None]
-    return (code.round_() if dtype == torch.int8 else code).to(dtype), scale
 
 
 def store(kv: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -32,7 +32,7 @@ from slipway_runtime.kernels import kv_pages, tiles
 from slipway_runtime.kernels.attention_plan import DECODE_PROGRAMS, Plan
 from slipway_runtime.kernels.reference_attention import Scoring
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "split_queries"]
 
 EXTEND_ROWS = 64  # of a tile: new tokens × query heads of a KV head
 LOWEST = tl.constexpr(-1e30)  # below any score, and finite
@@ -61,9 +61,14 @@ def paged_attention(
     if plan.num_decodes:
         _launch_decode(q, cache, plan, scale, window or NO_WINDOW, scoring, out)
     if len(plan.chunk_new):
-        chunks, into = q[plan.num_decodes :], out[plan.num_decodes :]
-        _launch_extend(chunks, cache, plan, scale, window or NO_WINDOW, scoring, into)
+        _launch_extend(q, cache, plan, scale, window or NO_WINDOW, scoring, out)
     return out
+
+
+def split_queries(q: Tensor, cache: Tensor, block_size: int) -> int:
+    """New tokens of a tile of a chunk that is computed in splits. q: (…, Hq, D)."""
+    groups = q.shape[1] // cache.shape[2]
+    return _extend_tile("extend_split", q, cache, block_size)["BLOCK_M"] // groups
 
 
 def _launch_decode(
@@ -98,13 +103,11 @@ def _launch_decode(
 def _launch_extend(
     q: Tensor, cache: Tensor, plan: Plan, scale: float, window: int, scoring: Scoring | None, out: Tensor
 ) -> None:
-    """Launch the extend kernel. q, out: the rows of the chunks."""
+    """Launch the extend kernel for the chunks of a step. q, out: of all tokens."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
-    whole, split = (_tile(name, q, cache, plan.block_size) for name in ("extend", "extend_split"))
-    for tile in (whole, split):
-        tile["BLOCK_M"] = max(tile.get("BLOCK_M", EXTEND_ROWS), _power_of_two(groups))
+    whole, split = (_extend_tile(name, q, cache, plan.block_size) for name in ("extend", "extend_split"))
     work = plan.chunk_work(whole["BLOCK_M"] // groups, split["BLOCK_M"] // groups)
     partial, stats = out, out
     if work.num_slots:
@@ -165,6 +168,13 @@ def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, i
     else:
         default = {"BLOCK_N": 64 if block_d * cache.itemsize <= 256 else 32}
     return layout | default | tiles.tuned(kernel, head_dim=block_d, itemsize=cache.itemsize, device=cache.device)
+
+
+def _extend_tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, int]:
+    """Launch options of the extend kernel, for whole or for split chunks."""
+    tile = _tile(kernel, q, cache, block_size)
+    tile["BLOCK_M"] = max(tile.get("BLOCK_M", EXTEND_ROWS), _power_of_two(q.shape[1] // cache.shape[2]))
+    return tile
 
 
 def _power_of_two(n: int) -> int:
@@ -317,7 +327,7 @@ def _merge_splits(
     partial, stats, out, token, slot, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge a token's splits, in slots from `slot` on, weighted by their sums; all are loaded at once."""
+    """Merge a token's splits, in slots from `slot` on, weighted by their sums; all are loaded at once. 0 splits: 0."""
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     d = tl.arange(0, BLOCK_D)
@@ -329,7 +339,7 @@ def _merge_splits(
     parts = tl.load(
         partial + place[:, None] * HEAD_DIM + d[None, :], mask=ours[:, None] & (d < HEAD_DIM)[None, :], other=0.0
     )
-    weight = tl.exp2(maximum - tl.max(maximum, 0))
+    weight = tl.exp2(maximum - tl.maximum(tl.max(maximum, 0), LOWEST))  # of no split: zeros, not NaN
     total = tl.sum(sums * weight, 0)
     attended = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + (token * num_heads + head) * HEAD_DIM + d, attended.to(out.dtype.element_ty), mask=d < HEAD_DIM)

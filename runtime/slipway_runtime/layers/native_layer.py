@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels import native
 from slipway_runtime.layers.linear import Linear
-from slipway_runtime.layers.matmul_native import NativeBf16, NativeInt8, NativePacked
+from slipway_runtime.layers.matmul_cpu import NativeBf16, NativeInt8, NativePacked
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.step import StepContext
 

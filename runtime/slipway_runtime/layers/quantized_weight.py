@@ -11,7 +11,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipway_runtime.layers.matmul_quantized import OneScaleRows
+
+@dataclass(frozen=True, slots=True)
+class OneScaleRows:
+    """A matrix that is already quantized: codes (out, in), scales (out,) in float32, and the model's dtype."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out, in)."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the codes."""
+        return self.codes.device
 
 
 @dataclass(frozen=True, slots=True)

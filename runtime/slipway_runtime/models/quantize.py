@@ -13,7 +13,7 @@ quantization is requested, they are dequantized and quantized again.
     int8, a scale for a row    bytes × bytes, if its inputs were rounded     as int8 above
     float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized each step
     float8, blocks of 128      dequantized at load                           dequantized at load
-    4 bits, groups             4 bits × bfloat16 (`matmul_int4`)             4 bits × bfloat16, for a bfloat16 model
+    4 bits, groups             4 bits × bfloat16 (`matmul_quantized`)        4 bits × bfloat16, for a bfloat16 model
     4 bits, one group a row    dequantized at load                           dequantized at load
 
 The embedding is not quantized. lm_head is quantized to int8 with the layers, a scale for each token; with fp8, whose
@@ -39,21 +39,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from slipway_api.memory import CPU_BF16_PARAMETERS
 from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
-from slipway_runtime.layers.matmul import MakeMatmul, Matmul
-from slipway_runtime.layers.matmul_int4 import Int4
-from slipway_runtime.layers.matmul_native import NativeBf16, NativeInt8
-from slipway_runtime.layers.matmul_prepacked import computes_bf16, prepacked
-from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
-from slipway_runtime.layers.matmul_tiled import RowsDifferError, Tiled
+from slipway_runtime.layers.matmul import MakeMatmul, Matmul, RowsDifferError, Tiled
+from slipway_runtime.layers.matmul_cpu import NativeBf16, NativeInt8, computes_bf16, prepacked
+from slipway_runtime.layers.matmul_quantized import DynamicInt8, Int4, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 QUANTIZATIONS = ("none", "int8", "fp8")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SMALL_MODEL = 100_000_000  # parameters; below, float32 costs little memory on a CPU and is the fastest
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -67,7 +64,7 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
         return _DTYPES[asked]
     if device.type == "cpu":
         capable = computes_bf16() or native.library() is not None
-        return torch.bfloat16 if capable and config.num_parameters >= _SMALL_MODEL else torch.float32
+        return torch.bfloat16 if capable and config.num_parameters >= CPU_BF16_PARAMETERS else torch.float32
     form = parse_quantization(config.quantization)
     if form is not None and form.name == "int4":
         return torch.bfloat16  # the int4 kernel supports no other dtype; AWQ's and GPTQ's config files have float16

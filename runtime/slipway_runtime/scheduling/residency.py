@@ -7,7 +7,10 @@
 - A slot is idle when no row computes with it. An adapter that loses its slot stays in host memory, so its prefixes stay
   usable, and returning to a slot costs one copy.
 - Memory is bounded by `max_cpu_adapters`, and with `block_bytes` also by bytes: adapters then occupy blocks of the KV
-  pool, at most `most_blocks`. The least popular adapter or prefix is evicted first: `LeastPopular`.
+  pool, at most `most_blocks`. The least popular adapter or prefix is evicted first: each use counts one and is halved
+  for every half-life since then (LRFU). Sizes and load times are not counted: on the traces of `python -m bench
+  eviction` a model with all of them was no better (ADR 91). An adapter is used when a request for it arrives, a prefix
+  block when a sequence finds it; a block's first use counts half, so most prefixes are evicted before their adapter.
 - KV depends on its adapter. Before an adapter is evicted from memory, the prefixes computed with it are: KV that no
   request can use never takes memory. With `dependency_aware=False` adapters and prefixes are two independent LRUs, and
   `most_blocks` of the pool are reserved for adapters from the start: the baseline of the benchmark.
@@ -35,7 +38,6 @@ from slipway_runtime.scheduling.eviction import LrfuOrder
 
 CLAIM_AFTER = 16
 STAGED = 2  # adapters in memory that wait for a slot: the next one, and one that loads meanwhile
-
 HALF_LIFE_SECONDS: Final = 60.0
 
 
@@ -50,18 +52,7 @@ class EvictionRule(Protocol):
 
 
 class LeastPopular:
-    """LRFU over adapters and, with `shares_blocks`, prefix blocks: the pool then evicts in the same order.
-
-        popularity = number of uses, each halved for every half-life since then
-
-    Adapters and prefix blocks are compared by this one number. Sizes, load times and the cost of a prefill are not in
-    it: on the traces of `python -m bench eviction` a model with all of them was no better (ADR 91), and the half-life
-    is the only constant: 2, 10 and 60 s differ by less than 2 %.
-
-    An adapter is used when a request for it arrives, and a prefix block when a sequence finds it; a first use of a
-    block counts half. So an adapter is about as popular as its most popular prefix, and most prefixes are evicted
-    before it.
-    """
+    """LRFU over adapters and, with `shares_blocks`, prefix blocks: the pool then evicts in the same order."""
 
     def __init__(self, pool: BlockPool, *, half_life_seconds: float, shares_blocks: bool) -> None:
         self._pool = pool

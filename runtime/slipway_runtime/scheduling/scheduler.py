@@ -7,7 +7,9 @@
 One rule: `num_computed` catches up with `num_tokens`. Chunked prefill, prefix hits, preemption and resuming all follow.
 
 - Running sequences are planned first: decodes (one token behind) before sequences with a prompt to finish, so that a
-  long prompt costs the others at most one step of `max_num_batched_tokens`.
+  long prompt costs the decodes at most one step of `max_num_batched_tokens`.
+- While a long prompt is computed, half of the budget for prompts is for short ones, running or waiting
+  (prefill_share.py).
 - A waiting sequence is admitted in the order of waiting.py, when the blocks for all of its tokens are available beside
   a reserve: a watermark, and one block for each running sequence. Its blocks are allocated at once. A sequence that
   waits for a slot for its adapter is skipped; one that waits for blocks is not overtaken.
@@ -26,6 +28,7 @@ gets them writes in a later plan. Without overlap, schedule and update by turns,
 Cost: one small tuple per row and step, and one append per token.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 
@@ -43,6 +46,7 @@ from slipway_runtime.messages import (
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
+from slipway_runtime.scheduling.prefill_share import divide_prefill
 from slipway_runtime.scheduling.request_table import RequestTable
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
@@ -189,14 +193,8 @@ class Scheduler:
         for sequence in self._table.running.copy():
             if sequence.num_ahead == 1 and sequence.state is State.RUNNING:
                 budget -= self._schedule_decode(sequence, plan, now)
-        for sequence in self._table.running:
-            if sequence.num_ahead > 1 and budget > 0:
-                budget -= _schedule_chunk(sequence, budget, plan)
-        if self._table.ledger.preemptions == preemptions:  # blocks freed by preemption are for running sequences
-            left = self._admit_waiting(budget, plan, now)
-            if left == budget > 0 and len(self._table.waiting):
-                self._table.park_one(now)
-            budget = left
+        # Blocks freed by preemption are for running sequences.
+        budget = self._schedule_prompts(budget, plan, now, admits=self._table.ledger.preemptions == preemptions)
         if self.speculation is not None and self.speculation.active:
             self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._table.running))
         loads = self.residency.take_loads() if self.residency is not None else ()
@@ -294,15 +292,37 @@ class Scheduler:
                 return False
         return True
 
-    # --- waiting sequences
+    # --- prompts, running and waiting
 
-    def _admit_waiting(self, budget: int, plan: SchedulerOutputBuilder, now: float) -> int:
-        """Admit waiting sequences while budget, rows and blocks last; the budget that is left."""
+    def _schedule_prompts(self, budget: int, plan: SchedulerOutputBuilder, now: float, *, admits: bool) -> int:
+        """Plan prompts: short ones beside the reserve of a long one, long ones, then what waits; the budget left."""
+        waiting = self._table.waiting
+        share = divide_prefill(self._table.running, budget, self.max_num_batched_tokens)
+        least_rank = -math.inf if share.first is None else share.first.request.priority
+        budget = _schedule_chunks(share.short, budget - share.reserved, plan)
+        left = self._admit_waiting(budget, plan, now, least_rank) if admits else budget
+        if admits and left == budget > 0 and any(waiting.in_turn(now, least_rank)):
+            self._table.park_one(now)
+        if share.first is None:
+            return left
+        budget, reserved = left + share.reserved, share.reserved
+        for sequence in share.long:
+            reserved = 0 if sequence is share.first else reserved
+            budget = _schedule_chunks([sequence], budget - reserved, plan) + reserved
+        return self._admit_waiting(budget, plan, now) if admits else budget
+
+    def _admit_waiting(
+        self, budget: int, plan: SchedulerOutputBuilder, now: float, least_rank: float = -math.inf
+    ) -> int:
+        """Admit waiting sequences while budget, rows and blocks last; the budget that is left.
+
+        least_rank: of their priority class, aging included.
+        """
         table = self._table
         without_slot: set[str] = set()
         result = AdmissionResult.ADMITTED
         while result is AdmissionResult.ADMITTED and budget > 0 and table.free_rows and len(table.waiting):
-            for sequence in table.waiting.in_turn(now):
+            for sequence in table.waiting.in_turn(now, least_rank):
                 if sequence.adapter in without_slot:
                     continue
                 result = admit(sequence, table, plan, self._watermark_blocks, now)
@@ -392,6 +412,14 @@ class Scheduler:
         refusal = self._adapters.failure(digest)
         if refusal:
             self._table.end_waiting(digest, refusal, now)
+
+
+def _schedule_chunks(sequences: list[Sequence], budget: int, plan: SchedulerOutputBuilder) -> int:
+    """Plan prompts in their order while the budget lasts; the budget that is left."""
+    for sequence in sequences:
+        if budget > 0:
+            budget -= _schedule_chunk(sequence, budget, plan)
+    return budget
 
 
 def _schedule_chunk(sequence: Sequence, budget: int, plan: SchedulerOutputBuilder) -> int:

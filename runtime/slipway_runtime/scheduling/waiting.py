@@ -3,6 +3,7 @@
 Sequences of one tenant and adapter do not overtake each other: a preempted one returns to its place by arrival.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
@@ -76,17 +77,25 @@ class WaitingQueue:
         self._classes[sequence.request.priority].served_at = now
         self.remove(sequence)
 
-    def in_turn(self, now: float) -> Iterator[Sequence]:
-        """The first sequence of each tenant and adapter, in the order of service. Valid until the queue changes."""
+    def in_turn(self, now: float, least_rank: float = -math.inf) -> Iterator[Sequence]:
+        """The first sequence of each tenant and adapter, in the order of service, of classes of `least_rank` or above.
+
+        Valid until the queue changes.
+        """
         for kind in self._in_order(list(self._classes.values()), now):
+            if self._rank(kind, now) < least_rank:
+                return
             for tenant in _least_served(list(kind.tenants)):
                 for share in _least_served(list(kind.tenants[tenant])):
                     yield kind.tenants[tenant][share][0]
 
     def _in_order(self, classes: list[_Class], now: float) -> list[_Class]:
         if len(classes) > 1:
-            classes.sort(key=lambda c: -class_rank(c.priority, now - c.served_at, self._aging_seconds))
+            classes.sort(key=lambda c: -self._rank(c, now))
         return classes
+
+    def _rank(self, kind: _Class, now: float) -> float:
+        return class_rank(kind.priority, now - kind.served_at, self._aging_seconds)
 
 
 def _least_served(shares: list[Share]) -> Iterator[Share]:

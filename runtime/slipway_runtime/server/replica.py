@@ -107,7 +107,6 @@ class Replica:
         identity: Identity,
         *,
         drain_timeout: float = 120.0,
-        stall_seconds: float = 6.0,
         hang_seconds: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,7 +126,6 @@ class Replica:
         self.drain_timeout = drain_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._refuse_at: asyncio.TimerHandle | None = None
-        self._stall_seconds = stall_seconds
         self._hang_seconds = hang_seconds
         self._started = clock()
         self._open: dict[str, bool] = {}  # requests in the engine, and whether another replica can continue each
@@ -174,9 +172,7 @@ class Replica:
     def ready_with(self, loaded: LoadedModel, startup: StartupTimes) -> None:
         """Begin to serve requests, unless a drain came first."""
         self.loaded = loaded
-        self._steps = StepWatch(
-            loaded.engine, self.clock, stall_seconds=self._stall_seconds, hang_seconds=self._hang_seconds
-        )
+        self._steps = StepWatch(loaded.engine, self.clock, hang_seconds=self._hang_seconds)
         self.startup = startup
         self._phase = ReadyReason.READY
         self._started_once.set()

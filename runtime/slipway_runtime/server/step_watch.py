@@ -1,8 +1,8 @@
 """Watches the step loop of an engine: for how long a step that is due has not come.
 
 A step is due while the engine has requests. An idle engine gets a ping every few seconds, whose answer is due, so that
-a hanging engine is found before the first request. The allowed time of a step grows with the longest step so far: a
-prompt of 30,000 tokens on a CPU is slow, and does not hang.
+a hanging engine is found before the first request. The allowed time of a step grows with the longest step so far
+(`StepTimes`): a prompt of 30,000 tokens on a CPU is slow, and does not hang.
 """
 
 import asyncio
@@ -14,19 +14,15 @@ from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import Ping
 
 PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
-LONGEST_STEPS: Final = 4.0  # limit of a step, in multiples of the longest so far: attention grows with the context
 
 
 class StepWatch:
     """The time since the last step of one engine, where a step is due."""
 
-    def __init__(
-        self, engine: EngineClient, clock: Callable[[], float], *, stall_seconds: float, hang_seconds: float
-    ) -> None:
+    def __init__(self, engine: EngineClient, clock: Callable[[], float], *, hang_seconds: float) -> None:
         self.hang_seconds = hang_seconds
         self._engine = engine
         self._clock = clock
-        self._stall_seconds = stall_seconds
         self._busy_since = 0.0
         self._ping: asyncio.Task[None] | None = None
         self._pinged_at = 0.0
@@ -34,7 +30,7 @@ class StepWatch:
     @property
     def longest_stall(self) -> float:
         """Seconds that a step may take before the engine counts as stalled; at most `hang_seconds`."""
-        return min(self._stall_seconds + LONGEST_STEPS * self._engine.times.longest, self.hang_seconds)
+        return min(self._engine.times.limit, self.hang_seconds)
 
     @property
     def is_stalled(self) -> bool:

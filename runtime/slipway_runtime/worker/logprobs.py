@@ -12,7 +12,7 @@ from torch import Tensor
 from slipway_runtime.kernels.upload import download, upload
 from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
 from slipway_runtime.worker.input_batch import InputBatch, Ints
-from slipway_runtime.worker.inputs import StepInputs
+from slipway_runtime.worker.inputs import HostInputs
 
 _SCORES_AT_ONCE = 1 << 23  # logits of prompt tokens: 32 MB of float32 for any prompt and vocabulary
 
@@ -48,7 +48,7 @@ def as_logprobs(token_ids: Ints, scores: Sequence[npt.NDArray[Any]], counts: Int
 
 
 def score_prompts(
-    plan: SchedulerOutput, inputs: StepInputs, rows: InputBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+    plan: SchedulerOutput, inputs: HostInputs, rows: InputBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """Prompt logprobs of each row: of the tokens after its new prompt positions. Empty: no row requested any.
 

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels, LoraPlan, capturable
-from slipway_runtime.kernels.upload import Download, upload
+from slipway_runtime.kernels.upload import Download
 from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import Capture, DecodeGraphs
+from slipway_runtime.worker.capture import Capture, StepHidden
+from slipway_runtime.worker.graphs import StepGraphs
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, upload_inputs
 from slipway_runtime.worker.logprobs import score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
-from slipway_runtime.worker.sampler import Masks, Sampler
-from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
+from slipway_runtime.worker.sampler import Masks, Sampler, kept_logprobs, kept_tokens
 
 PendingStep = Callable[[], StepResult]  # waits for the samples of a launched step
 
@@ -57,7 +57,7 @@ class Runner:
         self._num_tokens = num_tokens
         self.adapters = adapters  # None: adapters are off
         self.host: HostArena | None = None  # None: evicted blocks are not offloaded
-        self.graphs: DecodeGraphs | None = None  # None: every step runs eagerly
+        self.graphs: StepGraphs | None = None  # None: every step runs eagerly
         self.pooler: Pooler | None = None  # None: this engine generates text
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -96,23 +96,22 @@ class Runner:
             return partial(StepResult, step=plan.step, token_ids=())
         host = pack_inputs(plan, self._rows, self._block_size)
         token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-        if self.graphs is not None and self.graphs.has(host):
-            self._upload_last_tokens(host)
-            replayed, rows_on_device = self.graphs.replay(host, token_slots)
-            return self._sample(plan, host, rows_on_device, self.logits(replayed), masks)
-        inputs = upload_inputs(host, self._rows, self._block_size, self._device)
-        lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
-        hidden = self.hidden(inputs, lora)
-        if self.pooler is not None:
-            pooled = self.pooler(plan, inputs, hidden, self.decoder.normed)
-            return lambda: pooled
-        last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-        scores = self.logits(last) if len(inputs.sampled_rows) else None
-        result = self._sample(plan, host, inputs.rows_on_device, scores, masks)
+        step = None if self.graphs is None else self.graphs.replay(host, self._rows, token_slots)
+        if step is None:
+            inputs = upload_inputs(host, self._rows, self._block_size, self._device)
+            lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
+            hidden = self.hidden(inputs, lora)
+            if self.pooler is not None:
+                pooled = self.pooler(plan, inputs, hidden, self.decoder.normed)
+                return lambda: pooled
+            sampled = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+            step = StepHidden(hidden, sampled, inputs.rows_on_device)
+        scores = self.logits(step.sampled) if len(host.sampled_rows) else None
+        result = self._sample(plan, host, step.rows_on_device, scores, masks)
         # No prompt logprobs in a step that samples after every token: all of its rows are past their prompts.
-        if inputs.sampled_tokens is None:
+        if host.sampled_tokens is None:
             return result
-        scored = score_prompts(plan, inputs, self._rows, hidden, self.logits)
+        scored = score_prompts(plan, host, self._rows, step.tokens, self.logits)
         return (lambda: msgspec.structs.replace(result(), prompt_logprobs=scored)) if scored else result
 
     def execute_without_sampling(self, plan: SchedulerOutput) -> None:
@@ -125,10 +124,7 @@ class Runner:
             if not plan.rows:
                 return
             host = pack_inputs(plan, self._rows, self._block_size)
-            if self.graphs is not None and self.graphs.has(host):
-                self._upload_last_tokens(host)
-                self.graphs.replay(host, None)
-            else:
+            if self.graphs is None or self.graphs.replay(host, self._rows, None) is None:
                 self.hidden(upload_inputs(host, self._rows, self._block_size, self._device))
 
     def record_sampled(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
@@ -136,7 +132,7 @@ class Runner:
         self._rows.record_sampled(plan, token_ids)
 
     def capture_graphs(self, capture: Capture) -> None:
-        """Capture decode steps into `graphs`, if the kernels support capture. Raises RuntimeError if it fails."""
+        """Capture steps into `graphs`, if the kernels support capture. Raises RuntimeError if it fails."""
         if (kernels := capturable(self._kernels)) is None:
             return
 
@@ -144,8 +140,9 @@ class Runner:
             cos, sin = self.decoder.rotary(positions)
             return self.decoder(token_ids, self.caches, StepContext(cos, sin, slots, plan, lora))
 
+        attention = self.decoder.layers[0].attention
         with torch.inference_mode():
-            self.graphs = DecodeGraphs(
+            self.graphs = StepGraphs(
                 hidden,
                 kernels,
                 capture,
@@ -154,6 +151,8 @@ class Runner:
                 block_size=self._block_size,
                 num_slots=0 if self.adapters is None else self.adapters.num_slots,
                 last_tokens=self._rows.last_tokens,
+                cache=self.caches[0],
+                query_heads=(attention.num_q_heads, attention.head_dim),
             )
 
     def hidden(self, inputs: StepInputs, lora: LoraPlan | None = None) -> Tensor:
@@ -167,15 +166,6 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token. (R, H) -> (R, V), float32."""
         return self.decoder.logits(hidden)[:, : self._num_tokens]
-
-    def _upload_last_tokens(self, host: HostInputs) -> None:
-        """Upload the tokens of rows that begin with a step of decode or had draft tokens: the device lacks them."""
-        rows = self._rows
-        is_missing = rows.last_position[host.row_ids] != host.positions
-        if is_missing.any():
-            missing, positions = host.row_ids[is_missing], host.positions[is_missing]
-            where, tokens = upload((missing, rows.tokens[missing, positions]), self._device)
-            rows.last_tokens.index_copy_(0, where, tokens)
 
     def _sample(
         self,

@@ -2,22 +2,28 @@
 
 The order is fixed: grammar bitmask, logit_bias, min_tokens, penalties, temperature, min-p, top-k, top-p, sample.
 Logprobs are computed after the bitmask and before all the rest.
+
+Draft tokens (speculative decoding) are accepted if the row samples the same token. A sample is a function of the
+logits, the seed and the position: a row with K draft tokens samples K + 1 times, each with the key of its position, as
+if all drafts before it were accepted. The first sample that differs from its draft is kept too, and ends the row's
+step. So the output is the same with and without drafts, token for token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.kernels.reference_sampling import PENALIZED_AT_ONCE
 from slipway_runtime.kernels.upload import Download, upload
-from slipway_runtime.messages import TokenLogprobs, TokenMasks
+from slipway_runtime.messages import SchedulerOutput, TokenLogprobs, TokenMasks
 from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.logprobs import as_logprobs, score
-from slipway_runtime.worker.masks import apply_masks
 from slipway_runtime.worker.token_counts import TokenCounts
 
 Masks = Callable[[], TokenMasks | None]  # of all samples; called only when a grammar constrains one
@@ -168,3 +174,64 @@ def _pairs(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
     """Split (place, token) pairs into two arrays."""
     both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return np.ascontiguousarray(both[:, 0]), np.ascontiguousarray(both[:, 1])
+
+
+def apply_masks(
+    logits: Tensor,
+    masks: TokenMasks | None,
+    bound: npt.NDArray[np.bool_],
+    row_ids: Ints,
+    ends: tuple[int, ...],
+    kernels: Kernels,
+) -> None:
+    """Apply the bitmasks in place. logits: (D, V)  bound: (D,) whether a grammar constrains the sample's row.
+
+    A constrained row whose first sample has no mask may only sample a token of `ends`: a grammar failure never leads
+    to an unconstrained sample.
+    """
+    places = np.array(masks.samples if masks is not None else (), dtype=np.int64)
+    if masks is not None and len(places):
+        words = np.frombuffer(bytearray(masks.words), dtype=np.int32).reshape(len(places), -1)
+        kernels.apply_bitmask(logits, *upload((places, words), logits.device))
+    first = np.flatnonzero(bound & np.append(True, row_ids[1:] != row_ids[:-1]))
+    if len(unmasked := np.setdiff1d(first, places)):
+        rows, tokens = upload((unmasked, np.array(ends, dtype=np.int64)), logits.device)
+        at_ends = rows[:, None], tokens[None, :]
+        scores = logits[at_ends]
+        logits.index_fill_(0, rows, float("-inf"))
+        logits.index_put_(at_ends, scores)
+
+
+def kept_tokens(plan: SchedulerOutput, sampled: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Sampled tokens that each row of the plan keeps. sampled: all samples of the plan, in order."""
+    following = iter(sampled)
+    if not plan.drafts:
+        return tuple([(next(following),) if samples else () for samples in plan.samples])
+    return tuple(
+        [
+            _kept(drafts, list(islice(following, 1 + len(drafts)))) if samples else ()
+            for samples, drafts in zip(plan.samples, plan.drafts, strict=True)
+        ]
+    )
+
+
+def kept_logprobs(
+    plan: SchedulerOutput, logprobs: Sequence[TokenLogprobs | None], token_ids: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    """Logprobs of each row's kept tokens. logprobs: of all samples, in order; empty, as the result: none requested."""
+    if not logprobs:
+        return ()
+    result: list[tuple[TokenLogprobs, ...]] = []
+    first = 0
+    for index, kept in enumerate(token_ids):
+        result.append(tuple([one for one in logprobs[first : first + len(kept)] if one is not None]))
+        if plan.samples[index]:
+            first += 1 + (len(plan.drafts[index]) if plan.drafts else 0)
+    return tuple(result)
+
+
+def _kept(drafts: tuple[int, ...], sampled: list[int]) -> tuple[int, ...]:
+    right = 0
+    while right < len(drafts) and sampled[right] == drafts[right]:
+        right += 1
+    return tuple(sampled[: right + 1])

@@ -402,11 +402,45 @@ def test_a_step_takes_from_when_work_was_there_until_its_report():
 def test_a_long_step_is_forgotten_after_some_minutes_and_the_widest_of_the_warm_up_never():
     clock = Clock()
     times = StepTimes(0.5, clock)
-    clock.now += 20
+    clock.now += 7
     times.reported()
-    assert times.longest == 20.0
+    assert times.longest == 7.0
     for _ in range(3):
         clock.now += WINDOW_SECONDS
         times.work_came()
         times.reported()
     assert times.longest == 0.5
+
+
+@pytest.mark.capability("RD-9")
+def test_a_hang_that_ended_does_not_raise_the_limit_of_the_next_step():
+    """The limit is 6 s and four times the longest step: with a hang of 12 s as the longest it would be 54 s."""
+    clock = Clock()
+    times = StepTimes(0.5, clock)
+    for seconds in (0.1, 12, 0.1, 12, 0.1):  # also the second one: it does not follow the first at once
+        clock.now += seconds
+        times.reported()
+        assert times.longest == 0.5
+        assert times.limit == 8.0
+
+
+@pytest.mark.capability("RD-9")
+def test_slow_steps_one_after_the_other_raise_the_limit_though_the_first_exceeded_it():
+    """As when a prompt with a long cached prefix comes to a slow machine."""
+    clock = Clock()
+    times = StepTimes(0.5, clock)
+    for seconds, longest in ((10, 0.5), (9, 9.0), (11, 11.0), (0.1, 11.0)):
+        clock.now += seconds
+        times.reported()
+        assert times.longest == longest
+
+
+@pytest.mark.capability("RD-9")
+def test_steps_that_grow_with_the_context_raise_the_limit_with_them():
+    clock = Clock()
+    times = StepTimes(1.0, clock)
+    for seconds in (2, 6, 20, 60):
+        assert seconds < times.limit
+        clock.now += seconds
+        times.reported()
+        assert times.longest == seconds

@@ -235,7 +235,7 @@ def test_graphs_that_one_rank_cannot_capture_are_used_by_none(monkeypatch: pytes
     def refused(*_: object) -> str:
         raise PeerLostError("a sum over 2 ranks failed: operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(build_module, "capture_decode_steps", refused)
+    monkeypatch.setattr(build_module, "capture_steps", refused)
     engine = build_engine(TINY, OPTIONS)
     assert engine.facts.graphs_failed.endswith("operation not permitted when stream is capturing")
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

@@ -55,3 +55,10 @@ def a_library(name: str) -> Native:
     if not path.exists():
         pytest.skip("there was no compiler when the package was built")
     return Native(path)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of these tests have short contexts, and the interpreter takes a millisecond for a program without work."""
+    if "tmp_path" in request.fixturenames:
+        monkeypatch.setattr("slipway_runtime.kernels.captured_plan.LEAST_PROGRAMS", 8)

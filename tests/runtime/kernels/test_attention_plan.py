@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipway_runtime.kernels import attention_plan, kv_pages
+from slipway_runtime.kernels import attention_plan, captured_plan, kv_pages
 from slipway_runtime.kernels import paged_attention as kernels
 from slipway_runtime.kernels.attention_plan import num_splits
 from tests.runtime.kernels.test_paged_attention import MIXED, PADDING, Step, a_step
@@ -73,7 +73,7 @@ def test_the_grid_of_a_long_recording_is_bounded(monkeypatch):
     monkeypatch.setattr(kernels, "_merge", Watched("merge"))
     cache = torch.empty(2, 2, 8, *kv_pages.page_shape(16, 64, torch.float16), dtype=torch.float16)
     for rows, programs in ((1, 32), (8, 32), (32, 8), (256, 1)):
-        plan = attention_plan.plan_for_capture(rows, 32768, 16, torch.empty(0))
+        plan = captured_plan.plan_for_capture(rows, 32768, 16, torch.empty(0))
         q = torch.empty(rows, 32, 64, dtype=torch.float16)
         kernels.paged_attention(q, q, cache, plan, 0.1)
         assert grids["decode"] == (rows, 8, programs)

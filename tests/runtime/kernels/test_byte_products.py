@@ -5,7 +5,8 @@ import torch
 
 from bench.gpu_steps import a_machine
 from slipway_runtime.kernels import byte_products
-from slipway_runtime.layers.matmul_quantized import WeightOnly, quantize_rows
+from slipway_runtime.kernels.rounding import quantize
+from slipway_runtime.layers.matmul_quantized import WeightOnly
 
 
 @pytest.mark.capability("QZ-1")
@@ -43,7 +44,7 @@ def test_rows_are_rounded_to_float8_as_the_definition_does(inputs, device):
     x = torch.randn(5, inputs, generator=torch.Generator().manual_seed(inputs)).to(torch.bfloat16)
     x[3] = 0
     codes, scales = byte_products.rows_as_float8(x.to(device))
-    expected_codes, expected_scales = quantize_rows(x, torch.float8_e4m3fn)
+    expected_codes, expected_scales = quantize(x, torch.float8_e4m3fn)
     assert torch.equal(scales.cpu()[:, 0], expected_scales)
     got, expected = codes.cpu().float(), expected_codes.float()
     if device.type == "cuda":

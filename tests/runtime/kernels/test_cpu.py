@@ -18,7 +18,7 @@ from slipway_runtime.kernels import fixed_order, kv_pages, reference
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for
 from slipway_runtime.kernels.native import Native
 from slipway_runtime.kernels.native.compile import build
-from slipway_runtime.layers.matmul_native import LARGEST_ROW, NativeBf16, NativeInt8, NativePacked
+from slipway_runtime.layers.matmul_cpu import LARGEST_ROW, NativeBf16, NativeInt8, NativePacked
 from slipway_runtime.layers.matmul_quantized import WeightOnly
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Recorded decode steps: what is recorded, what is put into a recording, and when a step is computed as planned.
+"""Recorded steps: what is recorded, what is put into a recording, and when a step is computed as planned.
 
 Without a GPU a recording computes again, into the scores that it had: what differs from a CUDA graph is that launches
 could change, so that is watched.
@@ -34,7 +34,8 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.worker.adapters import AdapterSlots
-from slipway_runtime.worker.graphs import Capture, CapturedGraph, CudaCapture, DecodeGraphs, batch_sizes
+from slipway_runtime.worker.capture import Capture, CapturedGraph, CudaCapture, StepHidden
+from slipway_runtime.worker.graphs import StepGraphs, batch_sizes
 from slipway_runtime.worker.inputs import HostInputs
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.runner import Runner
@@ -45,7 +46,6 @@ PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
 
 
 def compute_again(compute: Callable[[], object]) -> CapturedGraph:
-    compute()
     return CapturedGraph(compute)
 
 
@@ -82,8 +82,9 @@ def new_row(row: int, tokens: tuple[int, ...], slot: int = -1) -> NewSequence:
 
 def a_step(rows: tuple[int, ...], computed: tuple[int, ...], new: tuple[int, ...], **more: object) -> SchedulerOutput:
     blocks = more.pop("new_blocks", ((),) * len(rows))
-    return SchedulerOutput(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks,
-                    samples=(True,) * len(rows), **more)  # fmt: skip
+    samples = more.pop("samples", (True,) * len(rows))
+    return SchedulerOutput(step=1, rows=rows, num_computed=computed, num_new=new, new_blocks=blocks, samples=samples,
+                           **more)  # fmt: skip
 
 
 # Prompts, then three rows (padded to four) of which one has an adapter, one row alone, and two without adapters.
@@ -120,20 +121,21 @@ def test_a_padded_step_draws_what_the_planned_step_draws(tmp_path, device):
     assert recorded.graphs is not None
     seen = watched(recorded.graphs)
     assert tokens_of(recorded) == tokens_of(a_runner(tmp_path, reference))
-    assert seen == [None, 3, 1, 2], "prompts are computed as planned, and every decode step from a recording"
+    assert seen == ["14 tokens", "3 rows", "1 rows", "2 rows"]
 
 
-def watched(graphs: DecodeGraphs) -> list[int | None]:
-    """For each step of a runner how many rows came from a recording."""
-    seen: list[int | None] = []
-    inner = graphs.has
+def watched(graphs: StepGraphs) -> list[str | None]:
+    """For each step of a runner what came from a recording; None: it was computed as planned."""
+    seen: list[str | None] = []
+    inner = graphs.replay
 
-    def has(inputs: HostInputs) -> bool:
-        result = inner(inputs)
-        seen.append(len(inputs.row_ids) if result else None)
+    def replay(inputs: HostInputs, *more: object) -> StepHidden | None:
+        result = inner(inputs, *more)
+        size = f"{len(inputs.row_ids)} rows" if inputs.is_decode else f"{len(inputs.positions)} tokens"
+        seen.append(size if result else None)
         return result
 
-    graphs.has = has
+    graphs.replay = replay
     return seen
 
 
@@ -142,7 +144,7 @@ def watched(graphs: DecodeGraphs) -> list[int | None]:
 def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, device, monkeypatch):
     a_checkpoint(tmp_path)
     runner = a_runner(tmp_path, gpu, device, compute_again)
-    graphs, launches = runner.graphs, []
+    graphs, launches = runner.graphs._decodes, []
     inner = interpreter.GridExecutor.__call__
 
     def launch(self, *args, **kwargs):
@@ -150,9 +152,10 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
         launches.append((self.fn.__name__, self.grid, fixed))
         return inner(self, *args, **kwargs)
 
-    buffers = [graphs._static, graphs._tables, graphs._last_tokens]
-    for plan in (graphs._plans[4], graphs._lora[4]):
-        buffers += [plan.lengths, plan.tables] if plan is graphs._plans[4] else [plan.order, plan.work]
+    shared = graphs._shared
+    plan, lora_plan = shared.plan, shared.lora[4]
+    buffers = [graphs._static, shared.tables, shared.last_tokens, plan.lengths, plan.tables, lora_plan.order,
+               lora_plan.work]  # fmt: skip
     before = [buffer.data_ptr() for buffer in buffers]
     runner.execute(STEPS[0])
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
@@ -174,9 +177,10 @@ def test_rows_behind_the_batch_are_padding(tmp_path, device):
     runner = a_runner(tmp_path, gpu, device, compute_again)
     runner.execute(STEPS[0])
     runner.execute(STEPS[1])  # three rows, in the graph of four
-    plan, graphs = runner.graphs._plans[4], runner.graphs
-    assert plan.lengths.tolist() == [6, 8, 3, 0]
-    assert plan.tables[:, :2].tolist() == [[3, 7], [5, 1], [2, 0], [0, 0]]
+    graphs = runner.graphs._decodes
+    plan = graphs._shared.plan
+    assert plan.lengths[:4].tolist() == [6, 8, 3, 0]
+    assert plan.tables[:4, :2].tolist() == [[3, 7], [5, 1], [2, 0], [0, 0]]
     assert [buffer.tolist() for buffer in (graphs._rows, graphs._positions, graphs._slots)] == [
         [0, 1, 2, 4], [5, 7, 2, 0], [29, 7, 10, -1]
     ]  # fmt: skip
@@ -201,7 +205,7 @@ def test_a_row_without_a_token_on_the_device_is_replayed_too(tmp_path, device):
         ]
         results.append([first, *(runner.execute(step).token_ids for step in later)])
     assert results[0] == results[1]
-    assert seen == [None, 2, 2, 2]
+    assert seen == ["9 tokens", "2 rows", "2 rows", "2 rows"]
 
 
 @pytest.mark.capability("KN-5")
@@ -226,7 +230,7 @@ def test_an_engine_whose_recording_fails_serves_on_and_says_why(tmp_path):
 
     runner = a_runner(tmp_path, gpu)
     assert try_capture(runner, refuses, CPU) == (
-        "decode steps could not be captured as CUDA graphs, and are computed one by one: "
+        "steps could not be captured as CUDA graphs, and are launched kernel by kernel: "
         "operation not permitted when stream is capturing"
     )
     assert runner.graphs is None
@@ -239,7 +243,7 @@ def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
     def too_large(_: Callable[[], Tensor]) -> CapturedGraph:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the CUDA graphs of decode steps"):
+    with pytest.raises(DoesNotFitError, match="not enough memory on cpu for the CUDA graphs"):
         try_capture(a_runner(tmp_path, gpu), too_large, CPU)
 
 

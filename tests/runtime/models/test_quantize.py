@@ -6,12 +6,10 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from tokenizers import Tokenizer
 
 from slipway_runtime.kernels import kv_pages, native
-from slipway_runtime.layers import matmul_tiled
-from slipway_runtime.layers.matmul import Dense
-from slipway_runtime.layers.matmul_native import NativeBf16, NativePacked
-from slipway_runtime.layers.matmul_prepacked import MklPacked, OneDnnPacked, prepacked
+from slipway_runtime.layers import matmul
+from slipway_runtime.layers.matmul import SMALL_TILES, Dense, RowsDifferError, Tiled
+from slipway_runtime.layers.matmul_cpu import MklPacked, NativeBf16, NativePacked, OneDnnPacked, prepacked
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, WeightOnly
-from slipway_runtime.layers.matmul_tiled import SMALL_TILES, RowsDifferError, Tiled
 from slipway_runtime.models.config import ModelRefusedError, parse_config
 from slipway_runtime.models.quantize import (
     activation_dtype,
@@ -100,8 +98,8 @@ def test_a_library_whose_rows_depend_on_their_place_is_refused():
 @pytest.mark.capability("API-19")
 def test_a_gpu_multiplies_128_rows_at_a_time_where_no_row_changes_another(monkeypatch):
     """Finding 16: 8192 tokens were 512 launches of each matrix. A library that needs small tiles still gets them."""
-    assert matmul_tiled.TILES["cuda"] == (128, 16)
-    monkeypatch.setattr(matmul_tiled, "TILES", {"cpu": (128, 16)})
+    assert matmul.TILES["cuda"] == (128, 16)
+    monkeypatch.setattr(matmul, "TILES", {"cpu": (128, 16)})
     calls = []
 
     class Fixed(Dense):

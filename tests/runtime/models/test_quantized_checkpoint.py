@@ -9,9 +9,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from safetensors.torch import load_file, save_file
 
 from slipway_runtime.layers.matmul import Dense
-from slipway_runtime.layers.matmul_int4 import Int4
-from slipway_runtime.layers.matmul_native import NativeInt8
-from slipway_runtime.layers.matmul_quantized import DynamicInt8, ScaledFp8, WeightOnly
+from slipway_runtime.layers.matmul_cpu import NativeInt8
+from slipway_runtime.layers.matmul_quantized import DynamicInt8, Int4, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, concatenated
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, parse_config

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipway_runtime.layers.matmul_quantized import quantize_rows
+from slipway_runtime.kernels.rounding import quantize
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, read_config
 from slipway_runtime.models.decoder import load_decoder
@@ -114,9 +114,9 @@ def test_ranks_have_the_rows_or_the_columns_of_the_whole_matrix_and_nothing_twic
             assert sorted(place for own in places for place in own) == list(range(len(weight)))
             for own, part, part_bias in zip(places, weights, biases, strict=True):
                 assert torch.equal(part_bias, bias[own])
-                codes, scales = quantize_rows(part, torch.int8)
-                assert torch.equal(codes, quantize_rows(weight, torch.int8)[0][own])
-                assert torch.equal(scales, quantize_rows(weight, torch.int8)[1][own])
+                codes, scales = quantize(part, torch.int8)
+                assert torch.equal(codes, quantize(weight, torch.int8)[0][own])
+                assert torch.equal(scales, quantize(weight, torch.int8)[1][own])
 
 
 @pytest.mark.capability("DD-3")

@@ -127,6 +127,23 @@ async def test_a_long_step_on_a_slow_machine_is_not_taken_for_a_hang():
 
 
 @pytest.mark.capability("RD-9")
+async def test_a_second_hang_is_found_as_soon_as_the_first():
+    """A hang of 12 s that ended raised the limit to 54 s for minutes."""
+    async with a_replica() as replica:
+        replica.client.times = StepTimes(0.2, replica.clock)
+        for _ in range(2):
+            replica.steps.hold()
+            asking = asyncio.create_task(replica.chat(max_tokens=2))
+            await replica.until(lambda stats: stats.running + stats.waiting == 1)
+            replica.clock.ahead += 7
+            assert await ready_of(replica) == (503, ReadyReason.STEP_LOOP_STALLED)
+            replica.clock.ahead += 5
+            replica.steps.resume_steps()
+            assert (await asking).status_code == 200
+            assert await ready_of(replica) == (200, ReadyReason.READY)
+
+
+@pytest.mark.capability("RD-9")
 async def test_an_engine_that_hangs_without_work_is_found_by_a_ping():
     async with a_replica() as replica:
         assert (await replica.chat(max_tokens=2)).status_code == 200

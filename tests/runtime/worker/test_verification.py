@@ -9,7 +9,7 @@ import torch
 
 from slipway_runtime.messages import NewSequence, SamplingParams, SchedulerOutput, TokenLogprobs
 from slipway_runtime.worker.inputs import prepare_inputs
-from slipway_runtime.worker.verification import kept_logprobs, kept_tokens
+from slipway_runtime.worker.sampler import kept_logprobs, kept_tokens
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.logits import BLOCK, CPU, Bench
 

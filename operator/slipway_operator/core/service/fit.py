@@ -6,6 +6,11 @@
 | ... and `model.shape`               | weights + adapters + reserve + KV cache of one request fit its memory     |
 | `model.shape`, no GPU, memory limit | weights + adapters + reserve + `kvCache.bytes` fit `resources.limits`      |
 
+The processor is not known. `dtype: auto` on a CPU is planned as what the runtime chooses wherever its compiled kernels
+run: bf16 for 100 million parameters or more. So a refusal holds on every processor; where they do not run, weights and
+KV cache take twice as much. The embedding, which is fp32 there, counts like the other weights: `model.shape` has no
+vocabulary.
+
 What is not known is not guessed: the runtime plans again with the checkpoint and the device at hand, and says
 DoesNotFit itself.
 """
@@ -15,7 +20,7 @@ from typing import Final
 
 from slipway_api.gpu_catalogue import GPUFacts, find_gpu
 from slipway_api.inference_service import InferenceServiceSpec
-from slipway_api.memory import DoesNotFit, Fits, ModelShape, Needs, footprint, plan
+from slipway_api.memory import CPU_BF16_PARAMETERS, DoesNotFit, Fits, ModelShape, Needs, footprint, plan
 from slipway_api.runtime_spec import Dtype, KVDtype, Quantization
 from slipway_api.types import parse_quantity
 
@@ -79,12 +84,13 @@ def model_shape(spec: InferenceServiceSpec) -> ModelShape | None:
 
 
 def needs_of(spec: InferenceServiceSpec) -> Needs:
-    """The planner's view of `spec.runtime`; `auto` is bf16 on a GPU and fp32 on a CPU, as the runtime resolves it."""
-    runtime, on_gpu = spec.runtime, spec.resources.gpu.count > 0
-    automatic = Dtype.BF16 if on_gpu else Dtype.FP32
+    """The planner's view of `spec.runtime`."""
+    runtime, on_gpu, dtype = spec.runtime, spec.resources.gpu.count > 0, planned_dtype(spec)
     lora = runtime.lora
     return Needs(
-        dtype=(automatic if runtime.dtype is Dtype.AUTO else runtime.dtype).value,
+        dtype=dtype.value,
+        # On a CPU bf16 is the form of matrices and KV cache; all between is fp32.
+        activation_dtype=Dtype.FP32.value if dtype is Dtype.BF16 and not on_gpu else "",
         quantization=runtime.quantization.value,
         kv_dtype=runtime.kv_cache.dtype.value,
         block_size=runtime.block_size,
@@ -96,6 +102,15 @@ def needs_of(spec: InferenceServiceSpec) -> Needs:
         on_gpu=on_gpu,
         tensor_parallel_size=runtime.tensor_parallel_size,
     )
+
+
+def planned_dtype(spec: InferenceServiceSpec) -> Dtype:
+    """The number format of the weights, as the runtime resolves `auto`; on a GPU that of the checkpoint, 16 bits."""
+    if spec.runtime.dtype is not Dtype.AUTO:
+        return spec.runtime.dtype
+    shape = model_shape(spec)
+    is_small = shape is not None and shape.all_parameters < CPU_BF16_PARAMETERS
+    return Dtype.FP32 if is_small and not spec.resources.gpu.count else Dtype.BF16
 
 
 def _unsupported(spec: InferenceServiceSpec, facts: GPUFacts) -> DoesNotFit | None:
@@ -120,7 +135,17 @@ def _unsupported(spec: InferenceServiceSpec, facts: GPUFacts) -> DoesNotFit | No
     return None
 
 
-def _check_host(spec: InferenceServiceSpec) -> Fit:
+def missing_on_host(spec: InferenceServiceSpec) -> list[str]:
+    """The fields that a service without GPUs must set for its memory to be checked."""
+    known = {
+        "model.shape": spec.model.shape,
+        "runtime.kvCache.bytes": spec.runtime.kv_cache.fixed_bytes,
+        "resources.limits.memory": spec.resources.limits.get("memory"),
+    }
+    return [field for field, value in known.items() if value is None]
+
+
+def _check_host(spec: InferenceServiceSpec) -> DoesNotFit | None:
     """Without a GPU, weights and KV cache are part of the container's memory."""
     shape, limit = model_shape(spec), spec.resources.limits.get("memory")
     pool = spec.runtime.kv_cache.fixed_bytes
@@ -132,7 +157,8 @@ def _check_host(spec: InferenceServiceSpec) -> Fit:
     total = taken.total + pool + host
     if total <= memory:
         return None
-    parts = f"weights {_gib(taken.weights)} + reserve {_gib(taken.reserve)} + KV cache {_gib(pool)}"
+    dtype = planned_dtype(spec).value
+    parts = f"weights {_gib(taken.weights)} ({dtype}) + reserve {_gib(taken.reserve)} + KV cache {_gib(pool)}"
     parts += f" + adapter slots {_gib(taken.adapters)}" if taken.adapters else ""
     parts += f" + host cache {_gib(host)}" if host else ""
     return DoesNotFit(

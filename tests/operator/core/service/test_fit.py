@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipway_api.conditions import ConditionStatus, find_condition
-from slipway_api.memory import DoesNotFit, Fits
+from slipway_api.memory import DoesNotFit, Fits, activation_bytes, footprint
+from slipway_api.runtime_spec import Dtype
 from slipway_operator.core.actions import CreatePod
-from slipway_operator.core.service.fit import check_fit
+from slipway_operator.core.service.fit import check_fit, model_shape, needs_of, planned_dtype
 from slipway_operator.core.service.plan import plan
 from slipway_operator.core.service.revision import resolve
 from tests.builders import IMAGE, T0, a_pod, a_service, edited, promised, seen, stored
@@ -25,6 +26,14 @@ def on(product: str, *, count: int = 1, shape=LLAMA_8B, **runtime):
         model={"shape": shape} if shape else {},
         resources={"gpu": {"count": count, "product": product}},
         runtime=runtime,
+    )
+
+
+def on_a_cpu(limit: str = "16Gi", *, shape=LLAMA_8B, **runtime):
+    return a_service(
+        model={"shape": shape},
+        resources={"gpu": {"count": 0}, "limits": {"memory": limit}},
+        runtime={"kvCache": {"bytes": "4Gi"}, **runtime},
     )
 
 
@@ -86,18 +95,36 @@ def test_what_is_not_known_is_not_guessed(service):
 
 
 @pytest.mark.capability("OP-5")
-def test_on_a_cpu_the_weights_count_against_the_memory_limit():
-    resources = {"gpu": {"count": 0}, "limits": {"memory": "16Gi"}}
-    service = a_service(model={"shape": LLAMA_8B}, resources=resources, runtime={"kvCache": {"bytes": "4Gi"}})
+@pytest.mark.parametrize(("dtype", "weights"), [("auto", "14.96 GiB (bf16)"), ("fp32", "29.92 GiB (fp32)")])
+def test_on_a_cpu_the_weights_count_against_the_memory_limit(dtype, weights):
+    service = on_a_cpu(dtype=dtype)
 
     fit = planned(service)
 
     assert isinstance(fit, DoesNotFit)
-    assert "weights 29.92 GiB" in fit.message  # fp32
+    assert f"weights {weights}" in fit.message
     assert "KV cache 4.00 GiB" in fit.message
     assert "exceed resources.limits.memory 16.00 GiB" in fit.message
     quantized = edited(service, runtime={"kvCache": {"bytes": "2Gi"}, "quantization": "int8"})
     assert planned(quantized) is None
+
+
+@pytest.mark.capability("OP-5")
+def test_on_a_cpu_auto_is_planned_as_the_runtime_chooses_it():
+    """ADR 89: bf16 from 100 million parameters on, with activations and adapters in fp32; smaller models are fp32."""
+    small = LLAMA_8B | {"parameters": 99_000_000}
+    large = on_a_cpu("24Gi", lora={"maxAdapters": 4, "maxRank": 16})
+
+    assert planned(on_a_cpu("24Gi")) is None, "14.96 GiB of weights, not 29.92"
+    assert planned_dtype(on_a_cpu().spec) is Dtype.BF16
+    assert planned_dtype(on_a_cpu(shape=small).spec) is Dtype.FP32
+    assert planned_dtype(on_a_cpu(shape=small, dtype="bf16").spec) is Dtype.BF16
+    assert planned_dtype(on(H100, shape=small).spec) is Dtype.BF16
+    on_cpu, on_gpu = needs_of(large.spec), needs_of(on(H100, lora={"maxAdapters": 4, "maxRank": 16}).spec)
+    shape = model_shape(large.spec)
+    assert footprint(shape, on_cpu).weights == footprint(shape, on_gpu).weights
+    assert footprint(shape, on_cpu).adapters == 2 * footprint(shape, on_gpu).adapters
+    assert activation_bytes(shape, on_cpu) == 2 * activation_bytes(shape, on_gpu)
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]))

@@ -1,21 +1,31 @@
-"""Linears on the compiled CPU kernels (`kernels.native`): packed float32 weights, or int8 with a scale per output.
+"""Linears on a CPU: on the compiled kernels (`kernels.native`), or packed by a library (MKL, oneDNN).
 
-A row's result depends on the row alone, bit for bit, so `deterministic` needs nothing else.
+`Native…`: float32 or bfloat16 weights in tiles, or int8 with a scale per output. A row's result depends on the row
+alone, bit for bit, so `deterministic` needs nothing else. One thread, the linears of 8 layers of a 135M model, ms at
+1 / 8 / 32 / 128 / 512 rows (Xeon with AVX512-VNNI, a neighbour on the other core; `python -m bench linears`):
 
-One thread, the linears of 8 layers of a 135M model, ms at 1 / 8 / 32 / 128 / 512 rows (Xeon with AVX512-VNNI, a
-neighbour on the other core; `python -m bench linears` measures it anew):
-
-    MKL, packed (matmul_prepacked)       12.2  13.7  30.6  89.3  303
+    MKL, packed (MklPacked)              12.2  13.7  30.6  89.3  303
     NativePacked                         11.5  13.1  23.6  67.1  245
     oneDNN, int8 (DynamicInt8)           10.9  11.3  15.8  37.1  135
     NativeInt8                            3.5   3.8   7.0  19.8   82
+
+Without the compiled kernels: oneDNN for bfloat16 if the processor multiplies bfloat16; MKL for float32 if torch has
+it; else F.linear, which is slowest at 2 to 32 rows (the same linears, five other processes on two cores, ms at
+1 / 2 / 4 / 8 / 16 / 32 / 128 rows):
+
+    F.linear, float32    27  32  63  84  83  125  293
+    oneDNN, packed       43  39  40  47  63   97  280
+    MKL, packed          28  27  28  31  43   72  214
 """
 
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels import native
 from slipway_runtime.kernels.native import Native
-from slipway_runtime.layers.matmul_quantized import OneScaleRows, rounded_rows
+from slipway_runtime.layers.matmul import Dense, Matmul
+from slipway_runtime.layers.matmul_quantized import rounded_rows
+from slipway_runtime.layers.quantized_weight import OneScaleRows
 
 LARGEST_ROW = 2**31 // (255 * 127)  # most inputs whose sum of byte products always fits into an int32
 
@@ -137,3 +147,69 @@ class NativeInt8:
     def fits(weight: Tensor | OneScaleRows, native: Native) -> bool:
         """Whether this processor's int8 kernel supports a matrix of this shape."""
         return native.multiplies_bytes and weight.dtype == torch.float32 and weight.shape[1] <= LARGEST_ROW
+
+
+_EXPECTED_ROWS = 16  # the batch size that MKL packs for; any other works too
+
+
+def prepacked(weight: Tensor) -> Matmul:
+    """The fastest `Matmul` of this machine for a weight (out, in) of this dtype."""
+    if weight.device.type != "cpu":
+        return Dense(weight)
+    if weight.dtype == torch.float32 and (library := native.library()) is not None:
+        return NativePacked(weight, library)
+    if weight.dtype == torch.float32 and torch._C.has_mkl:
+        return MklPacked(weight)
+    if weight.dtype == torch.bfloat16 and computes_bf16():
+        return OneDnnPacked(weight)
+    return Dense(weight)
+
+
+def computes_bf16() -> bool:
+    """Whether the processor multiplies bfloat16. If not, torch converts to float32, and float32 weights are faster."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+class MklPacked:
+    """float32 weights, packed by MKL."""
+
+    __slots__ = ("_no_weight", "_packed", "in_features", "out_features")
+    rows_are_independent = False
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+        # The operator also takes the original weight, for row counts other than the packed one. `__call__` passes x's
+        # own row count as the packed one, so only the original's shape is read, and its numbers need not be kept.
+        self._no_weight = weight.new_empty(1).expand(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        y: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._no_weight, None, x.shape[0])
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights; packing pads by less than a percent."""
+        return 4 * self.out_features * self.in_features
+
+
+class OneDnnPacked:
+    """bfloat16 weights, packed by oneDNN."""
+
+    __slots__ = ("_packed", "in_features", "out_features")
+    rows_are_independent = False
+
+    def __init__(self, weight: Tensor) -> None:  # (out, in)
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return 2 * self.out_features * self.in_features

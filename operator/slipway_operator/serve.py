@@ -1,0 +1,116 @@
+"""The operator process: reads the settings, builds the manager, and runs kopf.
+
+kopf is the main coroutine of the one event loop. It takes SIGTERM and SIGINT, starts and stops the manager through
+the handlers of `handlers.py`, and cancels every task of its loop at the very end, when ours are gone.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from contextlib import AsyncExitStack
+
+import kopf
+import structlog
+from kopf._core.engines.peering import Identity
+from pydantic import ValidationError
+
+from slipway_api import __version__, logs, names
+from slipway_kube import auth
+from slipway_kube.client import Client
+from slipway_kube.errors import NoCredentials
+from slipway_operator import handlers as handlers  # the import registers the handlers
+from slipway_operator.keepalive import KeptConnections
+from slipway_operator.manager import Manager, exempt_caches_from_collection
+from slipway_operator.masters import MissingKey
+from slipway_operator.metrics import OperatorMetrics
+from slipway_operator.probes import serve_probes
+from slipway_operator.replica_client import direct, through_api_server
+from slipway_operator.settings import OperatorSettings, explain
+
+log = structlog.get_logger()
+
+HELP = """\
+Runs InferenceServices as pods. Needs credentials for a Kubernetes API server: those of its own pod, else KUBECONFIG.
+
+environment:
+  SLIPWAY_NAMESPACE         namespace of the release and of its Lease (slipway-system)
+  POD_NAME                  name of this replica in the Lease (slipway-operator)
+  POD_UID                   uid of this replica's pod: a restarted container takes its own Lease back at once
+  SLIPWAY_RUNTIME_IMAGE     image of runtimes whose service names none
+  SLIPWAY_GATEWAY_URL       base URL of the gateway, for status.url
+  SLIPWAY_MASTER_DIR        folder with the admin masters: current, and previous while rotating (/etc/slipway/admin)
+  SLIPWAY_GATEWAY_KEY_DIR   folder with the gateway's key, likewise (/etc/slipway/gateway)
+  SLIPWAY_GATEWAY_SELECTOR  labels of the gateways' pods in SLIPWAY_NAMESPACE, which are asked for their demand
+  SLIPWAY_NETWORK_POLICY    on: each service gets a NetworkPolicy for its replicas; off: none (on)
+  SLIPWAY_CLIENT_NAMESPACES comma-separated; their pods may call services with directAccess GatewayOnly
+  SLIPWAY_METRICS_NAMESPACES comma-separated; their pods may scrape the replicas' admin port
+  SLIPWAY_WATCH_NAMESPACES  comma-separated; empty means all
+  SLIPWAY_POD_USER          USER:GROUP of the replicas, or platform: neither is set (65532:65532)
+  SLIPWAY_REPLICA_ACCESS    direct: connect to pods; proxy: through the API server, when running outside the cluster
+  SLIPWAY_ADMIN_PORT        port of /livez, /readyz and /metrics (8080)
+  SLIPWAY_LOG_LEVEL         DEBUG, INFO, WARNING or ERROR (INFO)
+"""
+
+
+async def serve(settings: OperatorSettings, *, stop: asyncio.Event | None = None) -> None:
+    """Run the whole operator, until SIGTERM, SIGINT or `stop`."""
+    metrics = OperatorMetrics()
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client(auth.load(), user_agent=user_agent()))
+        lease_client = await stack.enter_async_context(Client(auth.load(), user_agent=user_agent(), timeout=5.0))
+        if settings.replica_access == "proxy":
+            dial, serving_dial = through_api_server(client), through_api_server(client, port=names.SERVING_PORT)
+        else:
+            connections = KeptConnections()
+            stack.callback(connections.close)
+            dial, serving_dial = direct(connections), direct(connections, port=names.SERVING_PORT)
+        manager = Manager(
+            settings,
+            client,
+            lease_client,
+            dial,
+            metrics,
+            serving_dial=serving_dial,
+            on_synced=exempt_caches_from_collection,
+        )
+        admin_port = await stack.enter_async_context(
+            serve_probes(settings.admin_port, alive=manager.alive, ready=manager.ready, metrics=metrics)
+        )
+        log.info("operator started", version=__version__, identity=settings.identity, admin_port=admin_port)
+        await kopf.operator(
+            memo=kopf.Memo(manager=manager, connect=auth.load),
+            standalone=True,
+            # kopf would ask for the name of the user, and on OpenShift a user has none.
+            identity=Identity(settings.identity),
+            clusterwide=not settings.watch_namespaces,
+            namespaces=settings.watch_namespaces,
+            stop_flag=stop,
+        )
+    log.info("operator stopped")
+
+
+def user_agent() -> str:
+    """The User-Agent header, which the API server's audit log records."""
+    return f"slipway-operator/{__version__}"
+
+
+def run() -> None:
+    """Run the operator with the settings of the environment."""
+    parser = argparse.ArgumentParser(
+        prog="slipway-operator", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"slipway-operator {__version__} ({names.API_VERSION})")
+    parser.add_argument("command", nargs="?", choices=["run"], default="run", help="run the operator (the default)")
+    parser.parse_args()
+    try:
+        settings = OperatorSettings()
+    except ValidationError as exc:
+        sys.exit(f"slipway-operator: {explain(exc)}")
+    try:
+        logs.configure("operator", settings.log_level)
+        # kopf logs at INFO that a handler succeeded, for each event of each object; its warnings are kept.
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+        asyncio.run(serve(settings))
+    except (NoCredentials, MissingKey) as exc:
+        sys.exit(f"slipway-operator: {exc}")
