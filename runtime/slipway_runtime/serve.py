@@ -32,7 +32,7 @@ from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.boot_memory import BootMemory, compare_with_first_start
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.launch import EngineNotLoadedError
-from slipway_runtime.loading import LOADER, Fetched, boot_engine, bring, in_daemon_thread, load_engine
+from slipway_runtime.loading import LOADER, Fetched, boot_engine, fetch_model, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource, adapter_roots
@@ -190,7 +190,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
     try:
         if not settings.model_uri.startswith(("file:", "/")):
             replica.downloading()
-        fetched = await in_daemon_thread(lambda: bring(settings))
+        fetched = await in_daemon_thread(lambda: fetch_model(settings))
         if settings.standby and booted is not None:
             if await booted.wait() is not None:
                 await is_measured.wait()

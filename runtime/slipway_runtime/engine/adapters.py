@@ -27,7 +27,7 @@ class _Read:
     error: str = ""
 
 
-class Adapters:
+class AdapterLoader:
     """Reads adapters, keeps their host copies, replies to load and unload calls."""
 
     def __init__(

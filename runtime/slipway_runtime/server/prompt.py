@@ -150,7 +150,7 @@ class ChatTemplate:
         """Render the conversation to text; raises ApiError 400 where the template refuses it."""
         if self._template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions, or set one for the service")
-        seen = [as_template_sees(message) for message in messages]
+        seen = [template_message(message) for message in messages]
         final = ""
         if continue_final_message:
             final = seen[-1].get("content") or ""
@@ -170,10 +170,10 @@ class ChatTemplate:
             raise _refused(f"the chat template refuses these messages: {error.message}") from None
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError):
             raise _refused("the chat template cannot render these messages") from None
-        return _up_to_the_mark(text, final) if continue_final_message else text
+        return _cut_at_mark(text, final) if continue_final_message else text
 
 
-def as_template_sees(message: ChatMessage) -> dict[str, Any]:
+def template_message(message: ChatMessage) -> dict[str, Any]:
     """Translate a message to the template's variables; the role `developer` is OpenAI's newer name of `system`.
 
     Arguments of tool calls arrive as JSON text, and templates write them with `tojson`, so they are parsed to objects.
@@ -209,7 +209,7 @@ def _arguments(text: str) -> Any:
     return arguments
 
 
-def _up_to_the_mark(text: str, final: str) -> str:
+def _cut_at_mark(text: str, final: str) -> str:
     """Cut the text at the end of the last message; a template that trims messages has also trimmed the mark's space."""
     if final.strip() not in text or _CONTINUE.strip() not in text:
         raise _refused("the chat template does not show the final message, so it cannot be continued")
