@@ -21,13 +21,13 @@ from slipway_runtime.settings import (
     RuntimeSettings,
     SamplingDefaults,
     flag,
-    warm_prompts_of,
+    parse_warm_prompts,
 )
 
 REFUSE_AFTER_SECONDS: Final = 5.0  # as spec.drain.endpointPropagationSeconds
 
 
-def arguments_of(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; exits with a message where it is wrong."""
     whole = parser()
     arguments, rest = whole.parse_known_args(argv)
@@ -198,7 +198,7 @@ def model_spec(arguments: argparse.Namespace) -> ModelSpec | None:
         given["sampling_defaults"] = {name: value for name, value in asdict(defaults).items() if value is not None}
     if arguments.warm_prompts:
         lists = [_json("--warm-prompts", text) for text in arguments.warm_prompts if text]
-        given["warm_prompts"] = tuple(prompt for one in lists for prompt in warm_prompts_of(one))
+        given["warm_prompts"] = tuple(prompt for one in lists for prompt in parse_warm_prompts(one))
     if arguments.model_uri:
         return ModelSpec(uri=arguments.model_uri, **given)
     if said := sorted(set(given) - {"dtype"} | ({"dtype"} if arguments.dtype != "auto" else set())):

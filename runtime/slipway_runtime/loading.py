@@ -73,7 +73,7 @@ class Fetched:
     seconds: float  # of downloading
 
 
-def bring(settings: RuntimeSettings) -> Fetched:
+def fetch_model(settings: RuntimeSettings) -> Fetched:
     """Fetch and check the model and its tokenizer. Blocks. Raises FetchError, TokenizerMismatch, FileNotFoundError."""
     began = time.monotonic()
     directory = fetch(settings.model_uri, cache=settings.cache_directory)

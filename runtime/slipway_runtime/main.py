@@ -29,9 +29,9 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb of the command line; returns the exit code."""
-    from slipway_runtime.command_line import arguments_of, cache_directory, run_directory, serve_settings
+    from slipway_runtime.command_line import cache_directory, parse_arguments, run_directory, serve_settings
 
-    arguments = arguments_of(argv)
+    arguments = parse_arguments(argv)
     if arguments.verb == "drain":
         return drain(run_directory(os.environ) / "drain.sock", arguments.timeout or None, arguments.refuse_after)
     if arguments.verb == "pull":

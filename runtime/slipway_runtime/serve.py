@@ -32,18 +32,17 @@ from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.boot_memory import BootMemory, compare_with_first_start
 from slipway_runtime.engine.client import EngineClient, QueueLimits
 from slipway_runtime.engine.launch import EngineNotLoadedError
-from slipway_runtime.loading import LOADER, Fetched, boot_engine, bring, in_daemon_thread, load_engine
+from slipway_runtime.loading import LOADER, Fetched, boot_engine, fetch_model, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource, adapter_roots
 from slipway_runtime.server.admin import serve_control
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.boot import load_adapters, load_boot_list, prefill, read_boot_list
-from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.model_choice import ModelChoice, StandbyError, stand_by
 from slipway_runtime.server.prompt import PromptEncoder
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import Identity, LoadedModel, Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch
@@ -191,7 +190,7 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
     try:
         if not settings.model_uri.startswith(("file:", "/")):
             replica.downloading()
-        fetched = await in_daemon_thread(lambda: bring(settings))
+        fetched = await in_daemon_thread(lambda: fetch_model(settings))
         if settings.standby and booted is not None:
             if await booted.wait() is not None:
                 await is_measured.wait()

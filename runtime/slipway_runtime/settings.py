@@ -181,7 +181,7 @@ class RuntimeSettings:
             kv_cache_host_bytes=int(parse_quantity(spec.kv_cache_host_bytes or "0")),
             speculation=spec.speculation.value,
             sampling_defaults=SamplingDefaults.of(spec.sampling_defaults),
-            warm_prompts=warm_prompts_of(
+            warm_prompts=parse_warm_prompts(
                 [one if isinstance(one, str) else [dict(message) for message in one] for one in spec.warm_prompts]
             ),
             **given,
@@ -245,7 +245,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def warm_prompts_of(given: Any) -> tuple[WarmPrompt, ...]:
+def parse_warm_prompts(given: Any) -> tuple[WarmPrompt, ...]:
     """Parse a list of texts and message lists; raises ValueError naming the first entry that is neither."""
     if not isinstance(given, list):
         raise ValueError("--warm-prompts must be a JSON list of texts and of message lists")

@@ -11,7 +11,7 @@ from typing import Final
 
 from slipway_api import names
 from slipway_runtime.storage.address import shown
-from slipway_runtime.storage.errors import AccessDeniedError, ModelNotFoundError
+from slipway_runtime.storage.source import AccessDeniedError, ModelNotFoundError
 
 # In the words of `cudaGetErrorString`, and of the drivers for the corresponding Xids.
 _FAULTS: Final = (

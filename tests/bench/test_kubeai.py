@@ -5,14 +5,14 @@ import pytest
 from bench.kubeai import ENGINE, PATIENCE, Reaction, section
 from bench.kubeai_controller import CHART_DEFAULTS, FASTEST, configuration, engine_patches, network
 from slipway_api import names
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 
 
 def test_the_engine_that_both_run_is_a_command_line_of_our_runtime():
     patches = {one["path"].rpartition("/")[2]: one.get("value") for one in engine_patches(ENGINE)}
     environment = {one["name"]: one["value"] for one in patches["env"]}
 
-    settings = serve_settings(arguments_of(patches["args"]), environment)
+    settings = serve_settings(parse_arguments(patches["args"]), environment)
 
     assert settings.admin_host == "0.0.0.0", "the kubelet must reach /ready"
 

@@ -10,7 +10,7 @@ from slipway_api.inference_service import InferenceService
 from slipway_api.types import parse_quantity
 from slipway_operator.core.service.pod import arguments
 from slipway_operator.core.service.revision import resolve
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -46,7 +46,7 @@ def test_every_example_fits_a_small_node_and_the_embedded_model(path: Path):
 def test_the_runtime_understands_what_every_example_asks_of_it(path: Path):
     service = service_of(path)
 
-    settings = serve_settings(arguments_of(arguments(service, resolve(service, "slipway/runtime:1"))), {})
+    settings = serve_settings(parse_arguments(arguments(service, resolve(service, "slipway/runtime:1"))), {})
 
     assert settings.model_name == service.metadata.name
     assert settings.quantization == service.spec.runtime.quantization.value

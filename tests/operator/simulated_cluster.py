@@ -10,7 +10,6 @@ Everything of the operator is real except the network, the clock and kopf, whose
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,16 +22,13 @@ import msgspec
 from slipway_api import names
 from slipway_api.admin_token import token_matches
 from slipway_api.runtime_api import BlockCounts, DrainStatus, ModelInfo, QueueCounts, Signals, StartupTimes, State
-from slipway_kube.errors import KubeError, Unreachable
 from slipway_kube.resources import CONFIG_MAPS, INFERENCE_SERVICES, LORA_ADAPTERS, NODES, PODS, WARM_POOLS
 from slipway_operator.clock import Clock
-from slipway_operator.controller.kinds import Kind
-from slipway_operator.manager import KINDS, Manager, Registration
-from slipway_operator.metrics import OperatorMetrics
+from slipway_operator.manager import KINDS, Registration
 from slipway_operator.replica_client import Address
-from slipway_operator.settings import OperatorSettings
-from tests.fakes import FakeApiServer, InProcessClient
+from tests.fakes import FakeApiServer
 from tests.operator.adapter_double import AdapterDouble
+from tests.operator.operator_process import OperatorProcess
 
 NAMESPACE = "team"
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
@@ -62,134 +58,6 @@ class Runtime:
     boots: int = 0
     starts: int = 0  # of the process within its container, after DELETE /model
     adapters: AdapterDouble = field(default_factory=AdapterDouble)
-
-
-class Severable(InProcessClient):
-    """A client whose process can be killed, at a write of the test's choice."""
-
-    def __init__(self, server: FakeApiServer, process: "Process") -> None:
-        super().__init__(server)
-        self._process = process
-
-    async def _exchange(self, method: str, path: str, **options: Any) -> tuple[int, bytes, str | None]:
-        is_write = method != "GET" and "/leases" not in path and "/events" not in path
-        self._process.check()
-        if is_write:
-            await self._process.before_write(f"{method} {path}")
-        reply = await super()._exchange(method, path, **options)
-        self._process.check()
-        if is_write:
-            await self._process.after_write(f"{method} {path}")
-        return reply
-
-
-class Process:
-    """One operator process."""
-
-    def __init__(
-        self, cluster: "SimulatedCluster", identity: str, *, pod_uid: str = "", dies_after_writes: int | None = None
-    ) -> None:
-        self._cluster = cluster
-        self._left = dies_after_writes
-        self.writes: list[str] = []
-        self.is_dead = False
-        self.died = asyncio.Event()
-        self.lost: list[str] = []
-        self.metrics = OperatorMetrics()
-        self._stop = asyncio.Event()
-        client, lease_client = Severable(cluster.server, self), Severable(cluster.server, self)
-        self.manager = Manager(
-            OperatorSettings(
-                namespace="slipway-system",
-                identity=identity,
-                pod_uid=pod_uid,
-                master_directory=cluster.master_directory,
-                gateway_key_directory=cluster.gateway_key_directory,
-                gateway_url="http://gateway",
-            ),
-            client,
-            lease_client,
-            cluster.dial,
-            self.metrics,
-            serving_dial=cluster.serving_dial,
-            on_lost=self._lose,
-            clock=cluster.clock,
-            kinds=cluster.kinds,
-        )
-        self._tasks = [
-            asyncio.create_task(self._live()),
-            *(asyncio.create_task(self._watch(client, kind)) for kind in self.manager.kinds.values()),
-        ]
-
-    @property
-    def is_leader(self) -> bool:
-        return self.manager.elector.is_leader()
-
-    def check(self) -> None:
-        if self.is_dead:
-            raise Unreachable("this process is dead")
-
-    async def before_write(self, what: str) -> None:
-        self._cluster.on_write(what)
-        if self._left == 0:
-            self.kill()
-            await asyncio.Event().wait()
-        self.writes.append(what)
-
-    async def after_write(self, what: str) -> None:
-        await asyncio.sleep(self._cluster.write_seconds)
-        self._cluster.on_written(what)
-        if self._left is not None:
-            self._left -= 1
-            if self._left == 0:
-                self.kill()
-                await asyncio.Event().wait()
-
-    def kill(self) -> None:
-        """kill -9."""
-        self.is_dead = True
-        self.died.set()
-        for task in self._tasks:
-            task.cancel()
-
-    async def stop(self) -> None:
-        """SIGTERM."""
-        self._stop.set()
-        await self._tasks[0]
-        for task in self._tasks:
-            task.cancel()
-
-    async def end(self) -> None:
-        self.kill()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _lose(self, reason: str) -> None:
-        self.lost.append(reason)
-        self.kill()
-
-    async def _live(self) -> None:
-        """As `handlers` has it: start, be asked to stop, stop."""
-        try:
-            await self.manager.start()
-            await self._stop.wait()
-        finally:
-            await self.manager.stop()
-
-    async def _watch(self, client: Severable, kind: Kind) -> None:
-        """As kopf does: list, watch, list again after a gap, and never say what vanished in it."""
-        path = kind.resource.path()
-        while True:
-            with contextlib.suppress(KubeError):
-                version = ""
-                async for page in client.list_pages(path):
-                    version = page.metadata.resource_version
-                    for item in page.items or ():
-                        self.manager.heard(kind.name, None, msgspec.json.decode(item))
-                async for line in client.watch(path, resource_version=version):
-                    event = msgspec.json.decode(line)
-                    if event["type"] in ("ADDED", "MODIFIED", "DELETED") and not self.is_dead:
-                        self.manager.heard(kind.name, event["type"], event["object"])
-            await asyncio.sleep(1.0)
 
 
 class SimulatedCluster:
@@ -222,7 +90,7 @@ class SimulatedCluster:
         self.completion: Callable[[str], tuple[int, str]] = lambda _pod: (200, "a text")
         self.prompted: list[tuple[str, str, dict[str, str], Object]] = []
         self.most_live_pods = 0
-        self.processes: list[Process] = []
+        self.processes: list[OperatorProcess] = []
         self.kinds: tuple[Registration, ...] = KINDS
         self._since: dict[str, float] = {}
         self.server.put(NODES, {"metadata": {"name": "node-a"}, "status": {"conditions": [_condition("Ready", self)]}})
@@ -453,9 +321,11 @@ class SimulatedCluster:
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
-    def start_operator(self, identity: str = "", *, pod_uid: str = "", dies_after_writes: int | None = None) -> Process:
+    def start_operator(
+        self, identity: str = "", *, pod_uid: str = "", dies_after_writes: int | None = None
+    ) -> OperatorProcess:
         identity = identity or f"operator-{len(self.processes)}"
-        process = Process(self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes)
+        process = OperatorProcess(self, identity, pod_uid=pod_uid, dies_after_writes=dies_after_writes)
         self.processes.append(process)
         return process
 

@@ -16,7 +16,8 @@ import pytest
 
 from slipway_api import names
 from slipway_kube.resources import CONTROLLER_REVISIONS, DISRUPTION_BUDGETS, INFERENCE_SERVICES, PODS, SERVICES
-from tests.operator.simulated_cluster import NAMESPACE, Process, SimulatedCluster, simulated_cluster
+from tests.operator.operator_process import OperatorProcess
+from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
 SURGE = 1
@@ -225,11 +226,11 @@ every_scenario = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: 
 
 
 def live_through(
-    scenario: Scenario, directory: Path, prepare: Callable[[SimulatedCluster], Process]
-) -> tuple[list[dict[str, Any]], Process]:
+    scenario: Scenario, directory: Path, prepare: Callable[[SimulatedCluster], OperatorProcess]
+) -> tuple[list[dict[str, Any]], OperatorProcess]:
     """The whole scenario. Returns a picture after each part, and the first operator."""
 
-    async def story() -> tuple[list[dict[str, Any]], Process]:
+    async def story() -> tuple[list[dict[str, Any]], OperatorProcess]:
         async with simulated_cluster(directory) as cluster:
             first = prepare(cluster)
             life = Life(cluster)
@@ -276,7 +277,7 @@ def test_with_any_reply_lost_the_operator_comes_to_the_same_end(tmp_path, scenar
 
         def prepare(
             cluster: SimulatedCluster, method: str = method, path: str = path, earlier: int = earlier
-        ) -> Process:
+        ) -> OperatorProcess:
             cluster.server.fail(method=method, path=f"^{path}$", lose_reply=True, skip=earlier)
             return cluster.start_operator()
 

@@ -4,7 +4,8 @@ import pytest
 
 from slipway_api import names
 from slipway_kube.resources import EVENTS
-from tests.operator.simulated_cluster import NAMESPACE, Process, SimulatedCluster, simulated_cluster
+from tests.operator.operator_process import OperatorProcess
+from tests.operator.simulated_cluster import NAMESPACE, SimulatedCluster, simulated_cluster
 from tests.operator.test_reconciling import ready
 from tests.operator.virtual_time import run_in_virtual_time
 
@@ -19,7 +20,7 @@ def warnings(cluster: SimulatedCluster) -> list[dict]:
     return [event for event in cluster.server.objects(EVENTS, NAMESPACE) if event["reason"] == "InvalidSpec"]
 
 
-def passes(operator: Process) -> float:
+def passes(operator: OperatorProcess) -> float:
     [family] = operator.metrics.reconcile_seconds.collect()
     return next(sample.value for sample in family.samples if sample.name.endswith("_count"))
 

@@ -3,7 +3,8 @@
 import pytest
 
 from slipway_kube.resources import LEASES
-from tests.operator.simulated_cluster import Process, SimulatedCluster, simulated_cluster
+from tests.operator.operator_process import OperatorProcess
+from tests.operator.simulated_cluster import SimulatedCluster, simulated_cluster
 from tests.operator.virtual_time import run_in_virtual_time
 
 
@@ -13,7 +14,7 @@ async def settled(cluster: SimulatedCluster, replicas: int) -> None:
     )
 
 
-def leaders(*processes: Process) -> list[Process]:
+def leaders(*processes: OperatorProcess) -> list[OperatorProcess]:
     return [process for process in processes if process.is_leader]
 
 

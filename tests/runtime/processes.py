@@ -19,7 +19,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.serve import serve
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -161,7 +161,7 @@ async def serving_here(
         for name, content in (run_files or {}).items():
             (Path(run) / name).write_bytes(content)
         arguments = without_model(flags) if model is None else command_line(model, flags)
-        settings = serve_settings(arguments_of([*arguments, "--in-process"]), {**SETTINGS, "SLIPWAY_RUN_DIR": run})
+        settings = serve_settings(parse_arguments([*arguments, "--in-process"]), {**SETTINGS, "SLIPWAY_RUN_DIR": run})
         running = Here(Path(run), log, task=asyncio.create_task(serve(settings)))  # type: ignore[arg-type]
         try:
             await running.listening()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults
 
 OPERATORS = {
@@ -41,7 +41,7 @@ OPERATORS = {
 
 
 def settings_of(*extra: str, uri: str = "file:///opt/slipway/models/tiny", **environment: str) -> RuntimeSettings:
-    return serve_settings(arguments_of(["serve", uri, *extra]), environment)
+    return serve_settings(parse_arguments(["serve", uri, *extra]), environment)
 
 
 def test_all_flags_of_the_operator_are_understood():

@@ -9,57 +9,33 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 from slipway_runtime.messages import AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
+from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.scheduling.scheduler import Scheduler
 
 _UNKNOWN: Final = "no adapter with this digest is loaded"
 
 
-class HostAdapter(Protocol):
-    """An adapter in host memory, as the scheduler sees it; models/adapters.py implements it."""
-
-    @property
-    def rank(self) -> int: ...  # noqa: D102
-    @property
-    def bytes(self) -> int: ...  # noqa: D102
-
-
-class Scheduler(Protocol):
-    """The methods of the scheduler that are called here."""
-
-    @property
-    def adapters_version(self) -> int: ...  # noqa: D102
-    def adapters(self) -> tuple[AdapterStatus, ...]: ...  # noqa: D102
-    def adapter_loading(self, digest: str, now: float, *, pinned: bool = False) -> bool: ...  # noqa: D102
-    def adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None: ...  # noqa: D102
-    def adapter_failed(self, digest: str, error: str, now: float) -> None: ...  # noqa: D102
-    def unload_adapter(self, digest: str, now: float) -> bool: ...  # noqa: D102
-    def take_wanted_adapters(self) -> tuple[str, ...]: ...  # noqa: D102
-    def take_dropped_adapters(self) -> tuple[str, ...]: ...  # noqa: D102
-
-
-_A = TypeVar("_A", bound=HostAdapter)
-
-
 @dataclass(frozen=True)
-class _Read(Generic[_A]):
+class _Read:
     """An adapter that was read, or the error."""
 
     digest: str
-    adapter: _A | None = None
+    adapter: HostAdapter | None = None
     error: str = ""
 
 
-class Adapters(Generic[_A]):
+class AdapterLoader:
     """Reads adapters, keeps their host copies, replies to load and unload calls."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        read: Callable[[Path, str], _A],
+        read: Callable[[Path, str], HostAdapter],
         *,
-        keep: Callable[[_A], None],
+        keep: Callable[[HostAdapter], None],
         forget: Callable[[str], None],
     ) -> None:
         """read: by path and digest; blocks, and raises with a sentence. keep, forget: the worker's host copies."""
@@ -75,7 +51,7 @@ class Adapters(Generic[_A]):
         self._replies: list[Reply] = []
         self._told = scheduler.adapters_version
         self._to_read: queue.SimpleQueue[tuple[str, Path]] = queue.SimpleQueue()
-        self._was_read: queue.SimpleQueue[_Read[_A]] = queue.SimpleQueue()
+        self._was_read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -128,7 +104,7 @@ class Adapters(Generic[_A]):
         self._told = self._scheduler.adapters_version
         return self._scheduler.adapters()
 
-    def _update(self, read: _Read[_A], now: float) -> None:
+    def _update(self, read: _Read, now: float) -> None:
         if read.adapter is None:
             self._scheduler.adapter_failed(read.digest, read.error, now)
         else:
@@ -161,7 +137,7 @@ class Adapters(Generic[_A]):
         while True:
             digest, path = self._to_read.get()
             try:
-                read: _Read[_A] = _Read(digest, self._read(path, digest))
+                read: _Read = _Read(digest, self._read(path, digest))
             except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only the calls for it fail
                 read = _Read(digest, error=str(error) or type(error).__name__)
             self._was_read.put(read)

@@ -20,8 +20,8 @@ from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import (
-    adapter_loading,
     load_weights,
+    make_adapter_loader,
     make_slots,
     make_tier,
     size_pool,
@@ -168,7 +168,7 @@ def build_engine(
     atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
     parts: dict[str, Any] = {
         "grammars": grammars,
-        "adapters": None if slots is None else adapter_loading(plan, scheduler, slots),
+        "adapters": None if slots is None else make_adapter_loader(plan, scheduler, slots),
         "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
     }
     if ranks is None:  # an engine of several ranks does not sleep

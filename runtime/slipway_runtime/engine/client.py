@@ -376,7 +376,7 @@ class EngineClient:
         left = request.deadline - self._clock() if request.deadline is not None else self._paused_seconds
         seconds, reason = min((self._paused_seconds, FinishReason.CANCELLED), (max(left, 0.0), FinishReason.TIMEOUT))
         stream = self._streams[request.id]
-        self._paused[request.id] = asyncio.get_running_loop().call_later(seconds, stream.give_up, reason)
+        self._paused[request.id] = asyncio.get_running_loop().call_later(seconds, stream.end_unread, reason)
 
     def _forget(self, request_id: str) -> OutputStream | None:
         timer = self._paused.pop(request_id, None)

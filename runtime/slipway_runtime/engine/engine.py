@@ -24,12 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import structlog
 
-from slipway_runtime.engine.adapters import Adapters
+from slipway_runtime.engine.adapters import AdapterLoader
+from slipway_runtime.engine.matchers import Grammars
+from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.messages import (
     Batch,
     EngineFacts,
@@ -63,29 +65,6 @@ Execute = Callable[[SchedulerOutput], StepResult]
 Launch = Callable[[SchedulerOutput], Callable[[], StepResult]]  # begins a step; what it returns waits for the result
 
 
-class Grammars(Protocol):
-    """The methods of grammars that the engine calls; matchers.py implements them."""
-
-    mask_seconds: float
-    wake: Callable[[], None] | None
-
-    @property
-    def has_news(self) -> bool: ...  # noqa: D102
-    def start(self, request: Request) -> bool: ...  # noqa: D102
-    def take_compiled(self) -> list[str]: ...  # noqa: D102
-    def accept(self, output: Output) -> str: ...  # noqa: D102
-    def follow(self, step: int) -> None: ...  # noqa: D102
-
-
-class Sleeper(Protocol):
-    """The methods of sleep that the engine calls; sleep.py implements them."""
-
-    level: int
-
-    def sleep(self, level: int) -> None: ...  # noqa: D102
-    def wake(self) -> None: ...  # noqa: D102
-
-
 class Engine:
     """A scheduler and an executor of its plans, stepped by the step loop."""
 
@@ -96,7 +75,7 @@ class Engine:
         facts: EngineFacts,
         *,
         grammars: Grammars | None = None,
-        adapters: Adapters[Any] | None = None,
+        adapters: AdapterLoader | None = None,
         sleeper: Sleeper | None = None,
         publish: Callable[[Sequence[KvEvent]], None] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
@@ -178,7 +157,7 @@ class Engine:
         try:
             result = self._execute(plan)
         except StepOutOfMemoryError as error:
-            return self._report(self._give_up(error, now, plan.step), now, planning=planned - began)
+            return self._report(self._end_batch(error, now, plan.step), now, planning=planned - began)
         executed = self._stopwatch()
         outputs = self._update(plan, result, now, executed - began)
         return self._report(outputs, now, planning=planned - began + self._stopwatch() - executed)
@@ -246,7 +225,7 @@ class Engine:
         outputs = self._scheduler.update(result, now + seconds)
         return self._after_update(outputs, now + seconds, plan.step, in_flight=in_flight)
 
-    def _give_up(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
+    def _end_batch(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
         """End the requests whose step ran out of memory; their final outputs. No plan is being executed.
 
         step: the last one that was planned.
@@ -254,7 +233,7 @@ class Engine:
         self._oom_steps += 1
         if self._oom_steps > MAX_OOM_STEPS:
             raise error
-        outputs = self._scheduler.give_up(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
+        outputs = self._scheduler.end_in_flight(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
         log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
         return self._after_update(outputs, now, step, in_flight=False)
 
@@ -380,7 +359,7 @@ class OverlappedEngine(Engine):
         try:
             result = pending.result()
         except StepOutOfMemoryError as error:
-            return self._report(self._give_up_both(error, now, plan.step), now, planning=planned - began)
+            return self._report(self._end_both_batches(error, now, plan.step), now, planning=planned - began)
         except BaseException:
             if self._grammars is not None:  # the plan after this one does not wait for its outputs
                 self._grammars.follow(plan.step)
@@ -393,7 +372,7 @@ class OverlappedEngine(Engine):
         plan = self._scheduler.schedule(now)
         return plan, self._submit(plan)
 
-    def _give_up_both(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
+    def _end_both_batches(self, error: StepOutOfMemoryError, now: float, step: int) -> list[Output]:
         """Give up the plan that failed, and the one after it, which builds on its results."""
         if self._grammars is not None:  # the plan after it waits for masks
             self._grammars.follow(step)
@@ -401,4 +380,4 @@ class OverlappedEngine(Engine):
         failure = following[1].exception() if following is not None else None
         if failure is not None and not isinstance(failure, StepOutOfMemoryError):
             raise failure
-        return self._give_up(error, now, step if following is None else following[0].step)
+        return self._end_batch(error, now, step if following is None else following[0].step)

@@ -126,7 +126,7 @@ class EngineProcess:
             start = EngineStart(
                 directory=str(pipe.directory), model_path=str(model_path), options=options, log_level=log_level
             )
-            process.stdin.write(framed(start))
+            process.stdin.write(encode_start(start))
             loaded = await _until_loaded(process, pipe, on_news)
         except BaseException:
             await _kill(process)
@@ -161,7 +161,7 @@ class EngineProcess:
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         code = await self._process.wait()
         await asyncio.sleep(LAST_WORD_SECONDS)  # a last message cancels this task
-        self._die(how_it_ended("the engine process", code), on_death)
+        self._die(describe_exit("the engine process", code), on_death)
 
     def _die(self, error: str, on_death: Callable[[str], None]) -> None:
         assert self._watcher is not None
@@ -239,19 +239,19 @@ async def _until_loaded(
         if not loaded.done():
             await asyncio.wait({loaded}, timeout=LAST_WORD_SECONDS)
         if not loaded.done():
-            raise EngineNotLoadedError(how_it_ended("the engine process", process.returncode or 0))
+            raise EngineNotLoadedError(describe_exit("the engine process", process.returncode or 0))
         return loaded.result()
     finally:
         ended.cancel()
 
 
-def framed(start: EngineStart) -> bytes:
+def encode_start(start: EngineStart) -> bytes:
     """The start message as it is written to the standard input: four bytes of length, then msgpack."""
     body = msgspec.msgpack.encode(start)
     return len(body).to_bytes(4, "big") + body
 
 
-def how_it_ended(who: str, code: int) -> str:
+def describe_exit(who: str, code: int) -> str:
     """A sentence about a process, from its exit code or, if that is negative, the signal that ended it."""
     if code == -9:
         return f"{who} was killed (signal 9): out of memory, if nobody did it on purpose"

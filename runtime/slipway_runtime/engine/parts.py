@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slipway_runtime.engine.adapters import Adapters
+from slipway_runtime.engine.adapters import AdapterLoader
 from slipway_runtime.engine.decide import EnginePlan
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import Kernels, capturable
@@ -153,7 +153,7 @@ def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterS
     return AdapterSlots(bank, plan.max_num_seqs)
 
 
-def adapter_loading(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> Adapters[HostAdapter]:
+def make_adapter_loader(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> AdapterLoader:
     """The loader that reads adapters concurrently with the steps."""
     base_digest = cache(lambda: weights_digest(plan.model_path))  # reads all weights: only if an adapter names a base
 
@@ -168,4 +168,4 @@ def adapter_loading(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots)
             pin_memory=plan.device.type == "cuda",
         )
 
-    return Adapters(scheduler, read, keep=slots.keep, forget=slots.forget)
+    return AdapterLoader(scheduler, read, keep=slots.keep, forget=slots.forget)

@@ -37,7 +37,7 @@ import torch
 
 from slipway_api import logs
 from slipway_runtime.engine.decide import EnginePlan, decide
-from slipway_runtime.engine.launch import how_it_ended
+from slipway_runtime.engine.launch import describe_exit
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
 from slipway_runtime.engine.warmup import capture_steps
@@ -226,7 +226,7 @@ class _Other:
                     last_word = news
                 else:
                     self._news.put(news)
-        failed = last_word or EngineFailed(how_it_ended(self._name, self.process.wait()))
+        failed = last_word or EngineFailed(describe_exit(self._name, self.process.wait()))
         self._news.put(failed)
         on_death(failed)
 

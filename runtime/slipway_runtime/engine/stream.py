@@ -57,7 +57,7 @@ class OutputStream(AsyncIterator[Output]):
             self.paused = True
             self._pause(True)
 
-    def give_up(self, reason: FinishReason) -> None:
+    def end_unread(self, reason: FinishReason) -> None:
         """End a request that was not read for too long: its outputs are dropped, and a late reader gets an error."""
         if not self.open:
             return

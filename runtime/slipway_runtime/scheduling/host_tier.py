@@ -81,7 +81,7 @@ class HostTier:
         slots.forget_all()
         self._moves.clear()
         if told:
-            self.tell_events()
+            self.record_events()
 
     # --- prompts
 
@@ -142,7 +142,7 @@ class HostTier:
 
     # --- KV events, groups and checks
 
-    def tell_events(self) -> None:
+    def record_events(self) -> None:
         """Record KV events from now on."""
         self._slots.events = KvEventLog(self._slots.block_size, Medium.HOST)
 
@@ -150,7 +150,7 @@ class HostTier:
         """The KV events since the last call."""
         return self._slots.events.take() if self._slots.events is not None else ()
 
-    def tell_text_blocks(self, index: TextBlockIndex) -> None:
+    def track_text_blocks(self, index: TextBlockIndex) -> None:
         """Report from now on which keys are dropped from host memory."""
         self._slots.text_blocks = index
 

@@ -2,7 +2,7 @@
 
     add ──> waiting ──(start)──> running ──(close)──> ended ──(retire)──> gone
                ^                    │
-               └─────(put_back)─────┘
+               └─────(preempt)─────┘
 
 The other answers of a request with `n` > 1 wait for the first one, their leader, to compute the prompt. If it ends
 before, the next one leads. An ended sequence keeps its row and its blocks while a plan in flight still writes them.
@@ -28,7 +28,7 @@ from slipway_runtime.scheduling.waiting import WaitingQueue
 
 
 @dataclass(slots=True)
-class Ledger:
+class RequestCounters:
     """admitted = finished + aborted + handed_over + running + waiting, after any step; a request counts `n` times."""
 
     admitted: int = 0
@@ -73,7 +73,7 @@ class RequestTable:
         self.pool = pool
         self.residency = residency
         self.tier = tier
-        self.ledger = Ledger()
+        self.counters = RequestCounters()
         self.waiting = WaitingQueue(aging_seconds)
         self.running: list[Sequence] = []  # by rank; the last one is preempted first
         self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
@@ -107,8 +107,8 @@ class RequestTable:
         leader = answers[0]
         self.waiting.push(leader, now)
         self._follow(leader, answers[1:])
-        self.ledger.admitted += request.n
-        self.ledger.prompt_tokens += len(request.prompt_token_ids)
+        self.counters.admitted += request.n
+        self.counters.prompt_tokens += len(request.prompt_token_ids)
         for answer in answers:
             if self.residency is not None and answer.adapter:
                 self.residency.join(answer.adapter, now)
@@ -170,22 +170,22 @@ class RequestTable:
             self.residency.start_row(sequence.adapter)
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
-            self.ledger.started += 1
+            self.counters.started += 1
             sequence.share.charge(prefill=sequence.num_tokens - num_computed)
             if sequence.index == 0:  # the other answers reuse the prompt of the first one: that is no cache hit
                 sequence.cached_tokens = min(num_computed, sequence.num_prompt_tokens)
-                self.ledger.prefix_queries += sequence.num_prompt_tokens
-                self.ledger.prefix_hits += sequence.cached_tokens
-                self.ledger.host_hits += min(num_from_host, sequence.cached_tokens)
+                self.counters.prefix_queries += sequence.num_prompt_tokens
+                self.counters.prefix_hits += sequence.cached_tokens
+                self.counters.host_hits += min(num_from_host, sequence.cached_tokens)
 
-    def put_back(self, sequence: Sequence, now: float) -> None:
+    def preempt(self, sequence: Sequence, now: float) -> None:
         """Preempt a sequence: move it from its row to the queue. Its KV is lost, except for published blocks."""
         self.running.remove(sequence)
         self._give_back(sequence)
         sequence.forget_computed()
         sequence.state = State.WAITING
         sequence.preemptions += 1
-        self.ledger.preemptions += 1
+        self.counters.preemptions += 1
         self._line_up(sequence, now)
 
     def release_followers(self, leader: Sequence, now: float) -> None:
@@ -206,11 +206,11 @@ class RequestTable:
                 self.parked.remove(sequence)
                 self.waiting.push(sequence, now)
 
-    def park_one(self, now: float) -> None:
+    def preempt_paused(self, now: float) -> None:
         """Preempt the last paused sequence, so that a waiting one can get its row, its blocks and its slot."""
         idle = next((s for s in reversed(self.running) if s.paused and not s.in_flight), None)
         if idle is not None:
-            self.put_back(idle, now)
+            self.preempt(idle, now)
 
     def _line_up(self, sequence: Sequence, now: float) -> None:
         if sequence.paused:
@@ -267,7 +267,7 @@ class RequestTable:
             self.waiting.remove(sequence)
         sequence.state = State.ENDED
         sequence.finish_reason = reason
-        self.ledger.count_end(reason)
+        self.counters.count_end(reason)
         answers = self._requests[sequence.request.id]
         answers.remove(sequence)
         if not answers:
@@ -319,7 +319,7 @@ class RequestTable:
 
     def stats(self, speculation: Speculation | None, steps: int, now: float) -> EngineStats:
         """Build the statistics of the scheduler."""
-        pool, ledger, waiting, residency, tier = self.pool, self.ledger, self.waiting, self.residency, self.tier
+        pool, counters, waiting, residency, tier = self.pool, self.counters, self.waiting, self.residency, self.tier
         adapters = {sequence.adapter for sequence in self.running} if residency is not None else set()
         return EngineStats(
             running=len(self.running),
@@ -330,25 +330,25 @@ class RequestTable:
             blocks_live=pool.live,
             blocks_cached=pool.cached,
             steps=steps,
-            preemptions=ledger.preemptions,
-            prefix_queries=ledger.prefix_queries,
-            prefix_hits=ledger.prefix_hits,
-            admitted=ledger.admitted,
-            finished=ledger.finished,
-            aborted=ledger.aborted,
-            handed_over=ledger.handed_over,
+            preemptions=counters.preemptions,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            admitted=counters.admitted,
+            finished=counters.finished,
+            aborted=counters.aborted,
+            handed_over=counters.handed_over,
             last_step_at=now,
-            prompt_tokens=ledger.prompt_tokens,
-            generated_tokens=ledger.generated_tokens,
-            computed_tokens=ledger.computed_tokens,
-            started=ledger.started,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            computed_tokens=counters.computed_tokens,
+            started=counters.started,
             waiting_by_tenant=tuple(sorted(waiting.by_tenant.items())),
             running_adapters=tuple(sorted(adapters - {""})),
             waiting_adapters=tuple(sorted(adapter for adapter in waiting.by_adapter if adapter)),
             invalid_kv_blocks=0 if residency is None else residency.invalid_blocks(),
             host_blocks=0 if tier is None else tier.held,
             host_active=tier is not None and tier.active,
-            host_hits=ledger.host_hits,
+            host_hits=counters.host_hits,
             demotions=0 if tier is None else tier.demotions,
             promotions=0 if tier is None else tier.promotions,
             speculation_active=speculation is not None and speculation.active,
@@ -377,9 +377,9 @@ class RequestTable:
         answers = [sequence for answers in self._requests.values() for sequence in answers]
         assert len(answers) == len(self.running) + self.num_waiting
         assert self._num_following == sum(len(sequence.siblings) for sequence in answers)
-        ledger = self.ledger
-        done = ledger.finished + ledger.aborted + ledger.handed_over
-        assert ledger.admitted == done + len(self.running) + self.num_waiting
+        counters = self.counters
+        done = counters.finished + counters.aborted + counters.handed_over
+        assert counters.admitted == done + len(self.running) + self.num_waiting
         if self.residency is not None:
             self.residency.check()
 

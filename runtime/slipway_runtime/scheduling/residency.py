@@ -38,8 +38,6 @@ from slipway_runtime.scheduling.eviction import LrfuOrder
 
 CLAIM_AFTER = 16
 STAGED = 2  # adapters in memory that wait for a slot: the next one, and one that loads meanwhile
-
-
 HALF_LIFE_SECONDS: Final = 60.0
 
 
@@ -76,7 +74,7 @@ class LeastPopular:
 
 
 class LeastRecentlyUsed:
-    """LRU of adapters alone."""
+    """LRU of adapters alone, for prefixes that have a memory of their own: the baseline of the benchmark."""
 
     def next(self, adapters: Iterable[Adapter]) -> Adapter | None:  # noqa: D102  see the protocol
         return min(adapters, key=lambda a: (a.last_used, a.digest), default=None)

@@ -47,18 +47,18 @@ from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
 from slipway_runtime.scheduling.fairness import Shares
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.prefill_share import divide_prefill
-from slipway_runtime.scheduling.request_table import RequestTable
-from slipway_runtime.scheduling.residency import Residency
-from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
-from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_embedding
-from slipway_runtime.scheduling.speculation import Drafter, Speculation
-from slipway_runtime.scheduling.start import (
+from slipway_runtime.scheduling.prefix_cache import (
     MAX_PREEMPTIONS,
     AdmissionResult,
     admit,
     attach_text_blocks,
     publish_computed,
 )
+from slipway_runtime.scheduling.request_table import RequestTable
+from slipway_runtime.scheduling.residency import Residency
+from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
+from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_embedding
+from slipway_runtime.scheduling.speculation import Drafter, Speculation
 from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
 MAX_IN_FLIGHT = 2
@@ -101,7 +101,7 @@ class Scheduler:
         pool.below = tier
         pool.text_blocks = TextBlockIndex(lambda key: pool.holds(key) or (tier is not None and key in tier))
         if tier is not None:
-            tier.tell_text_blocks(pool.text_blocks)
+            tier.track_text_blocks(pool.text_blocks)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         blocks = pool.total - (residency.most_blocks if residency is not None else 0)
@@ -110,7 +110,7 @@ class Scheduler:
         if kv_events:
             pool.events = KvEventLog(pool.block_size)
             if tier is not None:
-                tier.tell_events()
+                tier.record_events()
         self._eos = eos_token_ids
         self._watermark_blocks = max(1, int(pool.total * watermark))
         self._table = RequestTable(
@@ -189,12 +189,12 @@ class Scheduler:
         self._steps += 1
         plan = SchedulerOutputBuilder()
         budget = self.max_num_batched_tokens
-        preemptions = self._table.ledger.preemptions
+        preemptions = self._table.counters.preemptions
         for sequence in self._table.running.copy():
             if sequence.num_ahead == 1 and sequence.state is State.RUNNING:
                 budget -= self._schedule_decode(sequence, plan, now)
         # Blocks freed by preemption are for running sequences.
-        budget = self._schedule_prompts(budget, plan, now, admits=self._table.ledger.preemptions == preemptions)
+        budget = self._schedule_prompts(budget, plan, now, admits=self._table.counters.preemptions == preemptions)
         if self.speculation is not None and self.speculation.active:
             self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._table.running))
         loads = self.residency.take_loads() if self.residency is not None else ()
@@ -209,7 +209,7 @@ class Scheduler:
         assert result.step == flight.step, "results come back in order"
         self.pool.now = now
         table = self._table
-        generated = table.ledger.generated_tokens
+        generated = table.counters.generated_tokens
         outputs = []
         for index, (row, token_ids) in enumerate(zip(flight.rows, result.token_ids, strict=True)):
             sequence = row.sequence
@@ -225,7 +225,7 @@ class Scheduler:
                 output = accept(sequence, token_ids, logprobs, self._eos, now)
                 if result.embeddings:
                     output = with_embedding(output, result.embeddings[index])
-                table.ledger.generated_tokens += len(output.token_ids)
+                table.counters.generated_tokens += len(output.token_ids)
                 sequence.share.charge(output=len(output.token_ids))
                 outputs.append(output)
             if sequence.state is State.RUNNING:
@@ -237,11 +237,11 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 table.close(sequence, sequence.finish_reason, now)
         if self.speculation is not None:
-            self.speculation.judge(table.ledger.generated_tokens - generated)
+            self.speculation.judge(table.counters.generated_tokens - generated)
         final_outputs, table.final_outputs = table.final_outputs, []
         return outputs + final_outputs
 
-    def give_up(self, reason: FinishReason, error: str, now: float) -> list[Output]:
+    def end_in_flight(self, reason: FinishReason, error: str, now: float) -> list[Output]:
         """End the sequences of the plans in flight, which could not be computed; the others go on."""
         self.pool.now = now
         table = self._table
@@ -287,7 +287,7 @@ class Scheduler:
             victim = victim or next((s for s in reversed(running) if s.preemptions < MAX_PREEMPTIONS), sequence)
             # Preemption begins at the end of the order in which rows are planned: the victim is not in this plan yet.
             assert all(victim is not row.sequence for row in plan.rows)
-            self._table.put_back(victim, now)
+            self._table.preempt(victim, now)
             if victim is sequence:
                 return False
         return True
@@ -302,7 +302,7 @@ class Scheduler:
         budget = _schedule_chunks(share.short, budget - share.reserved, plan)
         left = self._admit_waiting(budget, plan, now, least_rank) if admits else budget
         if admits and left == budget > 0 and any(waiting.in_turn(now, least_rank)):
-            self._table.park_one(now)
+            self._table.preempt_paused(now)
         if share.first is None:
             return left
         budget, reserved = left + share.reserved, share.reserved
@@ -342,7 +342,7 @@ class Scheduler:
     ) -> None:
         """Advance `num_computed` by the tokens kept: the positions of rejected draft tokens are computed again."""
         sequence = row.sequence
-        self._table.ledger.computed_tokens += row.num_new
+        self._table.counters.computed_tokens += row.num_new
         right = max(len(token_ids) - 1, 0)
         if self.speculation is not None and row.samples and row.num_new == 1 + len(row.drafts):
             self.speculation.record_accepted(sequence, len(row.drafts), right)

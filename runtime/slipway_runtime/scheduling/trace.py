@@ -195,11 +195,11 @@ class _Run:
         self._most_invalid = max(self._most_invalid, invalid)
 
     def result(self) -> TraceResult:
-        ttft, ledger = sorted(self._ttft), self._scheduler.stats(0.0)
+        ttft, stats = sorted(self._ttft), self._scheduler.stats(0.0)
         return TraceResult(
             mean_ttft_ms=sum(ttft) / len(ttft),
             p95_ttft_ms=ttft[int(len(ttft) * 0.95)],
-            prefix_hit_share=ledger.prefix_hits / ledger.prefix_queries,
+            prefix_hit_share=stats.prefix_hits / stats.prefix_queries,
             loads=self._loads,
             mean_invalid_share=sum(self._invalid) / len(self._invalid),
             max_invalid_blocks=self._most_invalid,

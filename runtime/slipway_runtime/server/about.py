@@ -12,9 +12,8 @@ from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.adapters import Adapter
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.errors import ApiError, unknown_model
-from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import DetokenizeRequest, TokenizeRequest
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import served_by
 from slipway_runtime.storage.address import shown
 

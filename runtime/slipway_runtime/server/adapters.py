@@ -31,8 +31,8 @@ import structlog
 
 from slipway_api.adapter_conditions import AdapterReason
 from slipway_api.runtime_api import AdapterInfo
-from slipway_runtime.engine.client import Call, EngineDead
-from slipway_runtime.messages import AdapterState, AdapterStatus, EngineFacts, LoadAdapter, Reply, UnloadAdapter
+from slipway_runtime.engine.client import EngineClient, EngineDead
+from slipway_runtime.messages import AdapterState, AdapterStatus, LoadAdapter, Reply, UnloadAdapter
 from slipway_runtime.models.adapter_files import (
     AdapterNotFoundError,
     AdapterRefusedError,
@@ -42,13 +42,13 @@ from slipway_runtime.models.adapter_files import (
 )
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.storage.address import shown
-from slipway_runtime.storage.errors import AccessDeniedError, FetchError
+from slipway_runtime.storage.source import AccessDeniedError, FetchError
 
 SCHEMES: Final = ("hf", "s3", "http", "https", "pvc")  # beside file:// and plain paths
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedAdapter:
     """An adapter's files on this machine."""
 
     path: Path
@@ -74,23 +74,25 @@ class AdapterSource:
         self._release = release
         self._roots = tuple(roots)
 
-    def bring(self, uri: str, *, from_client: bool = False, credentials: Mapping[str, str] | None = None) -> Brought:
+    def fetch(
+        self, uri: str, *, from_client: bool = False, credentials: Mapping[str, str] | None = None
+    ) -> FetchedAdapter:
         """Fetch the files and compute their digest; the caller releases each result once. Raises ApiError."""
         try:
             if "://" not in uri or uri.startswith("file://"):
                 path = self._local(uri)
-                return Brought(path, adapter_digest(path, self._roots), is_fetched=False)
+                return FetchedAdapter(path, adapter_digest(path, self._roots), is_fetched=False)
             if uri.partition("://")[0] not in SCHEMES:
                 known = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
                 raise ApiError(400, f"the address begins with none of {known}", param="lora_path")
             path = self._fetch(uri, from_client, credentials or {})
             try:
-                return Brought(path, adapter_digest(path), is_fetched=True)
+                return FetchedAdapter(path, adapter_digest(path), is_fetched=True)
             except (AdapterRefusedError, OSError):
                 self._release(path)
                 raise
         except AdapterRefusedError as refusal:
-            sentence = without_paths(str(refusal), Path(uri.removeprefix("file://")))
+            sentence = redact_paths(str(refusal), Path(uri.removeprefix("file://")))
             is_missing = isinstance(refusal, AdapterNotFoundError)
             reason = AdapterReason.DOWNLOAD_FAILED if is_missing else AdapterReason.ENGINE_REJECTED
             raise ApiError(400, sentence, param="lora_path", reason=reason) from None
@@ -103,10 +105,10 @@ class AdapterSource:
             sentence = "there is no adapter at this path"
             raise ApiError(404, sentence, param="lora_path", reason=AdapterReason.DOWNLOAD_FAILED) from None
 
-    def release(self, brought: Brought) -> None:
+    def release(self, fetched: FetchedAdapter) -> None:
         """Release fetched files: the cache may evict them unless another adapter holds them."""
-        if brought.is_fetched:
-            self._release(brought.path)
+        if fetched.is_fetched:
+            self._release(fetched.path)
 
     def _local(self, uri: str) -> Path:
         path = Path(uri.removeprefix("file://"))
@@ -123,7 +125,7 @@ def adapter_roots(cache: Path, model: Path) -> tuple[Path, ...]:
     return (cache, Path("/mnt/slipway"), *beside)
 
 
-def without_paths(sentence: str, path: Path) -> str:
+def redact_paths(sentence: str, path: Path) -> str:
     """Remove local paths from an error message for a client."""
     for known in {str(path), str(path.resolve())} - {"/", "."}:
         sentence = sentence.replace(known, "it")
@@ -136,21 +138,15 @@ MAX_NAMES: Final = 1024
 TOO_LARGE: Final = "all adapters together may take"  # part of the scheduler's refusal of an adapter that can never fit
 
 
-class AdapterEngine(Protocol):
-    """The part of EngineClient that the registry uses."""
-
-    facts: EngineFacts
-    adapters: tuple[AdapterStatus, ...]
-
-    async def call(self, message: Call) -> Reply: ...  # noqa: D102  see EngineClient
-
-
 class Base(Protocol):
-    """The part of the base model's Identity that the registry uses."""
+    """The names of the base model."""
 
     @property
-    def namespace(self) -> str: ...  # noqa: D102  see Identity
-    def answers_to(self, name: str) -> bool: ...  # noqa: D102
+    def namespace(self) -> str:
+        """The namespace of its service."""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether `name` names the base model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +168,7 @@ class AdapterRegistry:
 
     def __init__(
         self,
-        engine: AdapterEngine,
+        engine: EngineClient,
         base: Base,
         *,
         source: AdapterSource,
@@ -186,7 +182,9 @@ class AdapterRegistry:
         self._going: dict[str, tuple[Adapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
         self._locks: dict[str, asyncio.Lock] = {}
         self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
-        self._brought: dict[str, list[Brought]] = {}  # by digest: to release when the engine has unloaded the content
+        self._fetched: dict[
+            str, list[FetchedAdapter]
+        ] = {}  # by digest: to release when the engine has unloaded the content
 
     # --- queries
 
@@ -261,10 +259,10 @@ class AdapterRegistry:
             if before is None:  # the adapter was unloaded while this call waited for the lock
                 before = self._named[name] = wanted
             try:
-                brought = await asyncio.to_thread(
-                    self._source.bring, uri, from_client=from_client, credentials=credentials
+                fetched = await asyncio.to_thread(
+                    self._source.fetch, uri, from_client=from_client, credentials=credentials
                 )
-                loaded = await self._load(before, wanted, brought, digest, replaces)
+                loaded = await self._load(before, wanted, fetched, digest, replaces)
             except ApiError as refusal:
                 if before.state is not AdapterState.HOST:
                     self._named[name] = replace(
@@ -277,13 +275,15 @@ class AdapterRegistry:
             self._unload_unnamed(before)
         return loaded
 
-    async def _load(self, before: Adapter, wanted: Adapter, brought: Brought, expected: str, replaces: bool) -> Adapter:
-        digest, keeps = brought.digest, False
+    async def _load(
+        self, before: Adapter, wanted: Adapter, fetched: FetchedAdapter, expected: str, replaces: bool
+    ) -> Adapter:
+        digest, keeps = fetched.digest, False
         try:
             if expected and expected.removeprefix("sha256:") != digest.removeprefix("sha256:"):
                 sentence = "the adapter at this address has other content than the digest says"
                 raise ApiError(400, sentence, param="digest", reason=AdapterReason.DIGEST_MISMATCH)
-            await asyncio.to_thread(self._check_rank, brought)
+            await asyncio.to_thread(self._check_rank, fetched)
             is_same = before.state is AdapterState.HOST and before.digest == digest
             if is_same and before.pinned == wanted.pinned:
                 return replace(before, uri=wanted.uri, version=wanted.version)
@@ -291,33 +291,33 @@ class AdapterRegistry:
                 sentence = f"the name {wanted.name} is taken by an adapter with other content; unload it first"
                 raise ApiError(409, sentence, param="name")
             async with self._contents.setdefault(digest, asyncio.Lock()):  # after a running unload of it
-                await self._hand_over(brought, pinned=wanted.pinned)
+                await self._hand_over(fetched, pinned=wanted.pinned)
             keeps = True
         finally:
             if keeps:
-                self._brought.setdefault(digest, []).append(brought)
+                self._fetched.setdefault(digest, []).append(fetched)
             else:
-                await asyncio.to_thread(self._source.release, brought)
+                await asyncio.to_thread(self._source.release, fetched)
         log.info("adapter loaded", adapter=wanted.name, digest=digest)
         return replace(wanted, digest=digest, state=AdapterState.HOST)
 
-    async def _hand_over(self, brought: Brought, *, pinned: bool) -> None:
+    async def _hand_over(self, fetched: FetchedAdapter, *, pinned: bool) -> None:
         """Let the engine load the adapter. Raises ApiError."""
-        message = LoadAdapter(call=0, digest=brought.digest, path=str(brought.path), pinned=pinned)
+        message = LoadAdapter(call=0, digest=fetched.digest, path=str(fetched.path), pinned=pinned)
         try:
             reply = await self._engine.call(message)
         except EngineDead:
             raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
         if reply.error:
-            sentence = f"the adapter cannot be used: {without_paths(reply.error, brought.path)}"
+            sentence = f"the adapter cannot be used: {redact_paths(reply.error, fetched.path)}"
             is_too_large = TOO_LARGE in reply.error
             reason = AdapterReason.CAPACITY_EXCEEDED if is_too_large else AdapterReason.ENGINE_REJECTED
             raise ApiError(400, sentence, param="lora_path", reason=reason)
 
-    def _check_rank(self, brought: Brought) -> None:
+    def _check_rank(self, fetched: FetchedAdapter) -> None:
         """Refuse a rank above the engine's limit before the weights are read. Raises ApiError."""
         try:
-            rank = read_adapter_config(brought.path).max_rank
+            rank = read_adapter_config(fetched.path).max_rank
         except (AdapterRefusedError, OSError):
             return  # the engine reads the config too, and reports the error
         most = self._engine.facts.max_rank
@@ -355,8 +355,8 @@ class AdapterRegistry:
                 if self._is_named(adapter.digest):  # the content was loaded under another name meanwhile
                     return Reply(call=0)
                 reply = await self._engine.call(UnloadAdapter(call=0, digest=adapter.digest))
-                for brought in self._brought.pop(adapter.digest, ()):
-                    await asyncio.to_thread(self._source.release, brought)
+                for fetched in self._fetched.pop(adapter.digest, ()):
+                    await asyncio.to_thread(self._source.release, fetched)
                 log.info("adapter unloaded", adapter=adapter.name, digest=adapter.digest)
                 return reply
         except EngineDead:

@@ -125,7 +125,7 @@ class Answering:
             await part.generation.aclose()
             self._end(part)
 
-    async def in_one_piece(self) -> Response:
+    async def as_body(self) -> Response:
         """Wait for all answers and return them as one JSON body."""
         collected: dict[int, list[Delta]] = {index: [] for index in self._writers}
         for index, before in self._before.items():

@@ -22,7 +22,7 @@ from slipway_runtime.engine.client import EngineError
 from slipway_runtime.messages import Request, SamplingParams
 from slipway_runtime.server.chat_types import ChatMessage
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.loaded import LoadedModel
+from slipway_runtime.server.replica import LoadedModel
 from slipway_runtime.settings import BootAdapter, WarmPrompt
 
 log = structlog.get_logger()

@@ -54,13 +54,13 @@ async def answer(call: Call) -> Response:
     answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
     try:
         for number, (prompt, each) in enumerate(zip(call.prompts, params, strict=True)):
-            _ask(call, answering, number, prompt, each, replica)
+            _submit(call, answering, number, prompt, each, replica)
     except EngineError as error:
         await answering.abandon()
         refusal = of_engine(error)
         call.served.model.metrics.refused(refusal.status)
         raise refusal from None
-    return await (answering.as_stream() if call.body.stream else answering.in_one_piece())
+    return await (answering.as_stream() if call.body.stream else answering.as_body())
 
 
 def _params(call: Call, prompt: Prompt) -> SamplingParams:
@@ -77,7 +77,7 @@ def _params(call: Call, prompt: Prompt) -> SamplingParams:
     )
 
 
-def _ask(
+def _submit(
     call: Call, answering: Answering, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
 ) -> None:
     """Send one prompt to the engine; raises EngineError where the engine refuses it."""
@@ -110,7 +110,7 @@ def _generate(
     body, caller, model = call.body, call.caller, call.served.model
     facts = model.engine.facts
     choices = [_choice(call, index, prompt, params, facts) for index in indices]
-    said = replay(choices[0], given, params, frozenset(facts.eos_token_ids)) if given else Replayed()
+    replayed = replay(choices[0], given, params, frozenset(facts.eos_token_ids)) if given else Replayed()
     request = Request(
         id=f"{call.shape.id}-{secrets.token_hex(6)}-{indices[0]}",  # a client may choose the first part
         prompt_token_ids=prompt.token_ids,
@@ -126,7 +126,7 @@ def _generate(
         output_token_ids=given,
         text_blocks=_text_blocks(call, prompt),
     )
-    outputs: Outputs = model.engine.generate(request) if said.end is None else _Nothing()
+    outputs: Outputs = model.engine.generate(request) if replayed.end is None else _Nothing()
     generation = Generation(
         outputs,
         choices,
@@ -135,9 +135,9 @@ def _generate(
         arrived=call.arrived,
         clock=replica.clock,
         on_output=model.metrics.between_outputs,
-        known=said.end,
+        known=replayed.end,
     )
-    answering.add(request, generation, prompt, said.before)
+    answering.add(request, generation, prompt, replayed.before)
 
 
 def _text_blocks(call: Call, prompt: Prompt) -> tuple[tuple[int, int], ...]:

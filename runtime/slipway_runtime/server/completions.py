@@ -13,12 +13,11 @@ from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.calls import Call, answer
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
-from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.logprobs import LogprobWriter
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.openai_types import CompletionRequest
 from slipway_runtime.server.prompt import Prompt
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
 from slipway_runtime.server.sampling import OPENAI_COMPLETION_TOKENS
 from slipway_runtime.server.structured import grammar_of

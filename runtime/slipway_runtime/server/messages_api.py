@@ -11,7 +11,7 @@ from slipway_api.anthropic_errors import anthropic_error
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.chat import answer_chat, prompt_of
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest, in_words_of_messages
+from slipway_runtime.server.messages_types import CountTokensRequest, MessagesRequest, as_messages_error
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.request_context import served_by
@@ -34,7 +34,7 @@ async def create_message(http: Request) -> Response:
     try:
         return await answer_chat(http, chat, arrived, dialect=MessageEvents(id), id=id, route="messages")
     except ApiError as error:
-        raise in_words_of_messages(error) from None
+        raise as_messages_error(error) from None
 
 
 @router.post("/v1/messages/count_tokens")
@@ -47,7 +47,7 @@ async def count_tokens(http: Request) -> dict[str, int]:
     try:
         prompt = await prompt_of(chat, model, tool_use(chat, model.prompts.template))
     except ApiError as error:
-        raise in_words_of_messages(error) from None
+        raise as_messages_error(error) from None
     return {"input_tokens": len(prompt.token_ids)}
 
 

@@ -162,7 +162,7 @@ class CountTokensRequest(Cacheable):
         try:
             return checked(_TranslatedChat, self._fields())
         except ApiError as error:
-            raise in_words_of_messages(error) from None
+            raise as_messages_error(error) from None
 
     def _fields(self) -> dict[str, Any]:
         messages = [message for one in self.messages for message in _translated(one)]
@@ -258,7 +258,7 @@ class _TranslatedChat(ChatRequest):
     stop: list[str] | None = Field(default=None, max_length=16)
 
 
-def in_words_of_messages(error: ApiError) -> ApiError:
+def as_messages_error(error: ApiError) -> ApiError:
     """The same error with the field name of this API instead of chat's."""
     for chats, ours in _CALLED.items():
         if error.param is not None and error.param.partition(".")[0] == chats:

@@ -28,8 +28,7 @@ from slipway_api.runtime_api import CLAIMED_FIELDS, LoadModelRequest, ModelInfo
 from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import Sleep, WakeUp
 from slipway_runtime.server.errors import ApiError
-from slipway_runtime.server.loaded import Identity
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import Identity, Replica
 from slipway_runtime.settings import RuntimeSettings
 
 log = structlog.get_logger()

@@ -4,17 +4,27 @@ A chat template writes its own special tokens, so a rendered chat is tokenized w
 those that the tokenizer adds by default. Both are identical to `transformers`. Rendering and tokenizing run in threads,
 so that a long prompt does not delay the streams of other requests; large prompts run in a thread of their own, so
 that ten of them do not delay a small one.
+
+Chat templates come from the model's author and run in jinja's sandbox; their variables are plain data.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from datetime import datetime
+from typing import Any, Final, NoReturn, TypeVar
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError, prompt_too_long
-from slipway_runtime.server.template import ChatTemplate
 from slipway_runtime.server.tokenizer import TokenizerFiles, TokenText
 
 LARGE: Final = 32 * 1024  # characters; some ten milliseconds of tokenizing
@@ -106,3 +116,150 @@ def truncate(ids: Sequence[int], keep: int | None, max_model_len: int) -> tuple[
         return tuple(ids)
     last = max_model_len - 1 if keep == -1 else keep
     return tuple(ids[-last:]) if last else ()
+
+
+_CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; removed with all text after it
+
+
+class ChatTemplate:
+    """A compiled chat template and its special tokens; rendered exactly as `transformers` does."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
+        self._template = _environment().from_string(source) if source else None
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the tools into the prompt."""
+        return "tools" in self.source
+
+    def knows(self, variable: str) -> bool:
+        """Whether the template reads this variable."""
+        return variable in self.source
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render the conversation to text; raises ApiError 400 where the template refuses it."""
+        if self._template is None:
+            raise ApiError(400, "this model has no chat template: use /v1/completions, or set one for the service")
+        seen = [template_message(message) for message in messages]
+        final = ""
+        if continue_final_message:
+            final = seen[-1].get("content") or ""
+            seen[-1]["content"] = final + _CONTINUE
+        variables = {
+            **self._special_tokens,
+            **(arguments or {}),
+            "messages": seen,
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = self._template.render(**variables)
+        except TemplateError as error:
+            # The template refuses some messages, such as a system message; the sentence is its author's.
+            raise _refused(f"the chat template refuses these messages: {error.message}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError):
+            raise _refused("the chat template cannot render these messages") from None
+        return _cut_at_mark(text, final) if continue_final_message else text
+
+
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """Translate a message to the template's variables; the role `developer` is OpenAI's newer name of `system`.
+
+    Arguments of tool calls arrive as JSON text, and templates write them with `tojson`, so they are parsed to objects.
+    """
+    role = "system" if message.role == "developer" else message.role
+    seen: dict[str, Any] = {"role": role, "content": message.text if message.content is not None else None}
+    if message.name:
+        seen["name"] = message.name
+    if message.reasoning_content:
+        # Templates of different models read it under different names; transformers fills both.
+        seen |= {"reasoning_content": message.reasoning_content, "thinking": message.reasoning_content}
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        seen["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return seen
+
+
+def _arguments(text: str) -> Any:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, "the arguments of a tool call are a JSON object as text", param="messages")
+    return arguments
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    """Cut the text at the end of the last message; a template that trims messages has also trimmed the mark's space."""
+    if final.strip() not in text or _CONTINUE.strip() not in text:
+        raise _refused("the chat template does not show the final message, so it cannot be continued")
+    at = text.rindex(_CONTINUE.strip())
+    kept = text[:at]
+    return kept if text[at : at + len(_CONTINUE)] == _CONTINUE else kept.rstrip()
+
+
+def _refused(sentence: str) -> ApiError:
+    return ApiError(400, sentence, param="messages")
+
+
+# --- the jinja sandbox, as in transformers
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks text for training; rendered as its body."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja declares it
+
+    def parse(self, parser: Parser) -> Node:
+        """Render the block's body in place."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return str(caller())
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # local time, as in transformers
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The `tojson` filter as in transformers: jinja's own filter would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -29,17 +29,22 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
 
 from slipway_api.runtime_api import DrainStatus, Health, Ready, ReadyReason, Signals, StartupTimes
-from slipway_runtime.engine.client import EngineDead
+from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import EngineStats, FinishReason, Sleep, WakeUp
+from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.errors import ApiError, unavailable, unknown_model
-from slipway_runtime.server.loaded import Identity, LoadedModel
+from slipway_runtime.server.metrics import Metrics
+from slipway_runtime.server.prompt import PromptEncoder
 from slipway_runtime.server.step_watch import StepWatch
+from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.text_blocks import TextBlockLog
+from slipway_runtime.settings import SamplingDefaults
 
 log = structlog.get_logger()
 
@@ -59,6 +64,39 @@ _BROKEN: Final = frozenset({ReadyReason.STEP_LOOP_STALLED, ReadyReason.ENGINE_DE
 MOST_WAITING: Final = 8  # callers of the open /ready that wait at the same time
 DRAINED_OUT: Final = "the replica is going away and its drain deadline has passed"
 HUNG: Final = "the replica is going away and its engine hangs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """The names of a replica's model, the same in headers, bodies and metrics."""
+
+    model: str
+    revision: str = ""
+    namespace: str = ""
+    uri: str = ""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether `name` names this model; an empty name does."""
+        return name in {"", self.model, f"{self.namespace}/{self.model}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """The objects that serve requests for a loaded model: engine, prompt encoder, metrics, grammars, adapters."""
+
+    engine: EngineClient
+    prompts: PromptEncoder
+    metrics: Metrics
+    grammars: GrammarValidator
+    adapters: AdapterRegistry
+    defaults: SamplingDefaults
+    max_output_tokens: int = 0
+    created: int = 0
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """The digest of the tokenizer and chat template that encode the prompts."""
+        return self.prompts.files.sha256
 
 
 class Replica:

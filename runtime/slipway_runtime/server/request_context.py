@@ -12,9 +12,8 @@ from slipway_api import names, stream_marks
 from slipway_api.text_blocks import TextBlocks
 from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.errors import ApiError, unavailable
-from slipway_runtime.server.loaded import LoadedModel
 from slipway_runtime.server.openai_types import GenerationRequest
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import LoadedModel, Replica
 
 LONGEST_DEADLINE_SECONDS: Final = 86_400.0  # no answer takes a day
 

@@ -13,7 +13,7 @@ from slipway_runtime.server.chat import answer_chat
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
-from slipway_runtime.server.responses_types import ResponsesRequest, in_words_of_responses
+from slipway_runtime.server.responses_types import ResponsesRequest, as_responses_error
 
 router = APIRouter()
 
@@ -34,7 +34,7 @@ async def create_response(http: Request) -> Response:
     try:
         return await answer_chat(http, chat, arrived, dialect=dialect, id=id, route="responses")
     except ApiError as error:
-        raise in_words_of_responses(error) from None
+        raise as_responses_error(error) from None
 
 
 @router.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)

@@ -264,7 +264,7 @@ class ResponsesRequest(RequestBody):
         try:
             return checked(ChatRequest, fields)
         except ApiError as error:
-            raise in_words_of_responses(error) from None
+            raise as_responses_error(error) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -288,7 +288,7 @@ class ResponsesRequest(RequestBody):
         return messages
 
 
-def in_words_of_responses(error: ApiError) -> ApiError:
+def as_responses_error(error: ApiError) -> ApiError:
     """The same error with the field name of this API instead of chat's."""
     for chats, ours in _CALLED.items():
         if error.param is not None and error.param.partition(".")[0] == chats:

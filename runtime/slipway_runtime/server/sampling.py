@@ -92,7 +92,7 @@ def _max_tokens(
     if wanted is not None and wanted > context:
         raise ApiError(
             400,
-            f"max_tokens is {_said(wanted)}. This model's maximum context length is {context} tokens,"
+            f"max_tokens is {_shortened(wanted)}. This model's maximum context length is {context} tokens,"
             " prompt and answer together.",
             param="max_tokens",
         )
@@ -128,11 +128,11 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, fl
 
 def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
     if ids and max(ids) >= vocab_size:
-        sentence = f"{field} holds {_said(max(ids))}, the vocabulary has {vocab_size} entries"
+        sentence = f"{field} holds {_shortened(max(ids))}, the vocabulary has {vocab_size} entries"
         raise ApiError(400, sentence, param=field)
 
 
-def _said(number: int) -> str:
+def _shortened(number: int) -> str:
     """A number for an error message, shortened: JSON numbers may have thousands of digits."""
     return str(number) if abs(number) < 10**18 else "an enormous number"
 

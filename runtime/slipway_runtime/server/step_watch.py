@@ -10,9 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from slipway_runtime.engine.client import EngineDead
+from slipway_runtime.engine.client import EngineClient, EngineDead
 from slipway_runtime.messages import Ping
-from slipway_runtime.server.loaded import Engine
 
 PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
 
@@ -20,7 +19,7 @@ PING_AFTER_SECONDS: Final = 2.0  # without a step, and without work
 class StepWatch:
     """The time since the last step of one engine, where a step is due."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float], *, hang_seconds: float) -> None:
+    def __init__(self, engine: EngineClient, clock: Callable[[], float], *, hang_seconds: float) -> None:
         self.hang_seconds = hang_seconds
         self._engine = engine
         self._clock = clock

@@ -19,8 +19,8 @@ from slipway_runtime.messages import Grammar
 from slipway_runtime.server.chat_types import NamedTool, Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
+from slipway_runtime.server.prompt import ChatTemplate
 from slipway_runtime.server.structured import compact
-from slipway_runtime.server.template import ChatTemplate
 from slipway_runtime.server.tool_calls import Parser, parser_of
 
 # Text in a chat template → the form of the model's tool calls. The first match holds.

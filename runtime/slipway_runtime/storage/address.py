@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from slipway_runtime.storage.errors import FetchError
+from slipway_runtime.storage.source import FetchError
 
 _UNREADABLE: Final = "an address that cannot be read"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")

@@ -25,8 +25,7 @@ from typing import Any, Final
 
 import structlog
 
-from slipway_runtime.storage.errors import OutOfSpaceError
-from slipway_runtime.storage.source import RemoteFile
+from slipway_runtime.storage.source import OutOfSpaceError, RemoteFile
 
 log = structlog.get_logger()
 

@@ -20,8 +20,16 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
-from slipway_runtime.storage.errors import BrokenFileError, Interrupted, OutOfSpaceError, RetryPolicy, UnreachableError
-from slipway_runtime.storage.source import Checksum, RemoteFile, Source
+from slipway_runtime.storage.source import (
+    BrokenFileError,
+    Checksum,
+    Interrupted,
+    OutOfSpaceError,
+    RemoteFile,
+    RetryPolicy,
+    Source,
+    UnreachableError,
+)
 
 PART_BYTES: Final = 32 << 20
 THREADS: Final = 8  # one connection rarely fills a link; with more than this, hubs begin to refuse
@@ -34,7 +42,7 @@ class _Stopped(Exception):  # noqa: N818  another part has failed: this part end
     pass
 
 
-def bring(
+def download_files(
     source: Source,
     files: Sequence[RemoteFile],
     folder: Path,
@@ -43,28 +51,28 @@ def bring(
     retry: RetryPolicy = RetryPolicy(),  # noqa: B008  frozen
 ) -> dict[str, str]:
     """Fetch the missing bytes of `files` into `folder`; returns SHA-256 by name. Blocks; safe to kill and repeat."""
-    return _Bringing(source, files, folder, on_progress, retry).run()
+    return _Download(source, files, folder, on_progress, retry).run()
 
 
-class _Bringing:
+class _Download:
     def __init__(
         self, source: Source, files: Sequence[RemoteFile], folder: Path, on_progress: OnProgress, retry: RetryPolicy
     ) -> None:
         self._source = source
-        self._arrivals = [_Arrival(file, folder) for file in files]
+        self._partials = [_PartialFile(file, folder) for file in files]
         self._on_progress = on_progress
         self._retry = retry
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._total = sum(file.size for file in files)
-        self._done = sum(sum(arrival.have) for arrival in self._arrivals)
+        self._done = sum(sum(partial.have) for partial in self._partials)
 
     def run(self) -> dict[str, str]:
         self._on_progress(self._done, self._total)
         with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="fetch") as threads:
             # File by file, so that the check of one file runs beside the download of the next.
             work = [
-                threads.submit(self._part, arrival, part) for arrival in self._arrivals for part in range(arrival.parts)
+                threads.submit(self._part, partial, part) for partial in self._partials for part in range(partial.parts)
             ]
             _, waiting = wait(work, return_when=FIRST_EXCEPTION)
             if waiting:
@@ -73,43 +81,43 @@ class _Bringing:
         for error in errors:
             if not isinstance(error, _Stopped):
                 raise error
-        return {arrival.file.name: arrival.sha256 for arrival in self._arrivals}
+        return {partial.file.name: partial.sha256 for partial in self._partials}
 
-    def _part(self, arrival: "_Arrival", part: int) -> None:
+    def _part(self, partial: "_PartialFile", part: int) -> None:
         attempt = 0
-        while (missing := arrival.missing(part)) is not None:
+        while (missing := partial.missing(part)) is not None:
             start, end = missing
             if self._stop.is_set():
                 raise _Stopped
             try:
-                for piece in self._source.read(arrival.file, start, end):
-                    arrival.take(part, piece[: end - start])
+                for piece in self._source.read(partial.file, start, end):
+                    partial.take(part, piece[: end - start])
                     start += len(piece)
                     attempt = 0  # bytes arrive: only consecutive tries without any are counted
                     self._tell(len(piece))
                     if self._stop.is_set():
                         raise _Stopped
-                if arrival.missing(part) is not None:
+                if partial.missing(part) is not None:
                     raise Interrupted("the file ended early")
             except Interrupted as interrupted:
                 attempt += 1
                 if attempt == self._retry.attempts:
                     raise UnreachableError(
-                        f"{self._source.name}: {arrival.file.name} does not come: {interrupted}, {attempt} times"
+                        f"{self._source.name}: {partial.file.name} does not come: {interrupted}, {attempt} times"
                     ) from interrupted
                 if self._stop.wait(self._retry.delay(attempt, interrupted.retry_after)):
                     raise _Stopped from None
             except OSError as error:
                 if error.errno in {errno.ENOSPC, errno.EDQUOT}:
                     raise OutOfSpaceError(
-                        f"{self._source.name}: the disk became full at {arrival.file.name}"
+                        f"{self._source.name}: the disk became full at {partial.file.name}"
                     ) from error
                 raise
         with self._lock:
-            arrival.open_parts -= 1
-            last = arrival.open_parts == 0
+            partial.open_parts -= 1
+            last = partial.open_parts == 0
         if last:
-            arrival.finish(self._source.name)
+            partial.finish(self._source.name)
 
     def _tell(self, count: int) -> None:
         with self._lock:
@@ -117,7 +125,7 @@ class _Bringing:
             self._on_progress(self._done, self._total)
 
 
-class _Arrival:
+class _PartialFile:
     """One file in progress: its parts, and how many bytes of each are on disk."""
 
     def __init__(self, file: RemoteFile, folder: Path) -> None:

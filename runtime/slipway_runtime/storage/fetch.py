@@ -24,16 +24,18 @@ import structlog
 from slipway_api.types import parse_quantity
 from slipway_runtime.storage.address import Access, Address, HubModel, LocalModel, S3Model, WebModel, parse, shown
 from slipway_runtime.storage.cache import Cache, content_key, manifest
-from slipway_runtime.storage.download import OnProgress, bring
-from slipway_runtime.storage.errors import (
+from slipway_runtime.storage.download import OnProgress, download_files
+from slipway_runtime.storage.source import (
     AccessDeniedError,
     FetchError,
     ModelNotFoundError,
     OutOfSpaceError,
+    RemoteFile,
     RetryPolicy,
+    Source,
     UnreachableError,
+    choose,
 )
-from slipway_runtime.storage.source import RemoteFile, Source, choose
 
 __all__ = [
     "Access", "AccessDeniedError", "FetchError", "HubModel", "LocalModel", "ModelNotFoundError", "RetryPolicy",
@@ -78,9 +80,17 @@ def fetch(
     if limit_bytes is None:
         limit_bytes = int(parse_quantity(os.environ.get("SLIPWAY_CACHE_LIMIT") or 0))
     try:
-        shelf = Cache(cache, limit_bytes)
+        model_cache = Cache(cache, limit_bytes)
         return _fetch(
-            address, uri, shelf, access, endpoint, weights, at_most_bytes, on_progress or _log_progress(uri), retry
+            address,
+            uri,
+            model_cache,
+            access,
+            endpoint,
+            weights,
+            at_most_bytes,
+            on_progress or _log_progress(uri),
+            retry,
         )
     except OSError as error:
         raise FetchError(f"{shown(uri)}: the cache cannot be written: {error.strerror}") from error
@@ -94,7 +104,7 @@ def release(directory: Path, *, cache: Path) -> None:
 def _fetch(
     address: Address,
     uri: str,
-    shelf: Cache,
+    model_cache: Cache,
     access: Access,
     endpoint: str | None,
     weights: bool,
@@ -103,14 +113,14 @@ def _fetch(
     retry: RetryPolicy,
 ) -> Path:
     wanted = f"{uri} {endpoint or access.hub_endpoint} {'model' if weights else 'tokenizer'}"
-    last = shelf.remembered(wanted)
-    if last and isinstance(address, HubModel) and address.is_pinned and (held := shelf.hold(last)):
+    last = model_cache.remembered(wanted)
+    if last and isinstance(address, HubModel) and address.is_pinned and (held := model_cache.hold(last)):
         return held  # a commit never changes: no network is needed
     with _source(address, access, endpoint) as source:
         try:
             files = retry.call(lambda: choose(source, weights=weights), source.name, time.sleep)
         except UnreachableError as error:
-            if last and (held := shelf.hold(last)):
+            if last and (held := model_cache.hold(last)):
                 log.warning("the source does not answer; using what it had last", model=shown(uri), reason=str(error))
                 return held
             raise
@@ -118,30 +128,35 @@ def _fetch(
         if at_most_bytes and size > at_most_bytes:
             raise OutOfSpaceError(f"{source.name} has {size} bytes, more than the {at_most_bytes} that are allowed")
         key = content_key(files)
-        held = shelf.hold(key)
+        held = model_cache.hold(key)
         while held is None:  # a second round only where another process evicts the model between the two locks
-            _bring(source, files, key, shelf, on_progress, retry)
-            held = shelf.hold(key)
-    shelf.remember(wanted, key)
+            _download_into_cache(source, files, key, model_cache, on_progress, retry)
+            held = model_cache.hold(key)
+    model_cache.remember(wanted, key)
     return held
 
 
-def _bring(
-    source: Source, files: Sequence[RemoteFile], key: str, shelf: Cache, on_progress: OnProgress, retry: RetryPolicy
+def _download_into_cache(
+    source: Source,
+    files: Sequence[RemoteFile],
+    key: str,
+    model_cache: Cache,
+    on_progress: OnProgress,
+    retry: RetryPolicy,
 ) -> None:
-    with shelf.coming(key) as folder:
+    with model_cache.coming(key) as folder:
         if folder is None:
             return
-        shelf.link_known(files, folder)
+        model_cache.link_known(files, folder)
         new = [file for file in files if not (folder / file.name).exists()]
         begun = {file.name: _blocks(folder / f"{file.name}.part") for file in new}
-        shelf.make_room(
+        model_cache.make_room(
             sum(file.size for file in new if begun[file.name] is None),
             sum(max(0, file.size - (begun[file.name] or 0)) for file in new),
             key,
         )
-        sums = bring(source, files, folder, on_progress=on_progress, retry=retry)
-        shelf.finish(key, source.name, files, sums)
+        sums = download_files(source, files, folder, on_progress=on_progress, retry=retry)
+        model_cache.finish(key, source.name, files, sums)
 
 
 def _blocks(path: Path) -> int | None:

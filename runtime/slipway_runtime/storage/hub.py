@@ -9,8 +9,14 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from slipway_runtime.storage.address import HubModel
-from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
-from slipway_runtime.storage.source import Checksum, RemoteFile
+from slipway_runtime.storage.source import (
+    AccessDeniedError,
+    Checksum,
+    FetchError,
+    Interrupted,
+    ModelNotFoundError,
+    RemoteFile,
+)
 from slipway_runtime.storage.web import Web
 
 # The pooling of an embedding model; stored under a name without a folder, because the cache stores no subfolders.

@@ -11,8 +11,17 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from slipway_runtime.storage.address import Access, S3Model
-from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
-from slipway_runtime.storage.source import SUMS, Checksum, RemoteFile, parse_sums, read_whole
+from slipway_runtime.storage.source import (
+    SUMS,
+    AccessDeniedError,
+    Checksum,
+    FetchError,
+    Interrupted,
+    ModelNotFoundError,
+    RemoteFile,
+    parse_sums,
+    read_whole,
+)
 
 PIECE: Final = 2 << 20  # bytes; a broken connection loses at most one piece, and a thread holds one in memory
 _T = TypeVar("_T")

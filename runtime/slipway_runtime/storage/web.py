@@ -21,8 +21,18 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from slipway_runtime.storage.errors import AccessDeniedError, FetchError, Interrupted, ModelNotFoundError
-from slipway_runtime.storage.source import INDEX, SUMS, Checksum, RemoteFile, parse_sums, read_whole
+from slipway_runtime.storage.source import (
+    INDEX,
+    SUMS,
+    AccessDeniedError,
+    Checksum,
+    FetchError,
+    Interrupted,
+    ModelNotFoundError,
+    RemoteFile,
+    parse_sums,
+    read_whole,
+)
 
 TIMEOUT: Final = httpx.Timeout(60.0, connect=10.0)  # seconds without a byte
 _TRY_AGAIN: Final = frozenset({408, 425, 429, 500, 502, 503, 504})

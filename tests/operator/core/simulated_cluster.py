@@ -7,28 +7,15 @@ step, so a story or a random walk only has to move it.
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from slipway_api import names
 from slipway_api.inference_service import InferenceService
 from slipway_api.vocabulary import CONDITIONS
 from slipway_operator.core.actions import (
-    ABSENT,
-    AddFinalizer,
-    AnnotatePod,
-    ApplyChild,
-    AskSmokeTests,
-    CreatePod,
-    CreateRevision,
-    DeleteChild,
-    DeletePod,
-    DeleteRevision,
-    DrainPod,
     Event,
-    RemoveFinalizer,
     SmokeResult,
-    UndrainPod,
 )
 from slipway_operator.core.observed import (
     AccountingMemory,
@@ -45,22 +32,15 @@ from slipway_operator.core.observed import (
     is_disruption,
 )
 from slipway_operator.core.service.plan import Plan, plan
-from slipway_operator.core.service.replicas import FIRST_BACKOFF
-from tests.builders import DEFAULTS, T0, UID, digests, serving_digests
+from tests.builders import DEFAULTS, T0, digests, serving_digests
 from tests.operator.core import laws, quiet_time
+from tests.operator.core.simulated_executor import TICK, execute
 from tests.operator.core.simulated_faults import Faults
 from tests.operator.core.simulated_pod import SimulatedPod
 from tests.operator.core.simulated_traffic import SimulatedTraffic
 from tests.operator.core.stale_cache import StaleCache
 
-TICK = timedelta(seconds=1)
 HANG_LIMIT = timedelta(seconds=120)  # the runtime's --hang-seconds
-_FACTS = {
-    names.ANNOTATION_NODE_LEAVING_SINCE: "leaving_since",
-    names.ANNOTATION_NODE_DRAIN_FORCED: "drain_forced",
-    names.ANNOTATION_SAFE_TO_EVICT: "safe_to_evict",
-    names.ANNOTATION_DO_NOT_DISRUPT: "do_not_disrupt",
-}
 DOCUMENTED = {(row.type.value, row.status.value, row.reason.value) for row in CONDITIONS}
 
 
@@ -103,9 +83,9 @@ class SimulatedCluster(Faults):
         self.created = 0
         self.refusing: set[str] = set()  # nodes whose device plugin refuses every pod
         self.cache = StaleCache()
-        self._failed_at: dict[tuple[str, int], Any] = {}
+        self.failed_at: dict[tuple[str, int], Any] = {}
         self._facts: Any = None
-        self._next_uid = 0
+        self.next_uid = 0
         self.traffic: SimulatedTraffic | None = None  # None: no gateway reports
         self.smoke_results: dict[str, SmokeResult] = {}
         self.fails_smoke: set[str] = set()  # revisions that answer smoke tests wrongly
@@ -188,7 +168,7 @@ class SimulatedCluster(Faults):
             if die_after is not None and position >= die_after:
                 self.restart_operator()
                 return made
-            self._do(action, observed)
+            execute(self, action, observed)
         if die_after is not None:
             self.restart_operator()
             return made
@@ -206,7 +186,7 @@ class SimulatedCluster(Faults):
                     status.desired_replicas,
                     status.update_revision,
                 ):
-                    self._failed_at.clear()  # another number or another spec is a new start
+                    self.failed_at.clear()  # another number or another spec is a new start
                 self.log.append(f"{self.clock} status: {status.desired_replicas} wanted, {status.ready_replicas} ready")
                 self.service = self.service.model_copy(update={"status": status})
             self.events += made.events
@@ -227,174 +207,6 @@ class SimulatedCluster(Faults):
         for pod in self.pods.values():
             pod.sample = None  # what replicas told the leader before
         self.due = self.now  # it looks at everything once
-
-    def _do(self, action: Any, observed: Observed) -> None:
-        self.log.append(f"{self.clock} {type(action).__name__} {getattr(action, 'name', '')} {action.reason}")
-        if not isinstance(action, AskSmokeTests) and not (isinstance(action, DrainPod) and action.marked):
-            self.writes += 1
-        assert self.service is not None
-        match action:
-            case AddFinalizer(finalizer=finalizer):
-                self._finalizers((*self.service.metadata.finalizers, finalizer))
-            case RemoveFinalizer():
-                gone_or_going = all(pod.replica.deleted_at for pod in self.pods.values())
-                assert gone_or_going, "the service went before its replicas"
-                self.service = None
-            case CreatePod():
-                self._create(action, observed)
-            case DrainPod():
-                self._drain(action)
-            case UndrainPod():
-                self._undrain(action)
-            case DeletePod():
-                self._delete(action, observed)
-            case AnnotatePod():
-                self._annotate(action)
-            case ApplyChild():
-                self.applied[action.key] = action.digest
-                self.children[action.key] = action.manifest
-            case DeleteChild():
-                self.applied[action.key] = ABSENT
-                self.children.pop(action.key, None)
-            case AskSmokeTests():
-                self._ask_smoke_tests(action)
-            case CreateRevision():
-                self._store(action)
-            case DeleteRevision():
-                (hash,) = {one.hash for one in self.revisions.values() if one.uid == action.uid}
-                assert hash not in {pod.replica.revision for pod in self.pods.values()}, "its pods still exist"
-                del self.revisions[action.name]
-
-    def _ask_smoke_tests(self, action: AskSmokeTests) -> None:
-        pod = self.pods.get(action.name)
-        if pod is None or pod.replica.uid != action.uid:
-            return
-        revision = pod.replica.revision
-        if revision in self.silent_to_smoke:
-            result = SmokeResult(at=self.now, errors=action.errors + 1, error="HTTP 500")
-        else:
-            is_wrong = revision in self.fails_smoke
-            result = SmokeResult(at=self.now, is_passed=not is_wrong, wrong=1 if is_wrong else 0)
-        self.smoke_results[action.uid] = result
-        self.due = self.now
-
-    def _store(self, action: CreateRevision) -> None:
-        assert action.name not in self.revisions, "a revision is written once"
-        self.revisions[action.name] = StoredRevision(
-            name=action.name,
-            uid=f"uid-of-{action.name}",
-            owner_uid=UID,
-            hash=action.manifest["metadata"]["labels"][names.LABEL_REVISION],
-            number=action.manifest["revision"],
-            data=action.manifest["data"],
-        )
-
-    def _finalizers(self, finalizers: tuple[str, ...]) -> None:
-        assert self.service is not None
-        metadata = self.service.metadata.model_copy(update={"finalizers": finalizers})
-        self.service = self.service.model_copy(update={"metadata": metadata})
-
-    def _create(self, action: CreatePod, observed: Observed) -> None:
-        labels = action.manifest["metadata"]["labels"]
-        slot, attempt = int(labels[names.LABEL_SLOT]), int(labels[names.LABEL_ATTEMPT])
-        status = observed.service.status
-        assert names.FINALIZER in observed.service.metadata.finalizers or isinstance(
-            next(iter(plan(observed, self.now).actions)), AddFinalizer
-        ), "no child before the finalizer"
-        if attempt > 0:
-            carried = [
-                one.attempt
-                for one in status.attempts
-                if (one.revision, one.slot) == (labels[names.LABEL_REVISION], slot)
-            ]
-            assert attempt in carried, f"attempt {attempt} of slot {slot} is not in status"
-        assert any(one.hash == labels[names.LABEL_REVISION] and one.image for one in status.revisions)
-        assert any(one.hash == labels[names.LABEL_REVISION] for one in self.revisions.values()), "it is not stored"
-        if action.name in self.pods:
-            pod = self.pods[action.name]
-            if pod.replica.owner_uid != UID:
-                self.taken |= {action.name}
-            return  # 409: ours already
-        failed_at = self._failed_at.pop((labels[names.LABEL_REVISION], slot), None)
-        assert failed_at is None or self.now - failed_at >= FIRST_BACKOFF - TICK, "no backoff after a failure"
-        self._next_uid += 1
-        self.created += 1
-        self.manifests[action.name] = action.manifest
-        self.pods[action.name] = SimulatedPod(
-            Replica(
-                name=action.name,
-                uid=f"pod-{self._next_uid}",
-                owner_uid=UID,
-                revision=labels[names.LABEL_REVISION],
-                slot=slot,
-                attempt=attempt,
-                created_at=self.now,
-                safe_to_evict=action.manifest["metadata"]["annotations"].get(names.ANNOTATION_SAFE_TO_EVICT, ""),
-                do_not_disrupt=action.manifest["metadata"]["annotations"].get(names.ANNOTATION_DO_NOT_DISRUPT, ""),
-            ),
-            loads_for=self.load_seconds,
-        )
-        self.cache.expect(action.name, self.now, lambda replica: replica is not None)
-        laws.check_total(self)
-
-    def _annotate(self, action: AnnotatePod) -> None:
-        pod = self.pods.get(action.name)
-        if pod is None or pod.replica.uid != action.uid:
-            return
-        assert action.annotations, "nothing to write"
-        for name, value in action.annotations.items():
-            is_moment = name in (names.ANNOTATION_NODE_LEAVING_SINCE, names.ANNOTATION_NODE_DRAIN_FORCED)
-            fact: Any = datetime.fromisoformat(value) if is_moment and value else None if is_moment else value or ""
-            pod.replica = replace(pod.replica, **{_FACTS[name]: fact})
-
-    def _drain(self, action: DrainPod) -> None:
-        pod = self.pods.get(action.name)
-        if pod is None or pod.replica.uid != action.uid:
-            return  # gone, unseen by the caches
-        if not action.marked:
-            pod.replica = replace(
-                pod.replica,
-                state=names.STATE_DRAINING,
-                drain_started=action.started.replace(microsecond=0),
-                drain_reason=action.reason,
-            )
-            self.cache.expect(
-                action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_DRAINING
-            )
-        if pod.answers and pod.drain_arrives_at is None:
-            pod.drain_arrives_at = self.now + timedelta(seconds=pod.late_by)
-        if pod.drain_arrives_at == self.now:
-            pod.drains = True
-
-    def _undrain(self, action: UndrainPod) -> None:
-        pod = self.pods.get(action.name)
-        if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at or not pod.answers or pod.is_ending:
-            return  # the call fails, and the label stays
-        pod.drains, pod.drain_arrives_at = False, None
-        if self.lose_labels:
-            return
-        pod.replica = replace(pod.replica, state=names.STATE_SERVING, drain_started=None, drain_reason="")
-        self.cache.expect(
-            action.name, self.now, lambda replica: replica is None or replica.state == names.STATE_SERVING
-        )
-
-    def _delete(self, action: DeletePod, observed: Observed) -> None:
-        pod = self.pods.get(action.name)
-        if pod is None or pod.replica.uid != action.uid or pod.replica.deleted_at:
-            return
-        assert self.service is not None
-        drain = self.service.spec.drain
-        if pod.replica.ready and any(one.ready for one in observed.replicas if one.uid == action.uid):
-            assert pod.replica.drain_started, f"{action.name} was deleted without a drain"
-        if pod.replica.drain_started and pod.replica.phase == "Running" and pod.answers and pod.running:
-            age = (self.now - pod.replica.drain_started).total_seconds()
-            node = self.nodes.get(pod.replica.node)
-            is_taken_away = node is not None and node.notice is not None
-            assert is_taken_away or age >= drain.timeout_seconds, (
-                f"{action.name} was deleted with {pod.running} streams after {age}s"
-            )
-        self.end(action.name, grace=action.grace_seconds, takes=2)
-        self.cache.expect(action.name, self.now, lambda replica: replica is None or replica.deleted_at is not None)
 
     # --- what the cluster does ---------------------------------------------------------------------------------------
 

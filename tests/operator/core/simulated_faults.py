@@ -21,7 +21,7 @@ class Faults:
     children: dict[str, dict[str, Any]]
     faults: int
     was_cordoned: bool
-    _failed_at: dict[tuple[str, int], Any]
+    failed_at: dict[tuple[str, int], Any]
 
     @property
     def ready(self) -> list[SimulatedPod]:
@@ -39,7 +39,7 @@ class Faults:
         pod.replica = replace(pod.replica, phase="Failed", phase_reason=reason, ready=False, ready_since=None)
         node = self.nodes.get(pod.replica.node)
         if node is None or node.ready:  # what was lost with its node is replaced for that, without a pause
-            self._failed_at[pod.replica.revision, pod.replica.slot] = self.now
+            self.failed_at[pod.replica.revision, pod.replica.slot] = self.now
 
     def flap(self, name: str, seconds: float) -> None:
         """Its readiness probe fails for a while, and nothing else."""

@@ -297,10 +297,10 @@ class LongAndShortPrompts(RuleBasedStateMachine):
 
     def check_step(self, schedule, now: float) -> object:
         table = self.play.scheduler._table
-        preemptions = table.ledger.preemptions
+        preemptions = table.counters.preemptions
         ahead = {sequence: sequence.num_ahead for sequence in table.running}
         plan = schedule(now)
-        if table.ledger.preemptions > preemptions or any(sequence.state is not State.RUNNING for sequence in ahead):
+        if table.counters.preemptions > preemptions or any(sequence.state is not State.RUNNING for sequence in ahead):
             return plan  # preempted, or at its deadline
         given = dict(zip(plan.rows, plan.num_new, strict=True))
         left = self.budget - sum(1 for tokens in ahead.values() if tokens == 1)

@@ -4,8 +4,8 @@ import pytest
 
 from slipway_runtime.messages import FinishReason
 from slipway_runtime.scheduling.block_pool import BlockPool
+from slipway_runtime.scheduling.prefix_cache import MAX_PREEMPTIONS
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.scheduling.start import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.messages import FinishReason
-from slipway_runtime.scheduling.start import MAX_PREEMPTIONS
+from slipway_runtime.scheduling.prefix_cache import MAX_PREEMPTIONS
 from tests.runtime.paper_worker import Play, continuation
 
 LOADED = ("sha256:a", "sha256:b", "sha256:c")

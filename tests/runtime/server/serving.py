@@ -22,11 +22,10 @@ from slipway_runtime.engine.loop import EngineThread
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason, Message, Request, StepReport
 from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource
 from slipway_runtime.server.app import admin_app, listening, serving_app
-from slipway_runtime.server.loaded import Identity, LoadedModel
 from slipway_runtime.server.metrics import Metrics
 from slipway_runtime.server.model_choice import ModelChoice
 from slipway_runtime.server.prompt import PromptEncoder
-from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.replica import Identity, LoadedModel, Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerFiles, load_tokenizer

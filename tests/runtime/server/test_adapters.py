@@ -19,8 +19,8 @@ from slipway_runtime.server.adapters import AdapterSource
 from slipway_runtime.server.boot import load_adapters, load_boot_list, read_boot_list
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.settings import BootAdapter
-from slipway_runtime.storage.errors import OutOfSpaceError
 from slipway_runtime.storage.fetch import fetch, release
+from slipway_runtime.storage.source import OutOfSpaceError
 from tests.runtime.adapter_folders import an_adapter
 from tests.runtime.server.serving import TINY, Running, a_replica
 from tests.runtime.storage.origin import Origin, an_origin

@@ -12,7 +12,7 @@ from openai import BadRequestError, NotFoundError
 from transformers import AutoModelForCausalLM
 
 from slipway_api.runtime_spec import Pooling, Task
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.engine.client import QueueLimits
 from slipway_runtime.models.pooling import LAST, MEAN
 from tests.runtime.server.serving import TINY, Running, a_replica, tiny_tokenizer
@@ -162,9 +162,9 @@ async def test_a_model_with_matryoshka_embeddings_gives_fewer_dimensions(tmp_pat
 
 
 async def test_the_command_line_says_what_a_replica_computes():
-    settings = serve_settings(arguments_of(["serve", "file:///m", "--task", "embed", "--pooling", "mean"]), {})
+    settings = serve_settings(parse_arguments(["serve", "file:///m", "--task", "embed", "--pooling", "mean"]), {})
 
     assert (settings.task, settings.pooling) == (Task.EMBED, Pooling.MEAN)
     for wrong in (["--pooling", "mean"], ["--task", "embed", "--speculation", "promptLookup"]):
         with pytest.raises(ValueError, match="--task embed"):
-            serve_settings(arguments_of(["serve", "file:///m", *wrong]), {})
+            serve_settings(parse_arguments(["serve", "file:///m", *wrong]), {})

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.messages import EngineFacts, EngineStats, FinishReason
 from slipway_runtime.server.generation import Record
 from slipway_runtime.server.metrics import Metrics
@@ -59,8 +59,8 @@ def test_the_page_lists_what_is_exported():
 
 @pytest.mark.capability("OB-2")
 def test_older_names_are_there_for_those_who_ask_with_the_same_values():
-    asked = serve_settings(arguments_of(["serve", "/m", "--legacy-metric-names"]), {})
-    unasked = serve_settings(arguments_of(["serve", "/m"]), {})
+    asked = serve_settings(parse_arguments(["serve", "/m", "--legacy-metric-names"]), {})
+    unasked = serve_settings(parse_arguments(["serve", "/m"]), {})
     older = {
         "vllm:gpu_cache_usage_perc",
         "vllm:gpu_prefix_cache_queries_total",

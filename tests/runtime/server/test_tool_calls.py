@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipway_runtime.server.chat_types import Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
-from slipway_runtime.server.template import ChatTemplate
+from slipway_runtime.server.prompt import ChatTemplate
 from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, Parser, TextEvent, parser_of
 from slipway_runtime.server.tools import schema_of_calls, tool_use
 

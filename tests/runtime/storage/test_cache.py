@@ -12,8 +12,8 @@ import pytest
 
 from slipway_runtime.storage import cache as shelf
 from slipway_runtime.storage import download
-from slipway_runtime.storage.errors import OutOfSpaceError
 from slipway_runtime.storage.fetch import Access, FetchError, fetch, release, weights_digest
+from slipway_runtime.storage.source import OutOfSpaceError
 from tests.runtime.storage.origin import Origin, a_model, an_origin
 
 # Another pod: fetches, says where it is, and stays until its stdin closes.

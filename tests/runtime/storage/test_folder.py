@@ -11,7 +11,6 @@ import pytest
 from slipway_runtime import serve
 from slipway_runtime.settings import RuntimeSettings
 from slipway_runtime.storage import download, web
-from slipway_runtime.storage.errors import BrokenFileError, OutOfSpaceError
 from slipway_runtime.storage.fetch import (
     Access,
     AccessDeniedError,
@@ -21,6 +20,7 @@ from slipway_runtime.storage.fetch import (
     UnreachableError,
     fetch,
 )
+from slipway_runtime.storage.source import BrokenFileError, OutOfSpaceError
 from tests.runtime.storage.origin import Origin, a_model, an_origin
 
 AT_ONCE = RetryPolicy(attempts=4, first_delay=0, longest_delay=0)

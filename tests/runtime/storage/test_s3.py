@@ -15,7 +15,6 @@ import httpx
 import numpy as np
 import pytest
 
-from slipway_runtime.storage.errors import BrokenFileError
 from slipway_runtime.storage.fetch import (
     Access,
     AccessDeniedError,
@@ -25,6 +24,7 @@ from slipway_runtime.storage.fetch import (
     UnreachableError,
     fetch,
 )
+from slipway_runtime.storage.source import BrokenFileError
 from tests.runtime.storage.wire import a_wire
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hunter2", "AWS_REGION": "eu-central-1"}

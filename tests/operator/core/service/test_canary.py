@@ -5,83 +5,19 @@ import pytest
 from slipway_api import names
 from slipway_operator.core.actions import CreatePod, DeletePod, DrainPod
 from slipway_operator.core.service.plan import plan
-from tests.builders import a_service, edited
-from tests.operator.core.simulated_cluster import SimulatedCluster
-from tests.operator.core.simulated_traffic import Behaviour, SimulatedTraffic
-
-NEW = {"maxModelLen": 1024}
-STEPS = [
-    {"setWeight": 25},
-    {"pauseSeconds": 20},
-    {"analyze": {}},
-    {"setWeight": 50},
-    {"analyze": {}},
-    {"setWeight": 100},
-]
-ANALYSIS = {"intervalSeconds": 10, "minRequests": 50, "failureLimit": 2}
-
-
-def canary(steps=None, analysis=None, **rollout):
-    return {
-        "strategy": "Canary",
-        "canary": {"steps": steps or STEPS, "analysis": ANALYSIS | (analysis or {})},
-        **rollout,
-    }
-
-
-def a_world(replicas=4, rate=20.0, rollout=None, **spec):
-    """A service whose first revision serves, under load."""
-    service = a_service(
-        replicas=replicas,
-        finalizers=(),
-        rollout=rollout or canary(),
-        drain={"timeoutSeconds": 30, "endpointPropagationSeconds": 2},
-        **spec,
-    )
-    world = SimulatedCluster(service, load_seconds=5)
-    world.traffic = SimulatedTraffic(rate) if rate else None
-    world.reconcile()
-    world.run(20)
-    return world
-
-
-def roll(world, behaviour=None, **runtime):
-    """The user edits the spec; returns the hashes of the old and of the new revision."""
-    old = world.service.status.current_revision
-    world.service = edited(world.service, runtime=NEW | runtime)
-    world.run(1)
-    new = world.service.status.update_revision
-    assert new != old
-    if world.traffic and behaviour:
-        world.traffic.behaviours[new] = behaviour
-    return old, new
-
-
-def annotate(world, **annotations):
-    metadata = world.service.metadata.model_copy(
-        update={"annotations": {f"{names.GROUP}/{key.replace('_', '-')}": value for key, value in annotations.items()}}
-    )
-    world.service = world.service.model_copy(update={"metadata": metadata})
-
-
-def weight(world, hash):
-    return next((one.weight for one in world.service.status.revisions if one.hash == hash), 0)
-
-
-def replicas(world, hash):
-    return sum(pod.replica.revision == hash for pod in world.live)
-
-
-def until(world, what, limit=400):
-    for _ in range(limit):
-        if what():
-            return
-        world.run(1)
-    raise AssertionError(f"it did not happen within {limit} s: {world.log[-10:]}, {world.service.status.canary}")
-
-
-def message(world):
-    return world.condition("CanaryHealthy").message
+from tests.builders import edited
+from tests.operator.core.service.rollouts import (
+    a_world,
+    annotate,
+    canary,
+    message,
+    replicas,
+    roll,
+    until,
+    weight,
+    weights_in_order,
+)
+from tests.operator.core.simulated_traffic import Behaviour
 
 
 @pytest.mark.capability("EV-1", "RG-1")
@@ -107,10 +43,6 @@ def test_a_good_canary_takes_its_steps_and_is_promoted():
     assert reasons.count("RolloutCompleted") == 1
     assert world.condition("CanaryHealthy").reason == "Passed"
     assert world.condition("Reconciling") is None
-
-
-def weights_in_order(weights):
-    return [one for position, one in enumerate(weights) if position == 0 or weights[position - 1] != one]
 
 
 @pytest.mark.capability("EV-1")
@@ -369,126 +301,6 @@ def test_mirrored_requests_come_before_any_weight():
     until(world, lambda: weight(world, new) == 50)
     status = next(one for one in world.service.status.revisions if one.hash == new)
     assert status.mirror_percent == 0
-
-
-@pytest.mark.capability("EV-4")
-@pytest.mark.parametrize("strategy", ["RollingUpdate", "Canary", "BlueGreen", "Recreate"])
-def test_a_wrong_answer_to_a_smoke_test_rolls_back_before_any_traffic(strategy):
-    gates = {"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]}
-    rollout = canary(gates=gates) if strategy == "Canary" else {"strategy": strategy, "gates": gates}
-    if strategy == "BlueGreen":
-        rollout["rollingUpdate"] = {"maxSurge": 4}
-    world = a_world(rollout=rollout)
-    old, new = roll(world)
-    world.fails_smoke.add(new)
-    for _ in range(200):
-        world.run(1)
-        assert weight(world, new) == 0
-    status = world.service.status
-    assert (status.current_revision, status.failed_revision) == (old, new)
-    assert {pod.replica.revision for pod in world.pods.values()} == {old}
-    assert "smoke test 1 of 1" in message(world)
-    assert "2+2" not in "".join(event.message for event in world.events) + "".join(world.log)
-
-
-@pytest.mark.capability("EV-4")
-@pytest.mark.parametrize("strategy", ["RollingUpdate", "Canary", "BlueGreen", "Recreate"])
-def test_passed_smoke_tests_open_the_way(strategy):
-    gates = {"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]}
-    rollout = canary(gates=gates) if strategy == "Canary" else {"strategy": strategy, "gates": gates}
-    if strategy == "BlueGreen":
-        rollout["rollingUpdate"] = {"maxSurge": 4}
-    world = a_world(rollout=rollout)
-    _, new = roll(world)
-    world.run(300)
-    assert world.service.status.current_revision == new
-    assert world.condition("CanaryHealthy").reason == "Passed"
-    assert world.service.status.canary is None
-
-
-@pytest.mark.capability("EV-4")
-def test_a_replica_that_does_not_answer_smoke_tests_fails_them_after_five_times():
-    world = a_world(rollout=canary(gates={"smoke": [{"prompt": "2+2=", "mustMatch": "4"}]}))
-    old, new = roll(world)
-    world.silent_to_smoke.add(new)
-    world.run(100)
-    assert world.service.status.failed_revision == new
-    assert "no answer 5 times" in message(world)
-    assert weight(world, old) == 100
-
-
-@pytest.mark.capability("EV-5")
-def test_blue_green_starts_a_second_full_set_switches_at_once_and_then_drains_the_first():
-    world = a_world(replicas=2, rollout={"strategy": "BlueGreen", "rollingUpdate": {"maxSurge": 2}})
-    old, new = roll(world)
-    weights = []
-    for _ in range(150):
-        world.run(1)
-        weights.append(weight(world, new))
-        assert len(world.pods) <= 4
-        if 0 < weights.count(100) < 30:
-            assert replicas(world, old) == 2, "the first set stays for a while"
-    assert weights_in_order(weights) == [0, 100]
-    assert {pod.replica.revision for pod in world.pods.values()} == {new}
-    assert world.service.status.current_revision == new
-
-
-@pytest.mark.capability("EV-5")
-def test_blue_green_switches_only_when_every_replica_of_the_second_set_is_ready():
-    world = a_world(replicas=2, rollout={"strategy": "BlueGreen", "rollingUpdate": {"maxSurge": 2}})
-    world.gpus = 3
-    old, new = roll(world)
-    world.run(100)
-    assert (weight(world, old), weight(world, new)) == (100, 0)
-    world.gpus = 4
-    world.run(20)
-    assert (weight(world, old), weight(world, new)) == (0, 100)
-
-
-@pytest.mark.capability("EV-5")
-def test_recreate_drains_all_before_it_starts_any_and_waits_for_their_requests():
-    world = a_world(replicas=2, rollout={"strategy": "Recreate"})
-    old, new = roll(world)
-    for pod in world.pods.values():
-        pod.running = 3
-    world.gpus = 2
-    for _ in range(120):
-        world.run(1)
-        revisions = {pod.replica.revision for pod in world.pods.values()}
-        assert revisions != {old, new}, "never both"
-    assert {pod.replica.revision for pod in world.pods.values()} == {new}
-    assert world.service.status.current_revision == new
-    assert not any("was deleted with" in line for line in world.log)
-
-
-@pytest.mark.capability("EV-5")
-def test_without_surge_a_rolling_update_goes_one_by_one():
-    world = a_world(replicas=3, rollout={"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}})
-    world.gpus = 3
-    _, new = roll(world)
-    for _ in range(200):
-        world.run(1)
-        assert len(world.ready) >= 2
-    assert {pod.replica.revision for pod in world.pods.values()} == {new}
-
-
-@pytest.mark.capability("EV-3")
-@pytest.mark.parametrize("strategy", ["RollingUpdate", "BlueGreen"])
-def test_the_other_strategies_pause_and_abort_too(strategy):
-    rollout = {"strategy": strategy, "rollingUpdate": {"maxSurge": 4 if strategy == "BlueGreen" else 1}}
-    world = a_world(replicas=4, rollout=rollout)
-    old, new = roll(world)
-    world.run(3)
-    world.service = edited(world.service, rollout=rollout | {"paused": True})
-    world.run(60)
-    held = replicas(world, new)
-    world.run(60)
-    assert replicas(world, new) == held < 5
-    assert world.service.status.current_revision == old
-    annotate(world, abort=new)
-    world.run(200)
-    assert {pod.replica.revision for pod in world.pods.values()} == {old}
-    assert world.service.status.failed_revision == new
 
 
 def test_a_changed_served_name_is_served_as_the_old_one_until_a_new_replica_gets_traffic():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipway_api.runtime_api import ModelSpec
 from slipway_operator.core.service.pod import arguments, model_spec
 from slipway_operator.core.service.revision import Revision
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.settings import RuntimeSettings
 from tests.builders import a_service
 
@@ -74,9 +74,9 @@ def test_flags_and_body_of_any_spec_give_the_same_settings(model: dict[str, Any]
     service = a_service(uri="hf://org/model@abc", model=model, runtime=runtime)
     process = ["serve", "--port", "8000", "--admin-port", "8001", "--drain-timeout", "300"]
 
-    by_flags = serve_settings(arguments_of([one.replace("$$", "$") for one in arguments(service, REVISION)]), {})
+    by_flags = serve_settings(parse_arguments([one.replace("$$", "$") for one in arguments(service, REVISION)]), {})
     body = ModelSpec.model_validate_json(model_spec(service, REVISION).wire())
-    by_body = serve_settings(arguments_of(process), {}).with_model(body)
+    by_body = serve_settings(parse_arguments(process), {}).with_model(body)
 
     assert by_body == by_flags
 
@@ -86,7 +86,7 @@ def test_flags_and_body_of_any_spec_give_the_same_settings(model: dict[str, Any]
 def test_a_service_of_embeddings_says_so_on_the_command_line_and_in_the_body(pooling: str):
     service = a_service(uri="hf://org/model@abc", runtime={"task": "embed", "pooling": pooling})
 
-    by_flags = serve_settings(arguments_of(arguments(service, REVISION)), {})
+    by_flags = serve_settings(parse_arguments(arguments(service, REVISION)), {})
     by_body = RuntimeSettings(model_uri="").with_model(model_spec(service, REVISION))
 
     assert (by_flags.task, by_flags.pooling) == (by_body.task, by_body.pooling) == ("embed", pooling)

@@ -8,7 +8,7 @@ import pytest
 from slipway_operator.core.service.access import PortAccess
 from slipway_operator.core.service.pod import arguments, build_pod
 from slipway_operator.core.service.revision import Revision
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from slipway_runtime.settings import RuntimeSettings
 from tests.builders import a_service
 
@@ -26,7 +26,7 @@ def server_of(service):
 def settings_of(service) -> RuntimeSettings:
     """What the runtime understands of the pod's command line, once the kubelet has put `$$` back to `$`."""
     command = [argument.replace("$$", "$") for argument in arguments(service, REVISION)]
-    return serve_settings(arguments_of(command), {})
+    return serve_settings(parse_arguments(command), {})
 
 
 def test_an_image_of_before_gets_no_flag_that_it_does_not_know():

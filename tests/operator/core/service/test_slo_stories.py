@@ -7,7 +7,7 @@ import pytest
 from slipway_api.slo import SLOPeriod, SLOStatus
 from slipway_operator.core.service.slo import sum_periods
 from tests.builders import a_service, edited
-from tests.operator.core.service.test_canary import NEW, annotate, canary, until
+from tests.operator.core.service.rollouts import NEW, annotate, canary, until
 from tests.operator.core.simulated_cluster import SimulatedCluster
 from tests.operator.core.simulated_traffic import Behaviour, SimulatedTraffic
 

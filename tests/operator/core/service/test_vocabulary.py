@@ -23,8 +23,8 @@ from slipway_operator.core.warm_pool.shape import shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
 from tests.builders import T0, APod, a_pod, a_service, an_attached_adapter, edited, minutes, promised, revision_of, seen
 from tests.operator.core.scaling.gateways import Gateways
-from tests.operator.core.service.test_canary import a_world as a_canary_world
-from tests.operator.core.service.test_canary import roll
+from tests.operator.core.service.rollouts import a_world as a_canary_world
+from tests.operator.core.service.rollouts import roll
 from tests.operator.core.simulated_cluster import SimulatedCluster
 from tests.operator.core.simulated_traffic import Behaviour
 

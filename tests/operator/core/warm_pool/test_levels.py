@@ -18,7 +18,7 @@ from slipway_operator.core.warm_pool.plan import plan
 from slipway_operator.core.warm_pool.pod import build_pool_pod
 from slipway_operator.core.warm_pool.shape import differing_parts, shape_of_pool, shape_of_service, write_shape
 from slipway_operator.core.warm_pool.supply import WarmPod, WarmSupply
-from slipway_runtime.command_line import arguments_of, serve_settings
+from slipway_runtime.command_line import parse_arguments, serve_settings
 from tests import builders
 from tests.builders import IMAGE, T0, a_pod, a_service, promised, revision_of, seconds
 from tests.operator.core.warm_pool.pools import a_pool, a_waiting_pod, seen
@@ -73,7 +73,7 @@ def test_the_command_line_of_a_pod_that_waits_takes_the_claim_of_a_service_that_
     pool, service = a_loaded_pool(level, runtime=runtime), a_service("chat", uri=URI, runtime=runtime)
     pod = build_pool_pod(pool, 0, shape_of_pool(pool, IMAGE), image=IMAGE, access=ACCESS)
     (server,) = pod["spec"]["containers"]
-    waiting = serve_settings(arguments_of(server["args"]), {})
+    waiting = serve_settings(parse_arguments(server["args"]), {})
     request = load_request(service, revision_of(service), ["a" * 64])
     claimed = waiting.with_model(request)
 

@@ -1,6 +1,7 @@
-"""Admission of a waiting sequence to a row: a slot for its adapter, prefix hits, blocks for all of its tokens.
+"""Prefix cache of sequences: finds and publishes their blocks, and admits waiting sequences with the prefix found.
 
-The prefix cache is looked up here: which blocks are published, which return from host memory, which a fork may share.
+A prefix consists of blocks that are published, blocks that return from host memory, or blocks that a fork shares. An
+admitted sequence gets a row, a slot for its adapter, and blocks for all of its tokens.
 """
 
 from enum import Enum, auto
