@@ -17,7 +17,7 @@ from slipway_runtime.models.adapters import HostAdapter, read_adapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
-from slipway_runtime.models.quantize import head_maker, matmul_maker
+from slipway_runtime.models.quantize import DTYPE_NAMES, head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -32,7 +32,7 @@ from slipway_runtime.worker.kv_cache import (
     free_bytes,
     size_cache,
 )
-from slipway_runtime.worker.profile import NAMES, check_remainder, widest_step_bytes
+from slipway_runtime.worker.profile import check_remainder, widest_step_bytes
 
 
 def use_threads(options: EngineOptions) -> None:
@@ -101,7 +101,7 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
             max_num_seqs=plan.max_num_seqs,
             max_model_len=plan.max_model_len,
             block_size=plan.options.block_size,
-            dtype=NAMES[plan.dtype],
+            dtype=DTYPE_NAMES[plan.dtype],
             with_adapters=plan.max_adapters > 0,
         )
     if asked:

@@ -50,7 +50,9 @@ from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import parse_quantization
 
 QUANTIZATIONS = ("none", "int8", "fp8")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Names of dtypes, as settings and the memory planner (`slipway_api.memory`) have them.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in (DTYPES | KV_DTYPES).items()}
 
 
 def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -59,9 +61,9 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
     auto, on a CPU: float32, or bfloat16 if the model is large and the CPU or the compiled kernels compute bfloat16.
     """
     if asked != "auto":
-        if asked not in _DTYPES:
-            raise ModelRefusedError(f"dtype is {asked!r}: auto, {', '.join(_DTYPES)} are known")
-        return _DTYPES[asked]
+        if asked not in DTYPES:
+            raise ModelRefusedError(f"dtype is {asked!r}: auto, {', '.join(DTYPES)} are known")
+        return DTYPES[asked]
     if device.type == "cpu":
         capable = computes_bf16() or native.library() is not None
         return torch.bfloat16 if capable and config.num_parameters >= CPU_BF16_PARAMETERS else torch.float32

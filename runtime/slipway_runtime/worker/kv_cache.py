@@ -9,17 +9,10 @@ from torch import Tensor
 from slipway_api.memory import SMALLEST_POOL, kv_bytes_per_token, pool_blocks
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig
+from slipway_runtime.models.quantize import DTYPE_NAMES
 
 CPU_SHARE = 0.25  # of the memory that is left after the weights: a process on a CPU is rarely alone
 _CGROUP = Path("/sys/fs/cgroup")
-# Names of dtypes in `slipway_api.memory`, the memory planner that the operator shares with the runtime.
-_WORDS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.int8: "int8",
-}
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ def size_cache(
     config: ModelConfig, *, dtype: torch.dtype, block_size: int, budget_bytes: int, useful_tokens: int | None = None
 ) -> CacheSize:
     """As many blocks as fit into the budget, but no more than `useful_tokens` need. Too few: DoesNotFitError."""
-    bytes_per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, _WORDS[dtype])
+    bytes_per_token = kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
     num_blocks = pool_blocks(budget_bytes, bytes_per_token, block_size)
     if useful_tokens is not None:
         num_blocks = min(num_blocks, -(-useful_tokens // block_size))

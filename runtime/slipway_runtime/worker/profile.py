@@ -8,9 +8,8 @@ from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.layers.step import StepContext
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.models.quantize import DTYPE_NAMES
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
-
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def widest_step_bytes(
@@ -29,7 +28,7 @@ def widest_step_bytes(
     OOM raises torch's error.
     """
     if device.type != "cuda":
-        needs = Needs(dtype=NAMES[dtype], max_model_len=tokens, max_num_seqs=rows, max_num_batched_tokens=tokens)
+        needs = Needs(dtype=DTYPE_NAMES[dtype], max_model_len=tokens, max_num_seqs=rows, max_num_batched_tokens=tokens)
         return activation_bytes(config.shape, needs)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
