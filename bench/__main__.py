@@ -24,6 +24,7 @@ BENCHMARKS = (
     "handover",
     "capacity",
     "flood",
+    "refusals",
     "idle",
     "runtime",
     "linears",

@@ -1,7 +1,8 @@
 """Patches as the API server understands them: JSON patch, merge patch, and server-side apply, good enough.
 
 Apply knows fields as paths; a list is one atomic field unless its name is in `LIST_KEYS`. Who applied which paths
-is kept by manager; what a manager no longer mentions, and nobody else wants, is removed.
+is kept by manager; what a manager no longer mentions, and nobody else wants, is removed. An empty map that is applied
+asks for the map, and says nothing of the entries that others wrote into it.
 """
 
 from typing import Any
@@ -44,15 +45,16 @@ def apply_patch(live: Object, applied: Object, owners: Owners, manager: str) -> 
     conflicts = [
         path
         for path, value in wanted.items()
-        if any(path in paths for paths in others.values()) and present.get(path) != value
+        if any(path in paths for paths in others.values()) and present.get(path) != value and not _is_map(live, path)
     ]
     result = copied(live)
     dropped = owners.get(manager, frozenset()) - wanted.keys()
     for path in sorted(dropped, key=_removal_order):
-        if not any(path in paths for paths in others.values()):
+        if not any(path in paths for paths in others.values()) and not _is_map(result, path):
             _remove(result, path)
     for path, value in wanted.items():
-        _set(result, path, value)
+        if value != {} or not _is_map(result, path):
+            _set(result, path, value)
     taken = frozenset(conflicts)
     new_owners = {name: paths - taken for name, paths in others.items()} | {manager: frozenset(wanted)}
     return result, new_owners, conflicts
@@ -139,6 +141,22 @@ def _element(holder: list[Any], step: tuple[str | None, Any], *, create: bool) -
         return None
     holder.append(wanted if key is None else {key: wanted})
     return len(holder) - 1
+
+
+def _is_map(root: Object, path: Path) -> bool:
+    """Whether there is a map with entries at `path`."""
+    holder: Any = root
+    for step in path:
+        if isinstance(step, tuple):
+            index = _element(holder, step, create=False) if isinstance(holder, list) else None
+            if index is None:
+                return False
+            holder = holder[index]
+        elif isinstance(holder, dict) and step in holder:
+            holder = holder[step]
+        else:
+            return False
+    return isinstance(holder, dict) and bool(holder)
 
 
 def _set(root: Object, path: Path, value: Any) -> None:

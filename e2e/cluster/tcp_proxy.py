@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self.peer is not None and self.peer.transport is not None:
             if error or not self.has_ended:
-                _break(self.peer.transport)
+                reset(self.peer.transport)
             else:
                 self.peer.transport.close()
 
@@ -92,17 +92,17 @@ class AcceptedConnection(Connection):
         near = cast(asyncio.Transport, self.transport)
         target = self._resolve(near.get_extra_info("sockname")[:2])
         if target is None:
-            _break(near)
+            reset(near)
             return
         peer = Connection(self)
         try:
             connection = asyncio.get_running_loop().create_connection(lambda: peer, *target)
             far, _ = await asyncio.wait_for(connection, CONNECT_LIMIT)
         except (OSError, TimeoutError):
-            _break(near)
+            reset(near)
             return
         if near.is_closing():
-            _break(far)
+            reset(far)
             return
         self.peer = peer
         far.write(b"".join(self._early))
@@ -113,9 +113,10 @@ class AcceptedConnection(Connection):
         self._early.clear()
 
 
-def _break(transport: asyncio.Transport) -> None:
+def reset(transport: asyncio.Transport) -> None:
     """Reset a connection, so that the other end sees a failure and not a regular end."""
-    with contextlib.suppress(OSError):
-        given = transport.get_extra_info("socket")
-        given.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    given = transport.get_extra_info("socket")
+    if given is not None and given.fileno() >= 0:  # else it is closed already
+        with contextlib.suppress(OSError):
+            given.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

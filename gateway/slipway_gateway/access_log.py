@@ -1,5 +1,10 @@
-"""The access log: one line and a few numbers for each request. Ids, lengths, times and reasons; never text."""
+"""The access log: one line and a few numbers for each request. Ids, lengths, times and reasons; never text.
 
+A tenant that sends more than its limits allow may send much more. Of its requests that one limit refuses within a
+second the first is logged as any other, and the others as one line with their number.
+"""
+
+import asyncio
 import random
 import re
 import time
@@ -22,6 +27,7 @@ log = structlog.get_logger()
 SHUTTING_DOWN: Final = "the gateway is shutting down"
 BYTES_PER_TOKEN: Final = 4
 USAGE_BYTES: Final = 8192  # at the end of an answer, where its usage stands
+REFUSALS_SECONDS: Final = 1.0  # in which a tenant's refused requests are logged together
 CLIENT_LEFT: Final = 499  # nginx's number for a client that did not wait; only in logs and metrics
 
 # Inside a string, JSON escapes its quotes, so these never match text that a model wrote.
@@ -117,6 +123,7 @@ class RequestRecord:
     capture: Capture | None = None  # of an answer that is compared with its copy's
     trace: RequestTrace = NO_TRACE
     fallback_from: str = ""  # the served name of the service that was asked, when another one answers
+    tenant_limit: str = ""  # the limit of its tenant that refused it
     degraded: str = ""  # what was taken from the request because of overload
 
     @property
@@ -206,11 +213,39 @@ class RequestRecord:
             self.status, self.finish = CLIENT_LEFT, "cancelled"
 
 
+class RefusalCounts:
+    """Counts the refused requests that have no log line of their own, by tenant and limit."""
+
+    def __init__(self) -> None:
+        self._unlogged: dict[tuple[str, str], int] = {}  # of the running second
+
+    def add(self, tenant: str, limit: str) -> bool:
+        """Whether this refusal is the first of its second, and so has a line of its own."""
+        key = (tenant, limit)
+        if key in self._unlogged:
+            self._unlogged[key] += 1
+            return False
+        self._unlogged[key] = 0
+        asyncio.get_running_loop().call_later(REFUSALS_SECONDS, self._write, key)
+        return True
+
+    def flush(self) -> None:
+        """Write the counts of the running second."""
+        for key in list(self._unlogged):
+            self._write(key)
+
+    def _write(self, key: tuple[str, str]) -> None:
+        if count := self._unlogged.pop(key, 0):
+            tenant, limit = key
+            log.info("more requests refused", tenant=tenant, limit=limit, status=429, requests=count)
+
+
 class AccessLog:
     """Writes each finished request to the log and to the metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self.refusals = RefusalCounts()
 
     def write(self, record: RequestRecord) -> None:
         """Write the log line and update the metrics."""
@@ -244,6 +279,8 @@ class AccessLog:
                 ttft_seconds=record.client_ttft_seconds,
                 output_tokens=record.usage().output,
             )
+        if record.tenant_limit and record.status == 429 and not self.refusals.add(record.tenant, record.tenant_limit):
+            return
         log.info(
             "request",
             request_id=record.request_id,

@@ -53,6 +53,7 @@ class Accounting:
 
     def denied(self, record: RequestRecord, limit: str, tokens: int) -> None:
         """A request of this tenant would have exceeded `limit`."""
+        record.tenant_limit = limit
         self._denied.labels(record.tenant, limit).inc()
         self._count(record, REJECTED, tokens)
 

@@ -150,6 +150,7 @@ class Gateway:
             log.warning(OPEN_WARNING)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.upstream)
+            stack.callback(self.requests.access_log.refusals.flush)
             stack.push_async_callback(self.requests.mirror.close)
             stack.push_async_callback(self.requests.tracing.close)
             if self.settings.kv_events:

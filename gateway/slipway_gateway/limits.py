@@ -112,10 +112,8 @@ class Limits:
     def admit(self, tenant: Tenant, tokens: int, now: float, *, gateways: int = 1) -> Grant | Denied:
         """Reserve one request of about `tokens`, or name the limit that forbids it. A denied one counts for nothing."""
         usage = self.usage(tenant.label)
-        denied = (
-            _over_concurrency(tenant, usage, gateways)
-            or _over_requests(tenant, usage, now, gateways)
-            or _over_tokens(tenant, usage, tokens, now, gateways)
+        denied = self.over_requests(tenant, now, gateways=gateways) or _over_tokens(
+            tenant, usage, tokens, now, gateways
         )
         if denied is not None:
             return denied
@@ -125,6 +123,11 @@ class Limits:
         if tenant.tokens_per_minute is not None:
             usage.tokens.add(now, tokens)
         return Grant(tokens, now)
+
+    def over_requests(self, tenant: Tenant, now: float, *, gateways: int = 1) -> Denied | None:
+        """The limit that one more request would exceed, whatever its size; reserves nothing."""
+        usage = self.usage(tenant.label)
+        return _over_concurrency(tenant, usage, gateways) or _over_rate(tenant, usage, now, gateways)
 
     def settle(self, tenant: Tenant, grant: Grant, used_tokens: int, now: float) -> None:
         """The request has ended and used so many tokens: what it reserved beyond them is free again."""
@@ -157,7 +160,7 @@ def _over_concurrency(tenant: Tenant, usage: Usage, gateways: int) -> Denied | N
     return Denied("concurrency", reason, 1.0)
 
 
-def _over_requests(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denied | None:
+def _over_rate(tenant: Tenant, usage: Usage, now: float, gateways: int) -> Denied | None:
     limit = tenant.requests_per_minute
     if limit is None:
         return None

@@ -1,6 +1,7 @@
 """Handles one request from its headers to the last byte of its answer: read, route, try replicas, forward.
 
-1. Refuse everything until the fleet has been listed once: an unknown name may well exist. Authenticate.
+1. Refuse everything until the fleet has been listed once: an unknown name may well exist. Authenticate, and refuse
+   what is beyond the tenant's rate or concurrency.
 2. Read the body, bounded in time and memory; learn the model and the pinned revision.
 3. Find the service or adapter; take a share of its connections and memory; wait while no replica is ready, where one
    may come (`waiting_room`); pick a replica; try it.
@@ -107,7 +108,7 @@ class Requests:
             count=lambda service, revision, outcome: metrics.mirrored.labels(service, revision, outcome).inc(),
             has_room=bodies.has_room,
         )
-        self._access_log = AccessLog(metrics)
+        self.access_log = AccessLog(metrics)
         self._bodies = bodies
         self._connections = connections
         self._policy = policy or RetryPolicy()
@@ -167,7 +168,7 @@ class Requests:
             if not self._open:
                 self.idle.set()
             self._metrics.open_requests.dec()
-            self._access_log.write(record)
+            self.access_log.write(record)
             self.tenancy.account(record)
             record.trace.finish(record)
 
@@ -177,6 +178,7 @@ class Requests:
         caller = self.tenancy.authenticate(request)
         record.tenant, record.key = caller.tenant.label, caller.key
         record.internal_headers, record.may_use = internal_headers(caller), caller.tenant.may_use
+        self.tenancy.refuse_excess(caller, request, record)
         body = await self._bodies.read(request, caller.tenant.max_body_bytes)
         try:
             record.arrived = time.monotonic()

@@ -13,7 +13,7 @@ import prometheus_client
 import structlog
 
 from slipway_api.logs import configure
-from slipway_gateway.event_loop import LOOPS
+from slipway_gateway.event_loop import LOOPS, log_exception
 from slipway_gateway.gateway import Gateway
 from slipway_gateway.settings import GatewaySettings, SettingsError, read_settings
 from slipway_gateway.tracing import NoOpenTelemetryError
@@ -32,6 +32,7 @@ async def serve(settings: GatewaySettings) -> int:
     """Run until a signal; the exit status."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(log_exception)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     async with Gateway(settings) as gateway:

@@ -1,8 +1,8 @@
 """Authenticates requests, applies the limits of their tenants, and accounts for their tokens.
 
-A request passes four points: `authenticate` before its body is read, `check` when its model is known, `admit` while it
-is being answered, and `account` when it has ended. Without configured tenants every request is `ANYONE`'s, and the
-limits of the settings alone apply.
+A request passes five points: `authenticate` and `refuse_excess` before its body is read, `check` when its model is
+known, `admit` while it is being answered, and `account` when it has ended. Without configured tenants every request is
+`ANYONE`'s, and the limits of the settings alone apply.
 """
 
 import time
@@ -145,6 +145,17 @@ class Tenancy(Collector):
             name = limit_field(record.path)
             message = f"{name} is {inference.max_tokens}; this caller may ask for at most {most}."
             raise bad_request(message, param=name)
+
+    def refuse_excess(self, caller: Caller, request: web.Request, record: RequestRecord) -> None:
+        """Refuse a request beyond the tenant's rate or concurrency by its headers alone: a flood must cost little.
+
+        Nothing is reserved: `admit` decides again, when the body is here.
+        """
+        denied = self._limits.over_requests(caller.tenant, self._clock(), gateways=self.gateways)
+        if denied is not None:
+            needed = (request.content_length or 0) // BYTES_PER_TOKEN + EXPECTED_OUTPUT_TOKENS
+            self._accounting.denied(record, denied.limit, needed)
+            raise tenant_limit(denied)
 
     @contextmanager
     def admit(self, caller: Caller, inference: InferenceRequest, record: RequestRecord) -> Iterator[None]:

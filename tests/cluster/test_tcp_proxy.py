@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 
 from e2e.cluster.service_table import Address
-from e2e.cluster.tcp_proxy import AcceptedConnection
+from e2e.cluster.tcp_proxy import AcceptedConnection, reset
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -108,3 +109,16 @@ async def test_nothing_is_lost_that_was_said_before_the_other_side_was_there() -
         assert await asyncio.wait_for(reader.read(), 5) == b"IN A HURRY"
         writer.close()
     far.close()
+
+
+def test_a_connection_that_is_closed_already_can_be_broken() -> None:
+    """Both ends of an outage close at once; the transports of uvloop have no descriptor then."""
+
+    async def break_closed() -> None:
+        async with _proxy_to(None) as address:
+            transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, *address)
+            transport.abort()
+            await asyncio.sleep(0.01)  # the event loop closes it
+            reset(transport)
+
+    uvloop.run(break_closed())

@@ -182,6 +182,23 @@ async def test_an_apply_creates_then_owns_what_it_set(world):
     assert (await world.get(CONFIG_MAPS, "x"))["data"] == {"a": "2", "c": "1"}
 
 
+async def test_an_apply_of_an_empty_map_takes_back_what_its_manager_set_and_nothing_else(world):
+    await world.create(CONFIG_MAPS, {"metadata": {"name": "x", "annotations": {"theirs": "1"}}})
+    path = world.path(CONFIG_MAPS, "x")
+
+    async def annotations_after(manager: str, **metadata: Any) -> dict[str, str]:
+        manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"} | metadata}
+        await world.client.apply(path, manifest, field_manager=manager, force=False)
+        return (await world.get(CONFIG_MAPS, "x"))["metadata"]["annotations"]
+
+    assert await annotations_after("one", annotations={"mine": "1"}) == {"theirs": "1", "mine": "1"}
+    assert await annotations_after("one", annotations={}) == {"theirs": "1"}
+    assert await annotations_after("two", annotations={}) == {"theirs": "1"}
+    assert await annotations_after("one") == {"theirs": "1"}
+    assert await annotations_after("two", annotations={"theirs": "1"}) == {"theirs": "1"}
+    assert await annotations_after("one", annotations={}) == {"theirs": "1"}
+
+
 async def test_labels_of_a_pod_are_applied_without_its_spec(world):
     await world.pod("x")
     patch = {
