@@ -35,8 +35,8 @@ LAUNCHES_WITH_CHUNKS = LAUNCHES_OF_A_LAYER + 2  # attention of the chunks, and t
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes for which decode is captured, up to `max_num_seqs`."""
-    return tuple(size for size in (1, 2, 4, *range(8, max_num_seqs + 1, 8)) if size <= max_num_seqs)
+    """Batch sizes for which decode is captured: a few up to `max_num_seqs`, and `max_num_seqs`."""
+    return (*(size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs), max_num_seqs)
 
 
 def chunk_sizes(max_num_seqs: int, max_model_len: int) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def tokens_of(runner: Runner) -> list[tuple[tuple[int, ...], ...]]:
 
 @pytest.mark.capability("KN-5")
 @pytest.mark.parametrize(
-    ("most", "sizes"), [(1, (1,)), (3, (1, 2)), (8, (1, 2, 4, 8)), (30, (1, 2, 4, 8, 16, 24)), (256, None)]
+    ("most", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (30, (1, 2, 4, 8, 16, 24, 30)), (256, None)]
 )
 def test_the_sizes_that_are_recorded(most, sizes):
     assert batch_sizes(most) == (sizes or (1, 2, 4, *range(8, 257, 8)))
