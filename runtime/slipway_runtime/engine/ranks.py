@@ -40,6 +40,7 @@ from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.launch import describe_exit
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
+from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import capture_steps
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
@@ -104,9 +105,29 @@ class RankGraphs(msgspec.Struct, frozen=True, tag=True):
     used: bool
 
 
-RankNews = RankLoaded | RankSized | RankCaptured | EngineFailed
-RankOrder = RankPool | RankStep | RankCapture | RankGraphs
-_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured)
+class RankSleep(msgspec.Struct, frozen=True, tag=True):
+    """Free the memory of the weights and the KV cache now."""
+
+    level: int
+
+
+class RankAsleep(msgspec.Struct, frozen=True, tag=True):
+    """A rank has freed its memory."""
+
+
+class RankWake(msgspec.Struct, frozen=True, tag=True):
+    """Restore the memory that RankSleep freed. A rank that has restored all of it does nothing."""
+
+
+class RankAwake(msgspec.Struct, frozen=True, tag=True):
+    """A rank has restored its memory; or why not, and then it sleeps on."""
+
+    error: str
+
+
+RankNews = RankLoaded | RankSized | RankCaptured | RankAsleep | RankAwake | EngineFailed
+RankOrder = RankPool | RankStep | RankCapture | RankGraphs | RankSleep | RankWake
+_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured, RankAsleep, RankAwake)
 
 
 class RankDiedError(Exception):
@@ -164,6 +185,34 @@ class Ranks:
             runner.graphs = None
         return error
 
+    def capture_again(self, runner: Runner, capture: Callable[[], str]) -> str:
+        """Capture graphs on all ranks after they woke up. Raises RankDiedError where the memory is short on one.
+
+        The others are then inside of the capture, or wait for its result, so waking up cannot be tried again.
+        """
+        try:
+            return self.capture(runner, capture)
+        except ModelRefusedError as error:
+            raise RankDiedError(str(error)) from error
+
+    def sleep(self, level: int, free: Callable[[], None]) -> None:
+        """Free the memory of all ranks; free: of this one. Raises RankDiedError."""
+        self._tell(RankSleep(level))
+        free()
+        self._expect_of_all(RankAsleep)
+
+    def wake(self, restore: Callable[[], None]) -> None:
+        """Restore the memory of all ranks; restore: of this one.
+
+        Raises ModelRefusedError where a rank cannot, after which all ranks may be woken again, and RankDiedError.
+        """
+        self._tell(RankWake())
+        errors = [_refused(restore)]
+        news = self._expect_of_all(RankAwake)
+        errors += [one.error and f"rank {rank}: {one.error}" for rank, one in enumerate(news, start=1)]
+        if error := next(filter(None, errors), ""):
+            raise ModelRefusedError(error)
+
     def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """Execute a plan on all ranks, as `runner.execute` does on one. Raises RankDiedError."""
         if self._within:
@@ -174,6 +223,13 @@ class Ranks:
             result = runner.execute(plan, masks)
         self._within, self._sampled = False, result.token_ids
         return result
+
+    def _expect_of_all(self, kind: type[_N]) -> list[_N]:
+        """Wait for news of this kind from every other rank. Raises RankDiedError."""
+        try:
+            return [other.expect(kind) for other in self._others]
+        except ModelRefusedError as ended:
+            raise RankDiedError(str(ended)) from ended
 
     def _tell(self, order: RankOrder) -> None:
         message = self._encoder.encode(order)
@@ -261,10 +317,10 @@ class Leader:
         assert isinstance(order, kind)
         return order
 
-    def next(self) -> RankStep | RankCapture:
+    def next(self) -> RankStep | RankCapture | RankSleep | RankWake:
         """Wait for the next order after the pool is allocated."""
         order = self._orders.get()
-        assert isinstance(order, RankStep | RankCapture)
+        assert isinstance(order, RankStep | RankCapture | RankSleep | RankWake)
         return order
 
     def wait_for_the_end(self) -> None:
@@ -313,6 +369,15 @@ def _captured(capture: Callable[[], str]) -> str:
         return str(error)
 
 
+def _refused(restore: Callable[[], None]) -> str:
+    """Why memory cannot be restored, or an empty string."""
+    try:
+        restore()
+    except (ModelRefusedError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def run_rank(leader: Leader) -> None:
     """Load the weights, then compute the plans of rank 0 until this process ends."""
     rank, options = leader.start.rank, leader.start.options
@@ -331,9 +396,10 @@ def run_rank(leader: Leader) -> None:
         size = size_pool(plan, decoder, kernels)
         leader.tell(RankSized(size.num_blocks))
         size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
+        allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
         runner = Runner(
             decoder,
-            allocate_cache(plan.own, size, plan.kv_dtype, plan.device),
+            allocate(),
             kernels,
             block_size=options.block_size,
             max_num_seqs=plan.max_num_seqs,
@@ -341,22 +407,35 @@ def run_rank(leader: Leader) -> None:
             eos_token_ids=plan.eos_token_ids,
             device=plan.device,
         )
+    del decoder  # only the runner refers to it: a sleeping rank frees it
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             _, runner.host = made
+    sleeper = Sleeper(
+        runner,
+        plan.device,
+        load_weights=partial(load_weights, plan, kernels, share=share),
+        allocate_cache=allocate,
+        capture=lambda: None,  # rank 0 sends RankCapture when all ranks have their memory
+    )
     gc.collect()
     gc.freeze()
     before = SchedulerOutput(step=0)
     while True:
-        step = leader.next()
-        if isinstance(step, RankCapture):
-            leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
-            if not leader.expect(RankGraphs).used:
-                runner.graphs = None
-            continue
-        runner.record_sampled(before, step.sampled)
-        runner.execute_without_sampling(step.plan)
-        before = step.plan
+        match leader.next():
+            case RankStep() as step:
+                runner.record_sampled(before, step.sampled)
+                runner.execute_without_sampling(step.plan)
+                before = step.plan
+            case RankCapture():
+                leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
+                if not leader.expect(RankGraphs).used:
+                    runner.graphs = None
+            case RankSleep(level):
+                sleeper.sleep(level)
+                leader.tell(RankAsleep())
+            case RankWake():
+                leader.tell(RankAwake(_refused(sleeper.wake) if sleeper.level else ""))
 
 
 if __name__ == "__main__":

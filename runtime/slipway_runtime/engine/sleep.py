@@ -5,20 +5,29 @@
 | 1     | freed    | moved to host memory; on a CPU that is where they are       |
 | 2     | freed    | dropped, and read from disk again; adapters as at level 1   |
 
-KV blocks in host memory are freed with the others.
+KV blocks in host memory are freed with the others. With several ranks, all of them sleep and wake together.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.worker.capture import CudaCapture
 from slipway_runtime.worker.offload import HostCopy, tensors_of
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
+
+
+class OtherRanks(Protocol):
+    """The other tensor-parallel ranks of a model, which free and restore their memory when rank 0 does."""
+
+    def sleep(self, level: int, free: Callable[[], None]) -> None:
+        """Free the memory of all ranks; free: of this one."""
+
+    def wake(self, restore: Callable[[], None]) -> None:
+        """Restore the memory of all ranks; restore: of this one. Raises ModelRefusedError where one cannot."""
 
 
 class Sleeper:
@@ -31,12 +40,17 @@ class Sleeper:
         *,
         load_weights: Callable[[], Decoder],
         allocate_cache: Callable[[], list[Tensor]],
+        capture: Callable[[], object],
+        others: OtherRanks | None = None,
     ) -> None:
+        """capture: captures the CUDA graphs again, on all ranks. others: None where no other rank follows this one."""
         self.level = 0  # 0: awake
         self._runner = runner
         self._device = device
         self._load_weights = load_weights
         self._allocate_cache = allocate_cache
+        self._capture = capture
+        self._others = others
         self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
         self._host: HostCopy | None = None
         self._dropped = False
@@ -45,6 +59,27 @@ class Sleeper:
     def sleep(self, level: int) -> None:
         """Free the memory. All KV is lost."""
         assert not self.level
+        if self._others is None:
+            self._free(level)
+        else:
+            self._others.sleep(level, lambda: self._free(level))
+        self.level = level
+
+    def wake(self) -> None:
+        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again.
+
+        What was restored before a failure is kept, so the next try restores the rest.
+        """
+        if self._others is None:
+            self._restore()
+        else:
+            self._others.wake(self._restore)
+        if self._recorded:  # the graphs hold sums over the ranks: all must have their memory before one captures
+            self._capture()
+            self._recorded = False
+        self.level = 0
+
+    def _free(self, level: int) -> None:
         self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
         self._runner.caches = []
         if self._runner.host is not None:
@@ -55,10 +90,8 @@ class Sleeper:
         if self._device.type != "cpu":
             self._host = HostCopy(tensors_of(self._hooks if self._dropped else self._runner.decoder))
             torch.cuda.empty_cache()
-        self.level = level
 
-    def wake(self) -> None:
-        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
+    def _restore(self) -> None:
         runner = self._runner
         if self._host is not None:
             with oom_refused("the weights", self._device):
@@ -74,7 +107,3 @@ class Sleeper:
         if not runner.caches:
             with oom_refused("the KV cache", self._device):
                 runner.caches = self._allocate_cache()
-        if self._recorded:
-            try_capture(runner, CudaCapture(), self._device)
-            self._recorded = False
-        self.level = 0

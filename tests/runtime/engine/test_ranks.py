@@ -24,7 +24,7 @@ from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.ranks import RankDiedError, Ranks
-from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, Sleep, StepResult
+from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, StepResult
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.worker.collective import PeerLostError
@@ -89,8 +89,6 @@ def test_greedy_text_is_that_of_one_process_with_chunks_drafts_preemptions_and_p
     assert whole.facts.weight_bytes < engine.facts.weight_bytes < 2 * whole.facts.weight_bytes
 
     assert_speaks_as(engine, model)
-    engine.control(Sleep(call=1), 0.0)
-    assert [reply.error for reply in engine.step(0.0).replies] == ["this engine does not sleep"]
     os.kill(rank, signal.SIGSTOP)
     threading.Timer(0.2, os.kill, (rank, signal.SIGKILL)).start()  # in the middle of a sum
     ask(engine, "too late", PROMPTS[0])
