@@ -34,16 +34,19 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from slipway_api import logs
 from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.launch import describe_exit
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
+from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import capture_steps
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
 from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.models.sharding import Share
 from slipway_runtime.worker.collective import Collective, PeerLostError
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -104,9 +107,25 @@ class RankGraphs(msgspec.Struct, frozen=True, tag=True):
     used: bool
 
 
-RankNews = RankLoaded | RankSized | RankCaptured | EngineFailed
-RankOrder = RankPool | RankStep | RankCapture | RankGraphs
-_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured)
+class RankSleep(msgspec.Struct, frozen=True, tag=True):
+    """Free the memory of weights and KV cache; see `engine.sleep`."""
+
+    level: int
+
+
+class RankWake(msgspec.Struct, frozen=True, tag=True):
+    """Restore that memory; nothing to do where it was restored by an earlier try."""
+
+
+class RankDone(msgspec.Struct, frozen=True, tag=True):
+    """A rank has gone to sleep or woken up; or why it could not."""
+
+    error: str = ""
+
+
+RankNews = RankLoaded | RankSized | RankCaptured | RankDone | EngineFailed
+RankOrder = RankPool | RankStep | RankCapture | RankGraphs | RankSleep | RankWake
+_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured, RankDone)
 
 
 class RankDiedError(Exception):
@@ -164,6 +183,25 @@ class Ranks:
             runner.graphs = None
         return error
 
+    def sleep(self, level: int) -> None:
+        """Put the other ranks to sleep; returns when their memory is free."""
+        self._tell(RankSleep(level))
+        for other in self._others:
+            other.expect(RankDone)
+
+    def wake(self, own: Callable[[], object]) -> None:
+        """Wake all ranks at the same time, this one by `own`.
+
+        Raises ModelRefusedError, or what `own` raises, where one cannot be woken; it may be tried again.
+        """
+        self._tell(RankWake())
+        try:
+            own()
+        finally:
+            errors = [other.expect(RankDone).error for other in self._others]
+        if error := next(filter(None, errors), ""):
+            raise ModelRefusedError(error)
+
     def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """Execute a plan on all ranks, as `runner.execute` does on one. Raises RankDiedError."""
         if self._within:
@@ -192,6 +230,32 @@ class Ranks:
             except queue.Empty:
                 sentence = str(lost)
             raise RankDiedError(sentence) from lost
+
+
+class SharedSleeper(Sleeper):
+    """Rank 0's sleep mode, which puts the other ranks to sleep and wakes them with it."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        runner: Runner,
+        device: torch.device,
+        *,
+        load_weights: Callable[[], Decoder],
+        allocate_cache: Callable[[], list[Tensor]],
+        capture: Callable[[], str],
+    ) -> None:
+        """capture: captures the graphs of rank 0."""
+        together = partial(ranks.capture, runner, capture)
+        super().__init__(runner, device, load_weights=load_weights, allocate_cache=allocate_cache, capture=together)
+        self._ranks = ranks
+
+    def _free(self, level: int) -> None:
+        self._ranks.sleep(level)
+        super()._free(level)
+
+    def _restore(self) -> None:
+        self._ranks.wake(super()._restore)
 
 
 class _Other:
@@ -261,10 +325,10 @@ class Leader:
         assert isinstance(order, kind)
         return order
 
-    def next(self) -> RankStep | RankCapture:
+    def next(self) -> RankStep | RankCapture | RankSleep | RankWake:
         """Wait for the next order after the pool is allocated."""
         order = self._orders.get()
-        assert isinstance(order, RankStep | RankCapture)
+        assert not isinstance(order, RankPool | RankGraphs)
         return order
 
     def wait_for_the_end(self) -> None:
@@ -313,6 +377,15 @@ def _captured(capture: Callable[[], str]) -> str:
         return str(error)
 
 
+def _wake(sleeper: Sleeper) -> str:
+    """Why a rank cannot wake up, or an empty string."""
+    try:
+        sleeper.wake()
+    except (ModelRefusedError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def run_rank(leader: Leader) -> None:
     """Load the weights, then compute the plans of rank 0 until this process ends."""
     rank, options = leader.start.rank, leader.start.options
@@ -331,9 +404,10 @@ def run_rank(leader: Leader) -> None:
         size = size_pool(plan, decoder, kernels)
         leader.tell(RankSized(size.num_blocks))
         size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
+        allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
         runner = Runner(
             decoder,
-            allocate_cache(plan.own, size, plan.kv_dtype, plan.device),
+            allocate(),
             kernels,
             block_size=options.block_size,
             max_num_seqs=plan.max_num_seqs,
@@ -341,22 +415,31 @@ def run_rank(leader: Leader) -> None:
             eos_token_ids=plan.eos_token_ids,
             device=plan.device,
         )
+    del decoder  # only the runner refers to it: a sleeping rank frees it
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             _, runner.host = made
+    reload = partial(load_weights, plan, kernels, share=share)
+    # Graphs are captured again when rank 0 says so: all ranks do it at the same time.
+    sleeper = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=lambda: None)
     gc.collect()
     gc.freeze()
     before = SchedulerOutput(step=0)
     while True:
-        step = leader.next()
-        if isinstance(step, RankCapture):
-            leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
-            if not leader.expect(RankGraphs).used:
-                runner.graphs = None
-            continue
-        runner.record_sampled(before, step.sampled)
-        runner.execute_without_sampling(step.plan)
-        before = step.plan
+        match leader.next():
+            case RankStep(plan=step, sampled=sampled):
+                runner.record_sampled(before, sampled)
+                runner.execute_without_sampling(step)
+                before = step
+            case RankCapture():
+                leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
+                if not leader.expect(RankGraphs).used:
+                    runner.graphs = None
+            case RankSleep(level=level):
+                sleeper.sleep(level)
+                leader.tell(RankDone())
+            case RankWake():
+                leader.tell(RankDone(_wake(sleeper)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 | 1     | freed    | moved to host memory; on a CPU that is where they are       |
 | 2     | freed    | dropped, and read from disk again; adapters as at level 1   |
 
-KV blocks in host memory are freed with the others.
+KV blocks in host memory are freed with the others. Of an engine of several ranks all sleep and wake together
+(`ranks.SharedSleeper`).
 """
 
 from collections.abc import Callable
@@ -13,9 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.models.decoder import Decoder
-from slipway_runtime.worker.capture import CudaCapture
 from slipway_runtime.worker.offload import HostCopy, tensors_of
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
@@ -31,12 +30,15 @@ class Sleeper:
         *,
         load_weights: Callable[[], Decoder],
         allocate_cache: Callable[[], list[Tensor]],
+        capture: Callable[[], object],
     ) -> None:
+        """capture: captures the CUDA graphs again, if there were any."""
         self.level = 0  # 0: awake
         self._runner = runner
         self._device = device
         self._load_weights = load_weights
         self._allocate_cache = allocate_cache
+        self._capture = capture
         self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
         self._host: HostCopy | None = None
         self._dropped = False
@@ -46,6 +48,18 @@ class Sleeper:
         """Free the memory. All KV is lost."""
         assert not self.level
         self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
+        self._free(level)
+        self.level = level
+
+    def wake(self) -> None:
+        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
+        self._restore()
+        if self._recorded:
+            self._capture()
+            self._recorded = False
+        self.level = 0
+
+    def _free(self, level: int) -> None:
         self._runner.caches = []
         if self._runner.host is not None:
             self._runner.host.give_back()
@@ -55,10 +69,9 @@ class Sleeper:
         if self._device.type != "cpu":
             self._host = HostCopy(tensors_of(self._hooks if self._dropped else self._runner.decoder))
             torch.cuda.empty_cache()
-        self.level = level
 
-    def wake(self) -> None:
-        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
+    def _restore(self) -> None:
+        """Restore what is not restored yet."""
         runner = self._runner
         if self._host is not None:
             with oom_refused("the weights", self._device):
@@ -74,7 +87,3 @@ class Sleeper:
         if not runner.caches:
             with oom_refused("the KV cache", self._device):
                 runner.caches = self._allocate_cache()
-        if self._recorded:
-            try_capture(runner, CudaCapture(), self._device)
-            self._recorded = False
-        self.level = 0
