@@ -27,7 +27,7 @@ from slipway_runtime.engine.parts import (
     size_pool,
     use_threads,
 )
-from slipway_runtime.engine.ranks import Ranks
+from slipway_runtime.engine.ranks import Ranks, SharedSleeper
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, capture_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
@@ -125,9 +125,10 @@ def build_engine(
     worker = Worker(launch) if plan.overlap else None
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
-    capture_own = partial(capture_steps, runner, plan.device)
-    capture = capture_own if ranks is None else partial(ranks.capture, runner, capture_own)
-    recorded = "" if options.pooling else capture()  # no step of embeddings is a decode step
+    recorded = ""
+    capture = partial(capture_steps, runner, plan.device)
+    if not options.pooling:  # no step of embeddings is a decode step
+        recorded = capture() if ranks is None else ranks.capture(runner, capture)
     warm = time.perf_counter()
     scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
     plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
@@ -169,15 +170,10 @@ def build_engine(
         "grammars": grammars,
         "adapters": None if slots is None else make_adapter_loader(plan, scheduler, slots),
         "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
-        "sleeper": Sleeper(
-            runner,
-            plan.device,
-            load_weights=partial(load_weights, plan, kernels, share=share),
-            allocate_cache=allocate,
-            capture=capture if ranks is None else partial(ranks.capture_again, runner, capture_own),
-            others=ranks,
-        ),
     }
+    reload = partial(load_weights, plan, kernels, share=share)
+    make_sleeper = Sleeper if ranks is None else partial(SharedSleeper, ranks)
+    parts["sleeper"] = make_sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=capture)
     if worker is not None:
         return OverlappedEngine(scheduler, worker, facts, **parts)
     return Engine(scheduler, execute, facts, **parts)

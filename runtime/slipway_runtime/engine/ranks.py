@@ -34,6 +34,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from slipway_api import logs
 from slipway_runtime.engine.decide import EnginePlan, decide
@@ -45,6 +46,7 @@ from slipway_runtime.engine.warmup import capture_steps
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
 from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.models.sharding import Share
 from slipway_runtime.worker.collective import Collective, PeerLostError
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -106,28 +108,24 @@ class RankGraphs(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankSleep(msgspec.Struct, frozen=True, tag=True):
-    """Free the memory of the weights and the KV cache now."""
+    """Free the memory of weights and KV cache; see `engine.sleep`."""
 
     level: int
 
 
-class RankAsleep(msgspec.Struct, frozen=True, tag=True):
-    """A rank has freed its memory."""
-
-
 class RankWake(msgspec.Struct, frozen=True, tag=True):
-    """Restore the memory that RankSleep freed. A rank that has restored all of it does nothing."""
+    """Restore that memory; nothing to do where it was restored by an earlier try."""
 
 
-class RankAwake(msgspec.Struct, frozen=True, tag=True):
-    """A rank has restored its memory; or why not, and then it sleeps on."""
+class RankDone(msgspec.Struct, frozen=True, tag=True):
+    """A rank has gone to sleep or woken up; or why it could not."""
 
-    error: str
+    error: str = ""
 
 
-RankNews = RankLoaded | RankSized | RankCaptured | RankAsleep | RankAwake | EngineFailed
+RankNews = RankLoaded | RankSized | RankCaptured | RankDone | EngineFailed
 RankOrder = RankPool | RankStep | RankCapture | RankGraphs | RankSleep | RankWake
-_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured, RankAsleep, RankAwake)
+_N = TypeVar("_N", RankLoaded, RankSized, RankCaptured, RankDone)
 
 
 class RankDiedError(Exception):
@@ -195,21 +193,22 @@ class Ranks:
         except ModelRefusedError as error:
             raise RankDiedError(str(error)) from error
 
-    def sleep(self, level: int, free: Callable[[], None]) -> None:
-        """Free the memory of all ranks; free: of this one. Raises RankDiedError."""
+    def sleep(self, level: int) -> None:
+        """Put the other ranks to sleep; returns when their memory is free. Raises RankDiedError."""
         self._tell(RankSleep(level))
-        free()
-        self._expect_of_all(RankAsleep)
+        self._expect_done()
 
-    def wake(self, restore: Callable[[], None]) -> None:
-        """Restore the memory of all ranks; restore: of this one.
+    def wake(self, own: Callable[[], object]) -> None:
+        """Wake all ranks at the same time, this one by `own`.
 
-        Raises ModelRefusedError where a rank cannot, after which all ranks may be woken again, and RankDiedError.
+        Raises ModelRefusedError, or what `own` raises, where one cannot be woken; it may be tried again. Raises
+        RankDiedError where one has ended.
         """
         self._tell(RankWake())
-        errors = [_refused(restore)]
-        news = self._expect_of_all(RankAwake)
-        errors += [one.error and f"rank {rank}: {one.error}" for rank, one in enumerate(news, start=1)]
+        try:
+            own()
+        finally:
+            errors = self._expect_done()
         if error := next(filter(None, errors), ""):
             raise ModelRefusedError(error)
 
@@ -224,12 +223,13 @@ class Ranks:
         self._within, self._sampled = False, result.token_ids
         return result
 
-    def _expect_of_all(self, kind: type[_N]) -> list[_N]:
-        """Wait for news of this kind from every other rank. Raises RankDiedError."""
+    def _expect_done(self) -> list[str]:
+        """Wait until every other rank sleeps or is awake; why one could not, or an empty string, for each."""
         try:
-            return [other.expect(kind) for other in self._others]
+            errors = [other.expect(RankDone).error for other in self._others]
         except ModelRefusedError as ended:
             raise RankDiedError(str(ended)) from ended
+        return [error and f"rank {rank}: {error}" for rank, error in enumerate(errors, start=1)]
 
     def _tell(self, order: RankOrder) -> None:
         message = self._encoder.encode(order)
@@ -248,6 +248,32 @@ class Ranks:
             except queue.Empty:
                 sentence = str(lost)
             raise RankDiedError(sentence) from lost
+
+
+class SharedSleeper(Sleeper):
+    """Rank 0's sleep mode, which puts the other ranks to sleep and wakes them with it."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        runner: Runner,
+        device: torch.device,
+        *,
+        load_weights: Callable[[], Decoder],
+        allocate_cache: Callable[[], list[Tensor]],
+        capture: Callable[[], str],
+    ) -> None:
+        """capture: captures the graphs of rank 0."""
+        together = partial(ranks.capture_again, runner, capture)
+        super().__init__(runner, device, load_weights=load_weights, allocate_cache=allocate_cache, capture=together)
+        self._ranks = ranks
+
+    def _free(self, level: int) -> None:
+        self._ranks.sleep(level)
+        super()._free(level)
+
+    def _restore(self) -> None:
+        self._ranks.wake(super()._restore)
 
 
 class _Other:
@@ -320,7 +346,7 @@ class Leader:
     def next(self) -> RankStep | RankCapture | RankSleep | RankWake:
         """Wait for the next order after the pool is allocated."""
         order = self._orders.get()
-        assert isinstance(order, RankStep | RankCapture | RankSleep | RankWake)
+        assert not isinstance(order, RankPool | RankGraphs)
         return order
 
     def wait_for_the_end(self) -> None:
@@ -369,10 +395,10 @@ def _captured(capture: Callable[[], str]) -> str:
         return str(error)
 
 
-def _refused(restore: Callable[[], None]) -> str:
-    """Why memory cannot be restored, or an empty string."""
+def _wake(sleeper: Sleeper) -> str:
+    """Why a rank cannot wake up, or an empty string."""
     try:
-        restore()
+        sleeper.wake()
     except (ModelRefusedError, OSError) as error:
         return str(error)
     return ""
@@ -411,31 +437,27 @@ def run_rank(leader: Leader) -> None:
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             _, runner.host = made
-    sleeper = Sleeper(
-        runner,
-        plan.device,
-        load_weights=partial(load_weights, plan, kernels, share=share),
-        allocate_cache=allocate,
-        capture=lambda: None,  # rank 0 sends RankCapture when all ranks have their memory
-    )
+    reload = partial(load_weights, plan, kernels, share=share)
+    # Graphs are captured again when rank 0 says so: all ranks do it at the same time.
+    sleeper = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=lambda: None)
     gc.collect()
     gc.freeze()
     before = SchedulerOutput(step=0)
     while True:
         match leader.next():
-            case RankStep() as step:
-                runner.record_sampled(before, step.sampled)
-                runner.execute_without_sampling(step.plan)
-                before = step.plan
+            case RankStep(plan=step, sampled=sampled):
+                runner.record_sampled(before, sampled)
+                runner.execute_without_sampling(step)
+                before = step
             case RankCapture():
                 leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
                 if not leader.expect(RankGraphs).used:
                     runner.graphs = None
-            case RankSleep(level):
+            case RankSleep(level=level):
                 sleeper.sleep(level)
-                leader.tell(RankAsleep())
+                leader.tell(RankDone())
             case RankWake():
-                leader.tell(RankAwake(_refused(sleeper.wake) if sleeper.level else ""))
+                leader.tell(RankDone(_wake(sleeper)))
 
 
 if __name__ == "__main__":

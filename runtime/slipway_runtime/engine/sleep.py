@@ -5,11 +5,11 @@
 | 1     | freed    | moved to host memory; on a CPU that is where they are       |
 | 2     | freed    | dropped, and read from disk again; adapters as at level 1   |
 
-KV blocks in host memory are freed with the others. With several ranks, all of them sleep and wake together.
+KV blocks in host memory are freed with the others. Of an engine of several ranks all sleep and wake together
+(`ranks.SharedSleeper`).
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +18,6 @@ from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.offload import HostCopy, tensors_of
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
-
-
-class OtherRanks(Protocol):
-    """The other tensor-parallel ranks of a model, which free and restore their memory when rank 0 does."""
-
-    def sleep(self, level: int, free: Callable[[], None]) -> None:
-        """Free the memory of all ranks; free: of this one."""
-
-    def wake(self, restore: Callable[[], None]) -> None:
-        """Restore the memory of all ranks; restore: of this one. Raises ModelRefusedError where one cannot."""
 
 
 class Sleeper:
@@ -41,16 +31,14 @@ class Sleeper:
         load_weights: Callable[[], Decoder],
         allocate_cache: Callable[[], list[Tensor]],
         capture: Callable[[], object],
-        others: OtherRanks | None = None,
     ) -> None:
-        """capture: captures the CUDA graphs again, on all ranks. others: None where no other rank follows this one."""
+        """capture: captures the CUDA graphs again, if there were any."""
         self.level = 0  # 0: awake
         self._runner = runner
         self._device = device
         self._load_weights = load_weights
         self._allocate_cache = allocate_cache
         self._capture = capture
-        self._others = others
         self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
         self._host: HostCopy | None = None
         self._dropped = False
@@ -59,28 +47,19 @@ class Sleeper:
     def sleep(self, level: int) -> None:
         """Free the memory. All KV is lost."""
         assert not self.level
-        if self._others is None:
-            self._free(level)
-        else:
-            self._others.sleep(level, lambda: self._free(level))
+        self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
+        self._free(level)
         self.level = level
 
     def wake(self) -> None:
-        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again.
-
-        What was restored before a failure is kept, so the next try restores the rest.
-        """
-        if self._others is None:
-            self._restore()
-        else:
-            self._others.wake(self._restore)
-        if self._recorded:  # the graphs hold sums over the ranks: all must have their memory before one captures
+        """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
+        self._restore()
+        if self._recorded:
             self._capture()
             self._recorded = False
         self.level = 0
 
     def _free(self, level: int) -> None:
-        self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
         self._runner.caches = []
         if self._runner.host is not None:
             self._runner.host.give_back()
@@ -92,6 +71,7 @@ class Sleeper:
             torch.cuda.empty_cache()
 
     def _restore(self) -> None:
+        """Restore what is not restored yet."""
         runner = self._runner
         if self._host is not None:
             with oom_refused("the weights", self._device):

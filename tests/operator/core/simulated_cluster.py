@@ -88,6 +88,7 @@ class SimulatedCluster(Faults):
         self.next_uid = 0
         self.traffic: SimulatedTraffic | None = None  # None: no gateway reports
         self.smoke_results: dict[str, SmokeResult] = {}
+        self.admits_pod: Callable[[SimulatedCluster], bool] = lambda _world: True  # as a quota does
         self.fails_smoke: set[str] = set()  # revisions that answer smoke tests wrongly
         self.silent_to_smoke: set[str] = set()  # ... or not at all
         self.doubled_since: dict[tuple[str, int], Any] = {}  # by slot: since when it has two live replicas

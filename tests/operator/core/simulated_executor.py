@@ -115,6 +115,8 @@ def _set_finalizers(world: "SimulatedCluster", finalizers: tuple[str, ...]) -> N
 
 
 def _create_pod(world: "SimulatedCluster", action: CreatePod, observed: Observed) -> None:
+    if not world.admits_pod(world):
+        return
     labels = action.manifest["metadata"]["labels"]
     slot, attempt = int(labels[names.LABEL_SLOT]), int(labels[names.LABEL_ATTEMPT])
     status = observed.service.status

@@ -24,7 +24,16 @@ from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.ranks import RankDiedError, Ranks
-from slipway_runtime.messages import EngineFailed, Grammar, Request, SamplingParams, SchedulerOutput, StepResult
+from slipway_runtime.messages import (
+    EngineFailed,
+    Grammar,
+    Request,
+    SamplingParams,
+    SchedulerOutput,
+    Sleep,
+    StepResult,
+    WakeUp,
+)
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.worker.collective import PeerLostError
@@ -115,6 +124,40 @@ def test_a_rank_has_a_gpu_by_its_number_in_every_thread_that_loads_weights(tmp_p
     threads = set(checkpoint.in_parallel(lambda index: threading.get_ident(), 20))
     assert threads <= set(used)
     assert set(used.values()) == {torch.device("cuda", 1)}
+
+
+@pytest.mark.capability("DD-3", "ST-7")
+@pytest.mark.parametrize("level", [1, 2])
+def test_two_ranks_sleep_and_wake_as_one(tmp_path, level):
+    model = a_checkpoint(tmp_path)
+    engine = an_engine(tmp_path, blocks=14, seqs=6, budget=32, **SHARED, device="cpu")
+    (rank,) = ranks_of(os.getpid())
+    assert_speaks_as(engine, model)
+
+    assert order(engine, Sleep(call=1, level=level)) == ""
+    files = [*tmp_path.glob("*.safetensors")]
+    for file in files:
+        file.rename(file.with_suffix(".away"))
+    if level == 2:
+        assert ".safetensors" in order(engine, WakeUp(call=2)), "it says what is missing, and sleeps on"
+    for file in files:
+        file.with_suffix(".away").rename(file)
+    assert order(engine, WakeUp(call=3)) == ""
+    for index, prompt in enumerate(PROMPTS):
+        ask(engine, f"again{index}", prompt, max_tokens=40)
+    assert run(engine) == {f"again{index}": greedy(model, prompt, 40) for index, prompt in enumerate(PROMPTS)}
+
+    assert order(engine, Sleep(call=4, level=level)) == ""
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(RankDiedError, match="rank 1 of 2 was killed"):
+        order(engine, WakeUp(call=5))
+
+
+def order(engine: Engine, message: Sleep | WakeUp) -> str:
+    """What the engine answers: an error, or nothing."""
+    engine.control(message, 0.0)
+    (reply,) = engine.step(0.0).replies
+    return reply.error
 
 
 @pytest.mark.gpu

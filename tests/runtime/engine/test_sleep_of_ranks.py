@@ -11,14 +11,12 @@ from slipway_runtime.engine import build as build_module
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.ranks import (
-    RankAsleep,
-    RankAwake,
     RankCapture,
     RankDiedError,
     RankGraphs,
-    Ranks,
     RankSleep,
     RankWake,
+    SharedSleeper,
 )
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.messages import Message, Reply, Sleep, WakeUp
@@ -27,7 +25,7 @@ from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine.test_engine import PROMPTS, an_engine, ask, run
-from tests.runtime.engine.test_ranks import SHARED, ranks_of
+from tests.runtime.engine.test_ranks import ranks_of
 
 
 def call(engine: Engine, message: Message) -> str:
@@ -47,26 +45,6 @@ def sleeper_of(engine: Engine) -> Sleeper:
 def resident_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-
-@pytest.mark.capability("ST-7", "DD-3")
-def test_two_ranks_say_the_same_after_each_level_of_sleep(tmp_path):
-    model = a_checkpoint(tmp_path)
-    engine = an_engine(tmp_path, blocks=14, seqs=6, budget=32, **SHARED, device="cpu")
-    (rank,) = ranks_of(os.getpid())
-    texts = {f"r{index}": greedy(model, prompt, 24) for index, prompt in enumerate(PROMPTS)}
-    for level in (1, 2, 1):
-        for index, prompt in enumerate(PROMPTS):
-            ask(engine, f"r{index}", prompt)
-        assert run(engine) == texts
-        assert call(engine, Sleep(call=1, level=level)) == ""
-        assert sleeper_of(engine).level == level
-        assert call(engine, Sleep(call=2, level=level)) == "", "asking again is harmless"
-        assert call(engine, WakeUp(call=3)) == ""
-    for index, prompt in enumerate(PROMPTS):
-        ask(engine, f"r{index}", prompt)
-    assert run(engine) == texts
-    os.kill(rank, signal.SIGKILL)  # the worker thread of an overlapped engine would keep it until the tests end
 
 
 @pytest.mark.capability("ST-7", "DD-3")
@@ -93,10 +71,11 @@ def test_a_rank_that_cannot_read_its_weights_lets_all_sleep_on_until_it_can(tmp_
     model = a_checkpoint(tmp_path)
     engine = an_engine(tmp_path, tensor_parallel_size=2, device="cpu")
     sleeper = sleeper_of(engine)
+    assert isinstance(sleeper, SharedSleeper)
     assert call(engine, Sleep(call=1, level=2)) == ""
     weights, elsewhere = tmp_path / "model.safetensors", tmp_path / "elsewhere"
     reload, loads = sleeper._load_weights, []
-    other = sleeper._others._others[0]  # type: ignore[union-attr]  # Ranks
+    other = sleeper._ranks._others[0]
 
     def reload_after_the_other_rank_failed() -> Decoder:
         deadline = time.monotonic() + 60
@@ -115,22 +94,6 @@ def test_a_rank_that_cannot_read_its_weights_lets_all_sleep_on_until_it_can(tmp_
     assert sleeper.level == 2
     assert call(engine, WakeUp(call=3)) == ""
     assert loads == [1], "rank 0 kept what it had restored"
-    ask(engine, "after", PROMPTS[0])
-    assert run(engine) == {"after": greedy(model, PROMPTS[0], 24)}
-
-
-@pytest.mark.capability("ST-7", "DD-3")
-def test_weights_that_are_gone_for_all_ranks_are_told_once_and_read_later(tmp_path):
-    model = a_checkpoint(tmp_path)
-    engine = an_engine(tmp_path, tensor_parallel_size=2, device="cpu")
-    assert call(engine, Sleep(call=1, level=2)) == ""
-    weights, elsewhere = tmp_path / "model.safetensors", tmp_path / "elsewhere"
-    weights.rename(elsewhere)
-    error = call(engine, WakeUp(call=2))
-    assert "safetensors" in error
-    assert "rank" not in error
-    elsewhere.rename(weights)
-    assert call(engine, WakeUp(call=3)) == ""
     ask(engine, "after", PROMPTS[0])
     assert run(engine) == {"after": greedy(model, PROMPTS[0], 24)}
 
@@ -160,31 +123,31 @@ def test_graphs_are_captured_again_by_all_ranks_after_all_have_their_memory(tmp_
 
     monkeypatch.setattr(build_module, "capture_steps", capture)
     sleeper = sleeper_of(an_engine(tmp_path, tensor_parallel_size=2, device="cpu"))
-    ranks, runner = sleeper._others, sleeper._runner
-    assert isinstance(ranks, Ranks)
-    send, wait = ranks._tell, ranks._expect_of_all
+    assert isinstance(sleeper, SharedSleeper)
+    ranks, runner = sleeper._ranks, sleeper._runner
+    send, wait = ranks._tell, ranks._expect_done
 
     def recorded_send(order: object) -> None:
         events.append(type(order))
         send(order)  # type: ignore[arg-type]
 
-    def recorded_wait(kind: type[RankAsleep]) -> list[RankAsleep]:
-        news = wait(kind)
-        events.append(kind)
-        return news
+    def recorded_wait() -> list[str]:
+        errors = wait()
+        events.append("done")
+        return errors
 
     monkeypatch.setattr(ranks, "_tell", recorded_send)
-    monkeypatch.setattr(ranks, "_expect_of_all", recorded_wait)
+    monkeypatch.setattr(ranks, "_expect_done", recorded_wait)
     events.clear()
     runner.graphs = object()  # type: ignore[assignment]
     sleeper.sleep(1)
     assert runner.graphs is None, "graphs refer to freed memory"
     sleeper.wake()
-    assert events == [RankSleep, RankAsleep, RankWake, RankAwake, RankCapture, "capture", RankGraphs]
+    assert events == [RankSleep, "done", RankWake, "done", RankCapture, "capture", RankGraphs]
     events.clear()
     sleeper.sleep(1)
     sleeper.wake()
-    assert events == [RankSleep, RankAsleep, RankWake, RankAwake], "without graphs before, none are captured"
+    assert events == [RankSleep, "done", RankWake, "done"], "without graphs before, none are captured"
 
 
 @pytest.mark.capability("ST-7", "KN-5")

@@ -246,13 +246,13 @@ def test_a_quota_ends_growth_says_so_and_growth_goes_on_when_it_is_raised():
         refusal = Failure(action="CreatePod chat", reason="Forbidden", message=message, at=world.now)
         world.failures = (refusal,) if missing else ()
 
-    def create(action, observed, admit=world._create):
+    def admits_pod(world):
         if len(world.live) < quota:
-            admit(action, observed)
-        else:
-            refuse(world)
+            return True
+        refuse(world)
+        return False
 
-    world._create = create
+    world.admits_pod = admits_pod
     world.reconcile()
     world.run(30)
     world.load = lambda world: (shared(kv=9, waiting=200)(world), refuse(world))
