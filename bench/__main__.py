@@ -34,6 +34,7 @@ BENCHMARKS = (
     "eviction",
     "determinism",
     "soak",
+    "request_memory",
     "cluster",
     "operator_scale",
     "saturation",
