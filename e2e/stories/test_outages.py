@@ -8,13 +8,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from e2e import checks
 from e2e.cluster.launch import Cluster
 from e2e.manifests import as_yaml, static
-from e2e.slipway import RELEASE_NAMESPACE, Slipway
+from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -77,6 +78,11 @@ def test_gateways_restarted_while_the_api_server_is_away_serve_as_before_and_nev
         RELEASE_NAMESPACE, label_selector="app.kubernetes.io/component=gateway"
     ).items
     processes = [p for pod in gateways for p in breakable.processes_of(RELEASE_NAMESPACE, pod.metadata.name)]
+    (replica,) = clean.pods("known")
+    wait_for(
+        "the snapshots of all gateways, written once a second, have the replica",
+        lambda: all(replica.metadata.name in snapshot_of(process) for process in processes),
+    )
     answers: Counter[tuple[str, int]] = Counter()
 
     with clean.api_server_away(breakable):
@@ -95,6 +101,11 @@ def test_gateways_restarted_while_the_api_server_is_away_serve_as_before_and_nev
 
     assert set(answers) == {("models", 200), ("chat/completions", 200)}, answers
     checks.wait_serving(clean, "known")
+
+
+def snapshot_of(process: int) -> str:
+    """The routing table that a gateway's process keeps in its file."""
+    return Path(f"/proc/{process}/root/var/lib/slipway/state/routes.jsonl").read_text()
 
 
 def ask(url: str, body: bytes | None) -> tuple[int, str]:
