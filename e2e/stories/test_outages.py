@@ -20,6 +20,7 @@ from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 AWAY_SECONDS = 20
+SNAPSHOT = "var/lib/slipway/state/routes.jsonl"  # in a gateway's container
 QUESTION = json.dumps({"model": "known", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}).encode()
 
 
@@ -105,7 +106,8 @@ def test_gateways_restarted_while_the_api_server_is_away_serve_as_before_and_nev
 
 def snapshot_of(process: int) -> str:
     """The routing table that a gateway's process keeps in its file."""
-    return Path(f"/proc/{process}/root/var/lib/slipway/state/routes.jsonl").read_text()
+    container = Path("/proc") / str(process) / "root"
+    return (container / SNAPSHOT).read_text()
 
 
 def ask(url: str, body: bytes | None) -> tuple[int, str]:
