@@ -102,13 +102,14 @@ class Machine:
     ) -> None:
         self.gpu, self.config, self.rows, self.longest = gpu, config, rows, longest
         kernels = kernels_for(DEVICE, dtype, deterministic=deterministic)
-        share = WHOLE if ranks == 1 else Share(1, ranks, self._sum)
+        share = WHOLE if ranks == 1 else Share(1, ranks, self._sum, self._gather)
+        own = part_of(config, ranks)
         makers = [make(quantization, deterministic=deterministic, device=DEVICE) for make in (matmul_maker, head_maker)]
         with torch.inference_mode():
             decoder = load_decoder(config, NoWeights(dtype), kernels, longest, dtype, DEVICE, *makers, share)  # type: ignore[arg-type]
-            self._slots = self._adapters(decoder, kernels, adapters, dtype, deterministic) if adapters else None
+            self._slots = self._adapters(own, decoder, kernels, adapters, dtype, deterministic) if adapters else None
             size = CacheSize(rows * -(-longest // BLOCK), BLOCK, 0)
-            caches = allocate_cache(part_of(config, ranks), size, choose_kv_dtype(kv_dtype, dtype), DEVICE)
+            caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, dtype), DEVICE)
         gpu.caches = {cache.untyped_storage()._cdata for cache in caches}
         self._kv_dtype = caches[0].dtype
         self.runner = Runner(
@@ -133,12 +134,14 @@ class Machine:
         order = sorted(range(len(new)), key=lambda row: new[row] != 1)
         drafts = more.get("drafts")
         known = [computed[row] + new[row] - (len(drafts[row]) if drafts else 0) for row in range(len(new))]
+        # Only a sequence without output has logprobs of its prompt.
+        prompts = [max(tokens - (5 if params.prompt_logprobs is None else 0), 1) for tokens in known]
         width = -(-self.longest // BLOCK)
         before = SchedulerOutput(
             step=0,
             adapter_loads=(AdapterLoad(slot, f"adapter-{slot}"),) if slot >= 0 else (),
             new_rows=tuple(
-                NewSequence(row=row, token_ids=(1,) * known[row], num_prompt_tokens=max(known[row] - 5, 1),
+                NewSequence(row=row, token_ids=(1,) * known[row], num_prompt_tokens=prompts[row],
                             params=params, adapter_slot=slot, grammar=grammar)
                 for row in order
             ),
@@ -216,8 +219,13 @@ class Machine:
         self.gpu.launch("all_reduce", [x])
         return x
 
+    def _gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(len(x), 2 * x.shape[1])
+        self.gpu.launch("all_gather", [x, parts])
+        return parts
+
     def _adapters(
-        self, decoder: Any, kernels: Any, count: int, dtype: torch.dtype, deterministic: bool
+        self, own: ModelConfig, decoder: Any, kernels: Any, count: int, dtype: torch.dtype, deterministic: bool
     ) -> AdapterSlots:
         bank = LoraBank(
             [linear for layer in decoder.layers for linear in layer.linears], kernels,
@@ -226,7 +234,7 @@ class Machine:
         slots = AdapterSlots(bank, self.rows)
         matrices = {
             name: (torch.empty(16, columns, dtype=dtype), torch.empty(16, rows, dtype=dtype))
-            for name, (rows, columns) in lora_modules(self.config).items()
+            for name, (rows, columns) in lora_modules(own).items()
         }
         for slot in range(count):
             slots.keep(HostAdapter(digest=f"adapter-{slot}", rank=16, matrices=matrices, bytes=0))
@@ -278,6 +286,13 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "rank 1 of 2, recorded": ({"ranks": 2, "graphs": True}, DECODE, {"without_sampling": True}),
     "rank 1 of 2, mixed, recorded": ({"ranks": 2, "graphs": True}, SMALL, {"without_sampling": True}),
     "rank 1 of 2, mixed": ({"ranks": 2}, MIXED, {"without_sampling": True}),
+    "rank 1 of 2, adapters": ({"ranks": 2, "adapters": 4}, MIXED, {"without_sampling": True, "slot": 2}),
+    "rank 1 of 2, adapters, recorded": ({"ranks": 2, "graphs": True, "adapters": 4}, DECODE, {
+        "without_sampling": True, "slot": 1,
+    }),
+    "rank 1 of 2, prompt logprobs": ({"ranks": 2}, PROMPT, {
+        "without_sampling": True, "params": SamplingParams(max_tokens=9, prompt_logprobs=2, logprobs=1),
+    }),
     "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
 }  # fmt: skip
 

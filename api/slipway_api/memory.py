@@ -101,7 +101,7 @@ class ModelShape:
         return self.parameters or self.linear_parameters + self.embedding_parameters
 
     def on_one_of(self, devices: int) -> "ModelShape":
-        """The part of the model on one of several devices: its heads, its part of the MLP, and the whole vocabulary.
+        """The part of the model on one of several devices: its heads, its part of the MLP and of the vocabulary.
 
         Rounded up; a runtime refuses a number that does not divide the key-value heads.
         """
@@ -110,8 +110,8 @@ class ModelShape:
         if self.experts:
             mlp = -(-self.intermediate // devices)
         part = replace(self, heads=heads, kv_heads=kv_heads, intermediate=mlp, moe_intermediate=inner, parameters=0)
-        whole = max(0, self.all_parameters - self.linear_parameters)
-        return replace(part, parameters=part.linear_parameters + whole)
+        vocabulary = -(-max(0, self.all_parameters - self.linear_parameters) // devices)
+        return replace(part, parameters=part.linear_parameters + vocabulary)
 
     @property
     def _dense_layers(self) -> int:

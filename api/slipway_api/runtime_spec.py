@@ -144,11 +144,6 @@ class Runtime(Struct):
             ".maxNumBatchedTokens",
         ),
         Rule(
-            "self.tensorParallelSize == 1 || !has(self.lora)",
-            "lora needs tensorParallelSize 1: adapters cannot be divided between GPUs yet",
-            ".tensorParallelSize",
-        ),
-        Rule(
             "self.pooling == 'auto' || self.task == 'embed'",
             "pooling is only for task embed: a service that generates pools nothing",
             ".pooling",

@@ -225,11 +225,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "headDim is needed",
     ),
     ("a profile that there is not", {"profile": "games"}, 'Unsupported value: "games"'),
-    (
-        "adapters over several GPUs",
-        {"runtime": {"tensorParallelSize": 2, "lora": {}}, "resources": {"gpu": {"count": 2}}},
-        "lora needs tensorParallelSize 1",
-    ),
     ("GPUs that nothing would use", {"resources": {"gpu": {"count": 2}}}, "must be 0 (CPU) or equal runtime"),
     (
         "GPUs as an extended resource of the container",

@@ -24,7 +24,8 @@ class Shards:
 
             def a_rank(rank: int) -> Machine:
                 collective = Collective(rank, SIZE, CPU)
-                machine = Machine(path, share=Share(rank, SIZE, collective.sum), **settings)
+                share = Share(rank, SIZE, collective.sum, collective.gather)
+                machine = Machine(path, share=share, **settings)
                 collective.join(Path(folder) / "store")
                 return machine
 

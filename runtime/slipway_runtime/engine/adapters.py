@@ -6,6 +6,7 @@ replies to load and unload calls. Only the step loop's thread calls these method
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class AdapterLoader:
         self._forget_next: set[str] = set()  # a plan in flight may still copy these into a slot
         self._replies: list[Reply] = []
         self._told = scheduler.adapters_version
-        self._to_read: queue.SimpleQueue[tuple[str, Path]] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[tuple[str, Path] | None] = queue.SimpleQueue()
         self._was_read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -129,16 +130,28 @@ class AdapterLoader:
 
     def _start_reading(self, digest: str) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._read_all, name="adapters", daemon=True)
+            # It does not keep this object alive: with it, the engine and the processes of its ranks end.
+            work = (self._to_read, self._was_read, self._read, weakref.ref(self))
+            self._thread = threading.Thread(target=_read_all, args=work, name="adapters", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._to_read.put, None)
         self._to_read.put((digest, self._paths[digest]))
 
-    def _read_all(self) -> None:
-        while True:
-            digest, path = self._to_read.get()
-            try:
-                read: _Read = _Read(digest, self._read(path, digest))
-            except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only the calls for it fail
-                read = _Read(digest, error=str(error) or type(error).__name__)
-            self._was_read.put(read)
-            self.wake()
+
+def _read_all(
+    to_read: "queue.SimpleQueue[tuple[str, Path] | None]",
+    was_read: "queue.SimpleQueue[_Read]",
+    read: Callable[[Path, str], HostAdapter],
+    loader: "weakref.ref[AdapterLoader]",
+) -> None:
+    """Read adapters until there is None to read, and wake the loader's step loop after each."""
+    while (order := to_read.get()) is not None:
+        digest, path = order
+        try:
+            result = _Read(digest, read(path, digest))
+        except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only the calls for it fail
+            result = _Read(digest, error=str(error) or type(error).__name__)
+        was_read.put(result)
+        if (alive := loader()) is not None:
+            alive.wake()
+        del alive

@@ -14,25 +14,26 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 import torch
 
+from slipway_runtime.engine.adapters import AdapterLoader
 from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.engine import Engine, OverlappedEngine, Worker, launching
 from slipway_runtime.engine.kv_events import KvEventPublisher
 from slipway_runtime.engine.matchers import Grammars
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.engine.parts import (
+    adapter_reader,
     load_weights,
-    make_adapter_loader,
     make_slots,
     make_tier,
     size_pool,
     use_threads,
+    zero_adapters,
 )
-from slipway_runtime.engine.ranks import Ranks, SharedSleeper
+from slipway_runtime.engine.ranks import Ranks, SharedSleeper, SharedSlots
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, capture_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
-from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.pooling import read_embedding_config
 from slipway_runtime.models.quantize import name_of_format, quantization_warnings
 from slipway_runtime.models.sharding import WHOLE
@@ -84,7 +85,7 @@ def build_engine(
         decoder = load_weights(plan, kernels, on_news, share)
         weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.loaded())
     with oom_refused("the adapters", plan.device):
-        slots = make_slots(plan, decoder, kernels)
+        slots = make_slots(plan, decoder, kernels, AdapterSlots if ranks is None else partial(SharedSlots, ranks))
     # None where there is no tokenizer: an answer that a grammar binds can then only end.
     # On a CPU the threads compute the model; on a GPU they are idle while it does.
     threads = min(MASK_THREADS, options.threads or torch.get_num_threads()) if plan.device.type == "cuda" else 1
@@ -168,9 +169,13 @@ def build_engine(
     atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
     parts: dict[str, Any] = {
         "grammars": grammars,
-        "adapters": None if slots is None else make_adapter_loader(plan, scheduler, slots),
+        "adapters": None,
         "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
     }
+    if slots is not None:
+        read = adapter_reader(plan, share)
+        read = read if ranks is None else partial(ranks.read_adapter, read)
+        parts["adapters"] = AdapterLoader(scheduler, read, keep=slots.keep, forget=slots.forget)
     reload = partial(load_weights, plan, kernels, share=share)
     make_sleeper = Sleeper if ranks is None else partial(SharedSleeper, ranks)
     parts["sleeper"] = make_sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=capture)
@@ -212,15 +217,7 @@ def _warm_up(
     """Warm up, on the thread that later steps run on and with adapters of zeros; the seconds of the widest step."""
     digests: list[str] = []
     if slots is not None:
-        nothing = {
-            name: (
-                torch.zeros(plan.max_rank, columns, dtype=plan.dtype),
-                torch.zeros(plan.max_rank, rows, dtype=plan.dtype),
-            )
-            for name, (rows, columns) in lora_modules(plan.config).items()
-        }
-        for index in range(plan.max_adapters):
-            adapter = HostAdapter(digest=f"warm-{index}", rank=plan.max_rank, matrices=nothing, bytes=0)
+        for adapter in zero_adapters(plan):
             slots.keep(adapter)
             scheduler.adapter_loading(adapter.digest, 0.0)
             scheduler.adapter_loaded(adapter.digest, 0.0, num_bytes=0, rank=plan.max_rank)

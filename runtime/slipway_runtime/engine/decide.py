@@ -47,7 +47,7 @@ class EnginePlan:
         if not self.max_adapters:
             return None
         shared = block_bytes if self.device.type == "cpu" else 0
-        largest = slot_bytes(self.config, self.max_rank, self.dtype.itemsize)
+        largest = slot_bytes(self.own, self.max_rank, self.dtype.itemsize)
         # Each adapter occupies whole blocks: max_cpu_adapters must fit, however little of its last block one fills.
         most = min(pool.total // 2, self.max_cpu_adapters * -(-largest // block_bytes))
         return Residency(
@@ -133,8 +133,6 @@ def _check_ranks(options: EngineOptions, device: torch.device) -> None:
         raise ModelRefusedError(f"tensor_parallel_size is {ranks}: at least 1 rank has to compute")
     if device.type == "cuda" and ranks > torch.cuda.device_count():
         raise ModelRefusedError(f"tensor_parallel_size is {ranks}, and there are {torch.cuda.device_count()} GPUs here")
-    if ranks > 1 and options.max_adapters:
-        raise ModelRefusedError("adapters cannot be sharded: set either max_adapters to 0 or tensor_parallel_size to 1")
     if ranks > 2 and options.deterministic:
         raise ModelRefusedError(
             f"deterministic is not possible with {ranks} ranks: more than two add up in an order that the batch decides"

@@ -1,4 +1,4 @@
-"""The parts of an engine, each built as the plan says: weights, slots for adapters, KV memory on device and host."""
+"""The parts of an engine, each built as the plan says: weights, adapters and their slots, KV on device and host."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -6,21 +6,19 @@ from pathlib import Path
 
 import torch
 
-from slipway_runtime.engine.adapters import AdapterLoader
 from slipway_runtime.engine.decide import EnginePlan
 from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels.dispatch import Kernels, capturable
 from slipway_runtime.kernels.native import set_threads
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import Loading
-from slipway_runtime.models.adapters import HostAdapter, read_adapter
+from slipway_runtime.models.adapters import HostAdapter, lora_modules, read_adapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError
 from slipway_runtime.models.decoder import Decoder, load_decoder
 from slipway_runtime.models.quantize import DTYPE_NAMES, head_maker, matmul_maker
 from slipway_runtime.models.sharding import WHOLE, Share
 from slipway_runtime.scheduling.host_tier import HostTier
-from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.storage.fetch import weights_digest
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.graphs import reserve_bytes
@@ -137,7 +135,12 @@ def make_tier(plan: EnginePlan, size: CacheSize) -> tuple[HostTier, HostArena] |
     return HostTier(num_blocks, size.block_size), arena
 
 
-def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterSlots | None:
+def make_slots(
+    plan: EnginePlan,
+    decoder: Decoder,
+    kernels: Kernels,
+    make: Callable[[LoraBank, int], AdapterSlots] = AdapterSlots,
+) -> AdapterSlots | None:
     """Empty slots in every linear layer; None: adapters are off."""
     if not plan.max_adapters:
         return None
@@ -150,12 +153,13 @@ def make_slots(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> AdapterS
         device=plan.device,
         deterministic=plan.options.deterministic,
     )
-    return AdapterSlots(bank, plan.max_num_seqs)
+    return make(bank, plan.max_num_seqs)
 
 
-def make_adapter_loader(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSlots) -> AdapterLoader:
-    """The loader that reads adapters concurrently with the steps."""
-    base_digest = cache(lambda: weights_digest(plan.model_path))  # reads all weights: only if an adapter names a base
+def adapter_reader(plan: EnginePlan, share: Share = WHOLE) -> Callable[[Path, str], HostAdapter]:
+    """Reads this rank's share of an adapter, by path and digest. Raises AdapterRefusedError."""
+    # Reads all weights, so only where an adapter names a base model, and on one rank.
+    base_digest = None if share.rank else cache(lambda: weights_digest(plan.model_path))
 
     def read(path: Path, digest: str) -> HostAdapter:
         return read_adapter(
@@ -166,6 +170,22 @@ def make_adapter_loader(plan: EnginePlan, scheduler: Scheduler, slots: AdapterSl
             digest=digest,
             base_digest=base_digest,
             pin_memory=plan.device.type == "cuda",
+            share=share,
         )
 
-    return AdapterLoader(scheduler, read, keep=slots.keep, forget=slots.forget)
+    return read
+
+
+def zero_adapters(plan: EnginePlan) -> list[HostAdapter]:
+    """As many adapters of zeros as there are slots, for the warm-up; of this rank's share."""
+    zeros = {
+        name: (
+            torch.zeros(plan.max_rank, columns, dtype=plan.dtype),
+            torch.zeros(plan.max_rank, rows, dtype=plan.dtype),
+        )
+        for name, (rows, columns) in lora_modules(plan.own).items()
+    }
+    return [
+        HostAdapter(digest=f"warm-{index}", rank=plan.max_rank, matrices=zeros, bytes=0)
+        for index in range(plan.max_adapters)
+    ]

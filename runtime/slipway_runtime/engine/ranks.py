@@ -4,53 +4,43 @@
     rank n   a process that computes its share of the same plans, and gets with each the tokens sampled last
 
 A socket pair to each carries msgpack in both directions. The kernel closes it, whatever ended one of them: rank n ends
-when rank 0 does, and rank 0 notices rank n's end at once. Tensors travel another way: worker/collective.py.
-
-The process of a rank is started as
-
-    python -m slipway_runtime.engine.ranks       # its standard input is a socket: RankStart, then orders; news go back
-
-It samples nothing, so it needs neither masks nor the sampler.
+when rank 0 does, and rank 0 notices rank n's end at once. Tensors travel another way: worker/collective.py. What a rank
+does is in rank.py.
 """
 
 import contextlib
-import gc
-import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from slipway_api import logs
-from slipway_runtime.engine.decide import EnginePlan, decide
+from slipway_runtime.engine.decide import EnginePlan
 from slipway_runtime.engine.launch import describe_exit
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.parts import load_weights, make_tier, size_pool, use_threads
 from slipway_runtime.engine.sleep import Sleeper
-from slipway_runtime.engine.warmup import capture_steps
-from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import EngineFailed, SchedulerOutput, StepResult
+from slipway_runtime.models.adapters import AdapterRefusedError, HostAdapter
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.models.sharding import Share
+from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.collective import Collective, PeerLostError
-from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
-from slipway_runtime.worker.out_of_memory import oom_refused
+from slipway_runtime.worker.kv_cache import CacheSize
 from slipway_runtime.worker.runner import Runner
 from slipway_runtime.worker.sampler import Masks
 
@@ -123,8 +113,44 @@ class RankDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-RankNews = RankLoaded | RankSized | RankCaptured | RankDone | EngineFailed
-RankOrder = RankPool | RankStep | RankCapture | RankGraphs | RankSleep | RankWake
+class RankReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read this rank's share of an adapter into host memory, while steps are computed."""
+
+    path: str
+    digest: str
+
+
+class RankAdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """A rank has read its share of an adapter; or why it could not."""
+
+    error: str = ""
+
+
+class RankKeepAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Keep the adapter that was read, so that later plans may load it into a slot; or drop it."""
+
+    digest: str
+    kept: bool = True
+
+
+class RankForgetAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Free the host memory of an adapter that was kept. A slot that holds the adapter keeps it."""
+
+    digest: str
+
+
+RankNews = RankLoaded | RankSized | RankCaptured | RankDone | RankAdapterRead | EngineFailed
+RankOrder = (
+    RankPool
+    | RankStep
+    | RankCapture
+    | RankGraphs
+    | RankSleep
+    | RankWake
+    | RankReadAdapter
+    | RankKeepAdapter
+    | RankForgetAdapter
+)
 _N = TypeVar("_N", RankLoaded, RankSized, RankCaptured, RankDone)
 
 
@@ -141,15 +167,16 @@ class Ranks:
         """directory: for the file where they meet. on_death: called on another thread, once for each rank that ends."""
         size = plan.options.tensor_parallel_size
         self._collective = Collective(0, size, plan.device)
-        self.share = Share(0, size, self._collective.sum)
+        self.share = Share(0, size, self._collective.sum, self._collective.gather)
         self._store = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory)) / "store"
-        self._encoder = msgspec.msgpack.Encoder()
+        self._telling = threading.Lock()
         self._sampled: tuple[tuple[int, ...], ...] = ()
         self._within = False  # a step that has begun and has not ended well
-        self._deaths = deaths = queue.SimpleQueue[EngineFailed]()
+        self._death = death = Future[str]()  # a sentence about the first rank that ends; several threads may ask
 
         def die(failed: EngineFailed) -> None:
-            deaths.put(failed)
+            with contextlib.suppress(InvalidStateError):
+                death.set_result(failed.error)
             on_death(failed)
 
         limits = {name: getattr(plan, name) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
@@ -176,7 +203,7 @@ class Ranks:
     def capture(self, runner: Runner, capture: Callable[[], str]) -> str:
         """Capture graphs on all ranks; why no rank uses graphs, or an empty string. capture: this rank's."""
         self._tell(RankCapture())
-        errors = [_captured(capture), *(other.expect(RankCaptured).error for other in self._others)]
+        errors = [captured(capture), *(other.expect(RankCaptured).error for other in self._others)]
         error = next(filter(None, errors), "")
         self._tell(RankGraphs(used=not error))
         if error:
@@ -212,6 +239,29 @@ class Ranks:
         if error := next(filter(None, errors), ""):
             raise ModelRefusedError(error)
 
+    def read_adapter(self, own: Callable[[Path, str], HostAdapter], path: Path, digest: str) -> HostAdapter:
+        """Read an adapter on all ranks, on this one first, by `own`; this rank's share.
+
+        Blocks, beside the steps: one call at a time, on a thread of its own. Raises what `own` raises, or
+        AdapterRefusedError where another rank cannot read its share.
+        """
+        adapter = own(path, digest)
+        self._tell(RankReadAdapter(str(path), digest))
+        errors = [other.expect_adapter().error for other in self._others]
+        for rank, error in enumerate(errors, start=1):
+            if error:
+                self._tell(RankKeepAdapter(digest, kept=False))
+                raise AdapterRefusedError(f"rank {rank}: {error}")
+        return adapter
+
+    def keep_adapter(self, digest: str) -> None:
+        """Let the other ranks keep what they have read of an adapter, for the steps that are sent from now on."""
+        self._tell(RankKeepAdapter(digest))
+
+    def forget_adapter(self, digest: str) -> None:
+        """Free the other ranks' host memory of an adapter, after the steps that were sent before."""
+        self._tell(RankForgetAdapter(digest))
+
     def execute(self, runner: Runner, plan: SchedulerOutput, masks: Masks | None = None) -> StepResult:
         """Execute a plan on all ranks, as `runner.execute` does on one. Raises RankDiedError."""
         if self._within:
@@ -232,8 +282,8 @@ class Ranks:
         return [error and f"rank {rank}: {error}" for rank, error in enumerate(errors, start=1)]
 
     def _tell(self, order: RankOrder) -> None:
-        message = self._encoder.encode(order)
-        with self._or_why_not():
+        message = msgspec.msgpack.encode(order)
+        with self._telling, self._or_why_not():
             for other in self._others:
                 other.connection.send_bytes(message)
 
@@ -244,8 +294,8 @@ class Ranks:
             yield
         except (PeerLostError, ConnectionError) as lost:
             try:
-                sentence = self._deaths.get(timeout=RANK_ERROR_WAIT_SECONDS).error
-            except queue.Empty:
+                sentence = self._death.result(RANK_ERROR_WAIT_SECONDS)
+            except TimeoutError:
                 sentence = str(lost)
             raise RankDiedError(sentence) from lost
 
@@ -276,6 +326,24 @@ class SharedSleeper(Sleeper):
         self._ranks.wake(super()._restore)
 
 
+class SharedSlots(AdapterSlots):
+    """Rank 0's adapter slots; the other ranks keep and forget the same adapters, between the same steps."""
+
+    def __init__(self, ranks: Ranks, bank: LoraBank, max_num_seqs: int) -> None:
+        super().__init__(bank, max_num_seqs)
+        self._ranks = ranks
+
+    def keep(self, adapter: HostAdapter) -> None:
+        """Keep an adapter in host memory on all ranks, all of which have read it."""
+        self._ranks.keep_adapter(adapter.digest)
+        super().keep(adapter)
+
+    def forget(self, digest: str) -> None:
+        """Free an adapter's host memory on all ranks."""
+        super().forget(digest)
+        self._ranks.forget_adapter(digest)
+
+
 class _Other:
     """The process of one other rank, and rank 0's connection to it."""
 
@@ -283,11 +351,12 @@ class _Other:
         self.connection, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slipway_runtime.engine.ranks"], stdin=theirs.fileno()
+                [sys.executable, "-P", "-m", "slipway_runtime.engine.rank"], stdin=theirs.fileno()
             )
         self.connection.send_bytes(msgspec.msgpack.encode(start))
         self._name = f"rank {start.rank} of {start.options.tensor_parallel_size}"
         self._news = queue.SimpleQueue[RankNews]()
+        self._adapters = queue.SimpleQueue[RankAdapterRead]()  # apart: they are read beside the steps
         threading.Thread(target=self._listen, args=(on_death,), name=self._name, daemon=True).start()
 
     def expect(self, kind: type[_N]) -> _N:
@@ -298,6 +367,10 @@ class _Other:
         assert isinstance(news, kind)
         return news
 
+    def expect_adapter(self) -> RankAdapterRead:
+        """Wait until the rank has read an adapter, or has ended."""
+        return self._adapters.get()
+
     def _listen(self, on_death: Callable[[EngineFailed], object]) -> None:
         decoder = msgspec.msgpack.Decoder(RankNews)
         last_word = None
@@ -306,11 +379,22 @@ class _Other:
                 news = decoder.decode(self.connection.recv_bytes())
                 if isinstance(news, EngineFailed):
                     last_word = news
+                elif isinstance(news, RankAdapterRead):
+                    self._adapters.put(news)
                 else:
                     self._news.put(news)
         failed = last_word or EngineFailed(describe_exit(self._name, self.process.wait()))
         self._news.put(failed)
+        self._adapters.put(RankAdapterRead(failed.error))
         on_death(failed)
+
+
+def captured(capture: Callable[[], str]) -> str:
+    """Why a capture failed, or an empty string. A sum that cannot be captured is no lost rank."""
+    try:
+        return capture()
+    except PeerLostError as error:
+        return str(error)
 
 
 def _end(processes: list["subprocess.Popen[bytes]"], directory: Path) -> None:
@@ -319,146 +403,3 @@ def _end(processes: list["subprocess.Popen[bytes]"], directory: Path) -> None:
         process.kill()
         process.wait()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-_O = TypeVar("_O", RankPool, RankGraphs)
-
-
-class Leader:
-    """The connection to rank 0. When rank 0 ends, so does this process, whatever it is doing."""
-
-    def __init__(self, connection: "Connection[Any, Any]") -> None:
-        self._connection = connection
-        self._orders: queue.SimpleQueue[RankOrder] = queue.SimpleQueue()
-        self.start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
-        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
-
-    def tell(self, news: RankNews) -> None:
-        """Send a message to rank 0."""
-        self._connection.send_bytes(msgspec.msgpack.encode(news))
-
-    def expect(self, kind: type[_O]) -> _O:
-        """Wait for the next order, which must be of this kind."""
-        order = self._orders.get()
-        assert isinstance(order, kind)
-        return order
-
-    def next(self) -> RankStep | RankCapture | RankSleep | RankWake:
-        """Wait for the next order after the pool is allocated."""
-        order = self._orders.get()
-        assert not isinstance(order, RankPool | RankGraphs)
-        return order
-
-    def wait_for_the_end(self) -> None:
-        """Block until rank 0, which knows the cause, ends this process."""
-        threading.Event().wait()
-
-    def _listen(self) -> None:
-        try:
-            decoder = msgspec.msgpack.Decoder(RankOrder)
-            while True:
-                self._orders.put(decoder.decode(self._connection.recv_bytes()))
-        except (EOFError, ConnectionError):
-            os._exit(0)
-        except Exception as error:  # noqa: BLE001  the main thread would wait for orders that never come
-            self.tell(EngineFailed(f"a rank cannot read its orders: {error}", traceback.format_exc()))
-            os._exit(1)
-
-
-def main() -> int:
-    """Run the process of a rank; the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the server handles signals: it drains, and this process ends with it
-    try:
-        leader = Leader(Connection(0))
-    except EOFError:
-        return 0
-    logs.configure("runtime", "WARNING")  # only warnings of libraries: rank 0 logs the rest
-    try:
-        run_rank(leader)
-    except PeerLostError:
-        leader.wait_for_the_end()
-    except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
-        leader.tell(EngineFailed(str(refused)))
-    except Exception as error:  # noqa: BLE001  whatever it was, rank 0 must get the error
-        leader.tell(
-            EngineFailed(f"rank {leader.start.rank} failed: {type(error).__name__}: {error}", traceback.format_exc())
-        )
-    return 1
-
-
-def _captured(capture: Callable[[], str]) -> str:
-    """Why a capture failed, or an empty string. A sum that cannot be captured is no lost rank."""
-    try:
-        return capture()
-    except PeerLostError as error:
-        return str(error)
-
-
-def _wake(sleeper: Sleeper) -> str:
-    """Why a rank cannot wake up, or an empty string."""
-    try:
-        sleeper.wake()
-    except (ModelRefusedError, OSError) as error:
-        return str(error)
-    return ""
-
-
-def run_rank(leader: Leader) -> None:
-    """Load the weights, then compute the plans of rank 0 until this process ends."""
-    rank, options = leader.start.rank, leader.start.options
-    if options.device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    plan = decide(Path(leader.start.model_path), options, rank)
-    use_threads(options)
-    kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
-    collective = Collective(rank, options.tensor_parallel_size, plan.device)
-    share = Share(rank, options.tensor_parallel_size, collective.sum)
-    with oom_refused("the weights", plan.device):
-        decoder = load_weights(plan, kernels, share=share)
-    leader.tell(RankLoaded(decoder.nbytes))
-    collective.join(Path(leader.start.store))
-    with oom_refused("the KV cache", plan.device):
-        size = size_pool(plan, decoder, kernels)
-        leader.tell(RankSized(size.num_blocks))
-        size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
-        allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
-        runner = Runner(
-            decoder,
-            allocate(),
-            kernels,
-            block_size=options.block_size,
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=min(plan.max_model_len, size.num_blocks * options.block_size),
-            eos_token_ids=plan.eos_token_ids,
-            device=plan.device,
-        )
-    del decoder  # only the runner refers to it: a sleeping rank frees it
-    with oom_refused("cold KV blocks in host memory", plan.device):
-        if made := make_tier(plan, size):
-            _, runner.host = made
-    reload = partial(load_weights, plan, kernels, share=share)
-    # Graphs are captured again when rank 0 says so: all ranks do it at the same time.
-    sleeper = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=lambda: None)
-    gc.collect()
-    gc.freeze()
-    before = SchedulerOutput(step=0)
-    while True:
-        match leader.next():
-            case RankStep(plan=step, sampled=sampled):
-                runner.record_sampled(before, sampled)
-                runner.execute_without_sampling(step)
-                before = step
-            case RankCapture():
-                leader.tell(RankCaptured(_captured(partial(capture_steps, runner, plan.device))))
-                if not leader.expect(RankGraphs).used:
-                    runner.graphs = None
-            case RankSleep(level=level):
-                sleeper.sleep(level)
-                leader.tell(RankDone())
-            case RankWake():
-                leader.tell(RankDone(_wake(sleeper)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Loads a LoRA adapter from its files into host memory, checked and ready for a slot; AdapterRefusedError otherwise.
+"""Loads a LoRA adapter, or a rank's share of it, from its files into host memory, checked and ready for a slot.
 
 `base_model_name_or_path` may be wrong and is not used: the shapes of all modules are checked instead.
 """
@@ -27,17 +27,19 @@ from slipway_runtime.models.adapter_files import (
     refuse_modules,
 )
 from slipway_runtime.models.config import ModelConfig
+from slipway_runtime.models.sharding import WHOLE, Share
 
 __all__ = ["AdapterRefusedError", "HostAdapter", "adapter_digest", "lora_modules", "read_adapter", "slot_bytes"]
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_INPUTS_DIVIDED = ("o_proj", "down_proj")  # modules of which a rank has columns, and rows of all others: `sharding`
 _HEADER_BYTES = 4 << 20  # room for names and metadata in the file
 
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """A LoRA adapter in host memory."""
+    """A LoRA adapter, or a tensor-parallel rank's share of it, in host memory."""
 
     digest: str
     rank: int  # the largest of its modules
@@ -46,7 +48,7 @@ class HostAdapter:
 
 
 def lora_modules(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The modules of a model that an adapter may change: (out, in) by their names in the checkpoint."""
+    """The modules of a model, or of a rank's part, that an adapter may change: (out, in) by their names in the file."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes = {
@@ -78,11 +80,13 @@ def read_adapter(
     digest: str = "",
     base_digest: Callable[[], str] | None = None,
     pin_memory: bool = False,
+    share: Share = WHOLE,
 ) -> HostAdapter:
     """Read and check the adapter in the directory `path`. Blocks: call it outside of the step loop's thread.
 
-    config: of the base model. dtype: of the engine. digest: the expected digest, if any. base_digest: computes the
-    digest of the base model's weights; called only if the adapter names one. Raises AdapterRefusedError.
+    config: of the whole base model. dtype: of the engine. digest: the expected digest, if any. base_digest: computes
+    the digest of the base model's weights; called only if the adapter names one. share: the rank that reads.
+    Raises AdapterRefusedError.
     """
     files = adapter_files(path)
     # Read once, so that the checked bytes are the used bytes, even if the files change meanwhile.
@@ -102,6 +106,10 @@ def read_adapter(
     pairs = _pairs(_tensors(raw_weights), said, config)
     matrices = {}
     for module, (a, b) in pairs.items():
+        if module.endswith(_INPUTS_DIVIDED):
+            a = a[:, share.of(a.shape[1])]
+        else:
+            b = b[share.of(b.shape[0])]
         scaled = (b.float() * said.scaling_of(module)).T.to(dtype).contiguous()
         ready = a.to(dtype).contiguous(), scaled
         matrices[module] = (ready[0].pin_memory(), ready[1].pin_memory()) if pin_memory else ready

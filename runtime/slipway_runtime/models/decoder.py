@@ -26,12 +26,17 @@ class Decoder:
         embedding: Embedding,
         layers: list[DecoderLayer],
         norm: RMSNorm,
-        head: Linear,
+        head: Linear | None,
         rotary: Rotary,
         *,
+        vocab_size: int,
         logit_softcap: float | None = None,
+        share: Share = WHOLE,
     ) -> None:
+        """head: lm_head, or this rank's share of it; None: this decoder computes no logits."""
+        self.vocab_size = vocab_size
         self._logit_softcap = logit_softcap
+        self._share = share
         self.rotary = rotary
         self._embedding = embedding
         self.layers = layers
@@ -49,17 +54,23 @@ class Decoder:
     def nbytes(self) -> int:
         """Memory of the loaded weights (packed or quantized as they compute); norms are too small to count."""
         layers = sum(layer.nbytes for layer in self.layers)
-        head = self._head.matmul
-        shared = isinstance(head, Dense) and head.weight is self._embedding.weight
-        return layers + self._head.nbytes + (0 if shared else self._embedding.weight.nbytes)
+        table, head = self._embedding.weight, self._head
+        shared = head is not None and isinstance(head.matmul, Dense) and head.matmul.weight is table
+        return layers + (0 if head is None else head.nbytes) + (0 if shared else table.nbytes)
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether it computes logits; otherwise only hidden states, for embeddings."""
+        return self._head is not None
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states after the final norm, from which embeddings are pooled. (R, H) -> (R, H)."""
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the next token. (R, H) -> (R, V), float32."""
-        scores = self._head(self._norm(hidden)).float()
+        """Logits of the next token. (R, H) -> (R, V), float32. With several ranks, all must call it with equal R."""
+        assert self._head is not None, "this decoder computes no logits"
+        scores = self._share.all_logits(self._head(self._norm(hidden)), self.vocab_size).float()
         cap = self._logit_softcap
         return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
@@ -88,18 +99,22 @@ def load_decoder(
     loader = LayerLoader(
         config, checkpoint, weights, kernels, make_matmul=make_matmul, make_router=make_router, share=share
     )
-    table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden)
+    tokens = share.of_vocabulary(vocabulary)
+    table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden, rows=tokens)
     layers = checkpoint.in_parallel(loader.layer, config.num_layers)
-    if not scores_tokens:
+    head = None
+    if not scores_tokens or config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")
-        head = Linear(Dense(table))
-    elif config.tied_embeddings:
-        checkpoint.ignore("lm_head.weight")
-        head = Linear(make_head(table))  # tied: the embedding matrix is also lm_head
-    else:
-        head = Linear(make_head(weights.matrix("lm_head", vocabulary, hidden)))
-    shared = isinstance(head.matmul, Dense) and head.matmul.weight is table
-    embedding = Embedding(table, shared=shared, scale=config.embedding_scale)
+    if scores_tokens:  # tied: the embedding matrix is also lm_head
+        tied = config.tied_embeddings
+        head = Linear(make_head(table if tied else weights.matrix("lm_head", vocabulary, hidden, rows=tokens)))
+    embedding = Embedding(
+        table,
+        shared=head is not None and isinstance(head.matmul, Dense) and head.matmul.weight is table,
+        scale=config.embedding_scale,
+        first=tokens.start,
+        reduce=share.reduce,
+    )
     rotary = Rotary(
         config.head_dim,
         config.rope_theta,
@@ -110,7 +125,17 @@ def load_decoder(
         rotary_dim=config.rotary_dim,
         variants=_rotary_variants(config),
     )
-    return Decoder(embedding, layers, loader.norm("model.norm"), head, rotary, logit_softcap=config.logit_softcap)
+    norm = loader.norm("model.norm")
+    return Decoder(
+        embedding,
+        layers,
+        norm,
+        head,
+        rotary,
+        vocab_size=vocabulary,
+        logit_softcap=config.logit_softcap,
+        share=share,
+    )
 
 
 def _rotary_variants(config: ModelConfig) -> tuple[tuple[float, RopeScaling] | None, ...]:

@@ -1,12 +1,15 @@
-"""Tensor-parallel sharding of a decoder: heads and inner features are split over the ranks, the vocabulary is not.
+"""Tensor-parallel sharding of a decoder: heads, inner features and the vocabulary are split over the ranks.
 
 | matrices                 | cut by  | a rank has                                                 | then           |
 |--------------------------|---------|------------------------------------------------------------|----------------|
 | q, k, v, gate, up        | outputs | whole heads: query heads with their key-value heads        |                |
 | o, down                  | inputs  | the columns of its own features: a summand of y            | all-reduce     |
-| embedding, norms, lm_head| –       | all of it                                                  |                |
+| embedding                | tokens  | the vectors of its own tokens; those of others are zeros   | all-reduce     |
+| lm_head                  | outputs | the logits of its own tokens                               | all-gather     |
+| norms                    | –       | all of them                                                |                |
 
-Experts are divided like gate, up and down: each rank has a part of the inner features of all of them.
+Experts are divided like gate, up and down: each rank has a part of the inner features of all of them. Of an adapter
+(B A x, added to y) a rank has the rows of B or the columns of A that belong to its part of the matrix.
 
 So a layer has two all-reduces (Shoeybi et al. 2019, Megatron-LM), and the KV cache of a rank holds the rank's heads.
 
@@ -15,10 +18,16 @@ matrix cut by inputs has a scale for its part of a row, and rows of x are quanti
 those of the whole matrix, but come from smaller ranges, so the error is no larger.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from torch import Tensor
 
 from slipway_runtime.layers.linear import Reduce
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
+
+Gather = Callable[[Tensor], Tensor]  # all-gather: (R, n) of each rank -> (R, size * n), in the order of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +37,24 @@ class Share:
     rank: int = 0
     size: int = 1  # ranks, rank 0 included
     reduce: Reduce | None = None  # all-reduce over the ranks; None: a single rank
+    gather: Gather | None = None  # all-gather over the ranks; None: a single rank
 
     def of(self, count: int) -> slice:
         """This rank's slice of `count` heads, features or rows."""
         own = count // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
+
+    def of_vocabulary(self, count: int) -> slice:
+        """This rank's slice of `count` tokens, which need not be divisible: the last ranks may have fewer."""
+        own = -(-count // self.size)
+        return slice(min(self.rank * own, count), min((self.rank + 1) * own, count))
+
+    def all_logits(self, own: Tensor, count: int) -> Tensor:
+        """The logits of all `count` tokens, from each rank's own. (R, n) -> (R, count)."""
+        if self.gather is None:
+            return own
+        missing = -(-count // self.size) - own.shape[1]  # all ranks send equally many
+        return self.gather(F.pad(own, (0, missing)) if missing else own)[:, :count]
 
 
 WHOLE = Share()

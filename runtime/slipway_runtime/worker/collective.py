@@ -1,4 +1,6 @@
-"""All-reduce over the tensor-parallel ranks of a model: gloo between CPU processes of one machine, NCCL between GPUs.
+"""All-reduce and all-gather over the tensor-parallel ranks of a model.
+
+gloo between CPU processes of one machine, NCCL between GPUs.
 
 With two ranks the sum is the same bits for every batch: a + b is b + a. With more, the order of the additions depends
 on a number's position in the tensor.
@@ -16,7 +18,7 @@ _PATIENCE: Final = timedelta(minutes=5)  # for a rank that compiles its first ke
 
 
 class PeerLostError(Exception):
-    """An all-reduce, or joining the group, failed: another rank has exited or hangs."""
+    """A collective operation, or joining the group, failed: another rank has exited or hangs."""
 
 
 class Collective:
@@ -44,6 +46,17 @@ class Collective:
         except RuntimeError as error:
             raise PeerLostError(f"a sum over {self._size} ranks failed: {error}") from error
         return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' x side by side: (R, n) -> (R, size * n). Every rank must call it, with the same shape."""
+        assert self._group is not None, "nobody computes before all have joined"
+        rows, columns = x.shape
+        parts = x.new_empty(self._size * rows, columns)
+        try:
+            self._group._allgather_base(parts, x.contiguous()).wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"gathering from {self._size} ranks failed: {error}") from error
+        return parts.view(self._size, rows, columns).movedim(0, 1).reshape(rows, -1)
 
     def _gloo(self, meeting: Any) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # its stub has another name

@@ -4,8 +4,10 @@ A grammar's mask is applied before: tokens that it forbids have probability 0, a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
@@ -47,47 +49,48 @@ def as_logprobs(token_ids: Ints, scores: Sequence[npt.NDArray[Any]], counts: Int
     ]
 
 
-def score_prompts(
-    plan: SchedulerOutput, inputs: HostInputs, rows: InputBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
-) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """Prompt logprobs of each row: of the tokens after its new prompt positions. Empty: no row requested any.
+@dataclass(frozen=True, slots=True)
+class PromptTile:
+    """Prompt tokens of one row that are scored at once."""
 
-    hidden: (T, H). A prompt's first token has no logprob, and the first output token is not of the prompt: a chunk
-    of `num_new` positions scores as many tokens, one fewer when it ends the prompt.
+    index: int  # of the row, in the plan
+    tokens: Ints  # (n,)
+    before: slice  # of the step's tokens: those that the scored ones follow
+    top: int  # how many of the likeliest tokens are reported with each
+
+
+def prompt_tiles(plan: SchedulerOutput, inputs: HostInputs, rows: InputBatch, vocab_size: int) -> list[PromptTile]:
+    """The prompt tokens whose logprobs are requested and can be computed in this step, in tiles.
+
+    A prompt's first token has no logprob, and the first output token is not of the prompt: a chunk of `num_new`
+    positions scores as many tokens, one fewer when it ends the prompt.
     """
-    if rows.prompt_logprobs[list(plan.rows)].max() < 0:
-        return ()
+    if inputs.sampled_tokens is None:  # a step that samples after every token: all of its rows are past their prompts
+        return []
+    requested = rows.prompt_logprobs[inputs.row_ids]
+    counts = np.minimum(inputs.num_new, rows.num_prompt[inputs.row_ids] - 1 - inputs.num_computed)
     starts = inputs.num_new.cumsum() - inputs.num_new
-    return tuple(
-        [
-            _score_prompt(row, int(start), int(computed), int(new), rows, hidden, logits_of)
-            for row, start, computed, new in zip(plan.rows, starts, inputs.num_computed, inputs.num_new, strict=True)
-        ]
-    )
+    most = max(1, _SCORES_AT_ONCE // vocab_size)
+    tiles = []
+    for index in np.flatnonzero((requested >= 0) & (counts > 0)).tolist():
+        row, computed, start = plan.rows[index], plan.num_computed[index], int(starts[index])
+        count = int(counts[index])
+        following = rows.tokens[row, computed + 1 : computed + 1 + count].astype(np.int64)
+        for done in range(0, count, most):
+            end = min(done + most, count)
+            before = slice(start + done, start + end)
+            tiles.append(PromptTile(index, following[done:end], before, int(requested[index])))
+    return tiles
 
 
-def _score_prompt(
-    row: int,
-    start: int,
-    computed: int,
-    new: int,
-    rows: InputBatch,
-    hidden: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-) -> tuple[TokenLogprobs, ...]:
-    wanted = rows.prompt_logprobs[row]
-    count = min(new, int(rows.num_prompt[row]) - 1 - computed)
-    if wanted < 0 or count <= 0:
-        return ()
-    following = rows.tokens[row, computed + 1 : computed + 1 + count].astype("int64")
-    scored: list[TokenLogprobs] = []
-    tile = 1  # the first row's logits give the vocabulary size
-    while len(scored) < count:
-        done = len(scored)
-        logits = logits_of(hidden[start + done : start + min(done + tile, count)])
-        tile = max(1, _SCORES_AT_ONCE // logits.shape[1])
-        tokens = following[done : done + len(logits)]
-        (on_device,) = upload((tokens,), logits.device)
-        scores = download(score(logits, on_device, int(wanted)))
-        scored += as_logprobs(tokens, scores, wanted.repeat(len(tokens)))
-    return tuple(scored)
+def score_prompts(
+    tiles: Sequence[PromptTile], num_rows: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]
+) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    """Prompt logprobs of each row of a step. hidden: (T, H) of its tokens."""
+    scored: list[list[TokenLogprobs]] = [[] for _ in range(num_rows)]
+    for tile in tiles:
+        logits = logits_of(hidden[tile.before])
+        (on_device,) = upload((tile.tokens,), logits.device)
+        scores = download(score(logits, on_device, tile.top))
+        scored[tile.index] += as_logprobs(tile.tokens, scores, np.full(len(tile.tokens), tile.top))
+    return tuple(map(tuple, scored))

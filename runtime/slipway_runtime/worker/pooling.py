@@ -12,7 +12,8 @@ from torch import Tensor
 
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.pooling import MEAN
-from slipway_runtime.worker.inputs import StepInputs
+from slipway_runtime.worker.capture import StepHidden
+from slipway_runtime.worker.inputs import HostInputs
 
 
 class Pooler:
@@ -22,14 +23,13 @@ class Pooler:
         self._sums = torch.zeros(max_num_seqs, size, device=device) if pooling == MEAN else None
 
     def __call__(
-        self, plan: SchedulerOutput, inputs: StepInputs, hidden: Tensor, norm: Callable[[Tensor], Tensor]
+        self, plan: SchedulerOutput, inputs: HostInputs, step: StepHidden, norm: Callable[[Tensor], Tensor]
     ) -> StepResult:
-        """hidden: (T, H). The result has an embedding and a placeholder token 0 for each row whose prompt ends."""
+        """The result has an embedding and a placeholder token 0 for each row whose prompt ends."""
         if self._sums is None:
-            last = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-            pooled = norm(last).float()
+            pooled = norm(step.sampled).float()
         else:
-            pooled = self._mean(self._sums, plan, inputs, norm(hidden).float())
+            pooled = self._mean(self._sums, plan, inputs, norm(step.tokens).float())
         values = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
         of_rows = iter(values)
         return StepResult(
@@ -38,7 +38,7 @@ class Pooler:
             embeddings=tuple([next(of_rows).tobytes() if ends else b"" for ends in plan.samples]),
         )
 
-    def _mean(self, sums: Tensor, plan: SchedulerOutput, inputs: StepInputs, normed: Tensor) -> Tensor:
+    def _mean(self, sums: Tensor, plan: SchedulerOutput, inputs: HostInputs, normed: Tensor) -> Tensor:
         """Add this step's tokens to their rows' sums; return the means of rows whose prompt ends. (T, H) -> (D, H)."""
         rows = torch.tensor(plan.rows, device=normed.device)
         # num_computed 0: the row begins, or begins again after a preemption. Its sum is an older sequence's.

@@ -52,7 +52,7 @@ def dummy_step(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compute `tokens` tokens of short prompts that all lie in one block, and the scores of `rows` of them."""
+    """Compute `tokens` tokens of short prompts that all lie in one block, and the logits of `rows` of them."""
     num_new = np.full(-(-tokens // block_size), block_size, dtype=np.int64)
     num_new[-1] = tokens - block_size * (len(num_new) - 1)
     num_new = num_new[np.argsort(num_new != 1, kind="stable")]  # a row of one token comes first
@@ -66,8 +66,8 @@ def dummy_step(
         slots = torch.from_numpy(block_size + places).to(device)
         token_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         hidden = decoder(token_ids, caches, StepContext(cos, sin, slots, plan))
-        scores = decoder.logits(hidden[:rows])
-        scores.softmax(-1)  # sampling needs a copy of the logits
+        if decoder.scores_tokens:
+            decoder.logits(hidden[:rows]).softmax(-1)  # sampling needs a copy of the logits
 
 
 def check_remainder(asked: int, activations: int, free: int) -> None:

@@ -19,7 +19,7 @@ from slipway_runtime.worker.graphs import StepGraphs
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.input_batch import InputBatch, Ints
 from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, upload_inputs
-from slipway_runtime.worker.logprobs import score_prompts
+from slipway_runtime.worker.logprobs import prompt_tiles, score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.sampler import Masks, Sampler, kept_logprobs, kept_tokens
@@ -81,13 +81,8 @@ class Runner:
         while self._read:
             row_ids, positions, token_ids = self._read.popleft()
             self._rows.tokens[row_ids, positions] = token_ids
-        self._rows.update_states(plan)
-        if self.adapters is not None:
-            self.adapters.update_states(plan)
         with torch.inference_mode():
-            self._copy_blocks(plan)
-            if self.graphs is not None:
-                self.graphs.update_tables(self._rows.new_entries)
+            self._update_states(plan)
             with step_out_of_memory():
                 return self._compute(plan, masks)
 
@@ -95,37 +90,55 @@ class Runner:
         if not plan.rows:
             return partial(StepResult, step=plan.step, token_ids=())
         host = pack_inputs(plan, self._rows, self._block_size)
-        token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
-        step = None if self.graphs is None else self.graphs.replay(host, self._rows, token_slots)
-        if step is None:
-            inputs = upload_inputs(host, self._rows, self._block_size, self._device)
-            lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
-            hidden = self.hidden(inputs, lora)
-            if self.pooler is not None:
-                pooled = self.pooler(plan, inputs, hidden, self.decoder.normed)
-                return lambda: pooled
-            sampled = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
-            step = StepHidden(hidden, sampled, inputs.rows_on_device)
+        step = self._compute_hidden(plan, host)
+        if self.pooler is not None:
+            pooled = self.pooler(plan, host, step, self.decoder.normed)
+            return lambda: pooled
         scores = self.logits(step.sampled) if len(host.sampled_rows) else None
         result = self._sample(plan, host, step.rows_on_device, scores, masks)
-        # No prompt logprobs in a step that samples after every token: all of its rows are past their prompts.
-        if host.sampled_tokens is None:
+        tiles = prompt_tiles(plan, host, self._rows, self.decoder.vocab_size)
+        if not tiles:
             return result
-        scored = score_prompts(plan, host, self._rows, step.tokens, self.logits)
-        return (lambda: msgspec.structs.replace(result(), prompt_logprobs=scored)) if scored else result
+        scored = score_prompts(tiles, len(plan.rows), step.tokens, self.logits)
+        return lambda: msgspec.structs.replace(result(), prompt_logprobs=scored)
 
     def execute_without_sampling(self, plan: SchedulerOutput) -> None:
-        """Compute this rank's share of a plan; another rank samples, and `record_sampled` records the tokens."""
-        self._rows.update_states(plan)
+        """Compute this rank's share of a plan; rank 0 samples, and `record_sampled` records the tokens.
+
+        Logits are gathered from all ranks, so each computes its share of all that rank 0 asks for.
+        """
         with torch.inference_mode():
-            self._copy_blocks(plan)
-            if self.graphs is not None:
-                self.graphs.update_tables(self._rows.new_entries)
+            self._update_states(plan)
             if not plan.rows:
                 return
             host = pack_inputs(plan, self._rows, self._block_size)
-            if self.graphs is None or self.graphs.replay(host, self._rows, None) is None:
-                self.hidden(upload_inputs(host, self._rows, self._block_size, self._device))
+            step = self._compute_hidden(plan, host)
+            if not self.decoder.scores_tokens:
+                return
+            if len(host.sampled_rows):
+                self.logits(step.sampled)
+            for tile in prompt_tiles(plan, host, self._rows, self.decoder.vocab_size):
+                self.logits(step.tokens[tile.before])
+
+    def _update_states(self, plan: SchedulerOutput) -> None:
+        """Make a plan's changes to rows, adapter slots and blocks."""
+        self._rows.update_states(plan)
+        if self.adapters is not None:
+            self.adapters.update_states(plan)
+        self._copy_blocks(plan)
+        if self.graphs is not None:
+            self.graphs.update_tables(self._rows.new_entries)
+
+    def _compute_hidden(self, plan: SchedulerOutput, host: HostInputs) -> StepHidden:
+        """Compute the hidden states of a plan, by a CUDA graph where one fits."""
+        token_slots = None if self.adapters is None else self.adapters.slots_of(plan.rows, plan.num_new)
+        if self.graphs is not None and (step := self.graphs.replay(host, self._rows, token_slots)) is not None:
+            return step
+        inputs = upload_inputs(host, self._rows, self._block_size, self._device)
+        lora = None if self.adapters is None or token_slots is None else self.adapters.plan(token_slots)
+        hidden = self.hidden(inputs, lora)
+        sampled = hidden if inputs.sampled_tokens is None else hidden.index_select(0, inputs.sampled_tokens)
+        return StepHidden(hidden, sampled, inputs.rows_on_device)
 
     def record_sampled(self, plan: SchedulerOutput, token_ids: tuple[tuple[int, ...], ...]) -> None:
         """Record the tokens that another rank sampled for a plan. Call it before a later plan is computed."""

@@ -25,7 +25,7 @@ class Served:
     """An engine and what came out of it."""
 
     def __init__(self, path: Path, **settings: object) -> None:
-        self.engine: Engine = build_engine(path, kv_cache_bytes=4 << 20, max_num_seqs=6, **settings)
+        self.engine: Engine = build_engine(path, **{"kv_cache_bytes": 4 << 20, "max_num_seqs": 6, **settings})
         self.texts: dict[str, list[int]] = {}
         self.last: dict[str, Output] = {}
         self.replies: list[Reply] = []

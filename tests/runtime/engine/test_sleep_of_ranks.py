@@ -56,7 +56,7 @@ def test_the_other_rank_frees_its_weights_and_its_kv_cache_too(tmp_path):
     )  # fmt: skip
     (rank,) = ranks_of(os.getpid())
     awake = resident_bytes(rank)
-    cache, vocabulary = 32 << 20, 2 * 60_000 * 256 * 4
+    cache, vocabulary = 32 << 20, 2 * 30_000 * 256 * 4  # half of each
     assert call(engine, Sleep(call=1, level=1)) == ""
     assert awake - resident_bytes(rank) > 0.9 * cache
     assert call(engine, WakeUp(call=2)) == ""

@@ -111,10 +111,13 @@ def test_partial_results_of_split_attention_are_reserved():
 
 
 @pytest.mark.capability("DD-3", "KN-8")
-def test_a_rank_beyond_the_first_reads_nothing_and_sums_twice_a_layer():
-    record = run_step("rank 1 of 2")
+@pytest.mark.parametrize(("name", "gathered"), [("rank 1 of 2", 1), ("rank 1 of 2, prompt logprobs", 1 + 13 + 6)])
+def test_a_rank_beyond_the_first_reads_nothing_and_sums_twice_a_layer(name, gathered):
+    """And once for the embedding. Logits are gathered for the samples, and for each 55 tokens of scored prompts."""
+    record = run_step(name)
     assert record.waits == 0
-    assert record.names()["all_reduce"] == 2 * 2
+    assert record.names()["all_reduce"] == 1 + 2 * 2
+    assert record.names()["all_gather"] == gathered
 
 
 @pytest.mark.capability("DD-3", "KN-5", "KN-8")
@@ -122,8 +125,12 @@ def test_decode_steps_of_several_ranks_are_one_graph_with_its_sums():
     """Finding C17: steps under tensor parallelism were eager."""
     record = run_step("rank 1 of 2, recorded")
     assert (record.count("graph"), record.count("download"), record.waits) == (1, 0, 0)
-    assert [one.name for one in record.inside].count("all_reduce") == 2 * 2
-    assert record.count("kernel") <= 1, "the tokens that rank 0 sampled come from the host"
+    assert [one.name for one in record.inside].count("all_reduce") == 1 + 2 * 2
+    assert record.names()["all_gather"] == 1
+    assert record.count("kernel") <= 5, "tokens that rank 0 sampled come from the host; then logits"
+    with_adapter = run_step("rank 1 of 2, adapters, recorded")
+    assert (with_adapter.count("graph"), with_adapter.count("download"), with_adapter.waits) == (1, 0, 0)
+    assert [one.name for one in with_adapter.inside].count("_expand") == 2 * 4
 
 
 @pytest.mark.capability("KN-5", "KN-8", "SD-1")
@@ -132,7 +139,7 @@ def test_decode_steps_of_several_ranks_are_one_graph_with_its_sums():
     [
         ("verify", "verify recorded", 5),
         ("mixed, small", "mixed, small, recorded", 7),
-        ("rank 1 of 2, mixed", "rank 1 of 2, mixed, recorded", 1),
+        ("rank 1 of 2, mixed", "rank 1 of 2, mixed, recorded", 5),
     ],
 )
 def test_a_small_step_with_chunks_is_one_graph_one_copy_and_what_samples(name, recorded, launches):

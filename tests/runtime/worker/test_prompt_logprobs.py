@@ -43,10 +43,11 @@ def chunks(bench: Bench, sizes: list[int], count: int, output: tuple[int, ...] =
             samples=tuple(end[row] == len(text[row]) for row in rows),
         )  # fmt: skip
         result = bench.runner.execute(plan)
-        assert result.prompt_logprobs[rows.index(1)] == result.prompt_logprobs[rows.index(2)] == ()
+        scored = result.prompt_logprobs or ((),) * len(rows)
+        assert scored[rows.index(1)] == scored[rows.index(2)] == ()
         assert len(result.logprobs[rows.index(2)]) == 1
         assert len(result.token_ids[rows.index(0)]) == int(end[0] == len(tokens)), "no sample before the last chunk"
-        told.append(result.prompt_logprobs[rows.index(0)])
+        told.append(scored[rows.index(0)])
         computed += size
     return told
 

@@ -1,0 +1,239 @@
+"""The process of a tensor-parallel rank beyond rank 0: computes its share of the plans that rank 0 sends.
+
+    python -m slipway_runtime.engine.rank       # its standard input is a socket: RankStart, then orders; news go back
+
+It samples nothing, so it needs neither masks nor the sampler. Adapters are read on a thread of their own, as on rank 0:
+no step waits for a file.
+"""
+
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from slipway_api import logs
+from slipway_runtime.engine.decide import decide
+from slipway_runtime.engine.parts import (
+    adapter_reader,
+    load_weights,
+    make_slots,
+    make_tier,
+    size_pool,
+    use_threads,
+    zero_adapters,
+)
+from slipway_runtime.engine.ranks import (
+    RankAdapterRead,
+    RankCapture,
+    RankCaptured,
+    RankDone,
+    RankForgetAdapter,
+    RankGraphs,
+    RankKeepAdapter,
+    RankLoaded,
+    RankNews,
+    RankOrder,
+    RankPool,
+    RankReadAdapter,
+    RankSized,
+    RankSleep,
+    RankStart,
+    RankStep,
+    RankWake,
+    captured,
+)
+from slipway_runtime.engine.sleep import Sleeper
+from slipway_runtime.engine.warmup import capture_steps
+from slipway_runtime.kernels.dispatch import kernels_for
+from slipway_runtime.messages import EngineFailed, SchedulerOutput
+from slipway_runtime.models.adapters import HostAdapter
+from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.models.sharding import Share
+from slipway_runtime.worker.collective import Collective, PeerLostError
+from slipway_runtime.worker.kv_cache import allocate_cache
+from slipway_runtime.worker.out_of_memory import oom_refused
+from slipway_runtime.worker.runner import Runner
+
+_O = TypeVar("_O", RankPool, RankGraphs)
+Order = RankStep | RankCapture | RankSleep | RankWake | RankKeepAdapter | RankForgetAdapter
+
+
+class Leader:
+    """The connection to rank 0. When rank 0 ends, so does this process, whatever it is doing."""
+
+    def __init__(self, connection: "Connection[Any, Any]") -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._orders: queue.SimpleQueue[RankOrder] = queue.SimpleQueue()
+        self._to_read: queue.SimpleQueue[RankReadAdapter] = queue.SimpleQueue()
+        self.read: dict[str, HostAdapter] = {}  # by digest: adapters that rank 0 has not decided about
+        self.start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+
+    def tell(self, news: RankNews) -> None:
+        """Send a message to rank 0. Any thread may call this."""
+        with self._sending:
+            self._connection.send_bytes(msgspec.msgpack.encode(news))
+
+    def expect(self, kind: type[_O]) -> _O:
+        """Wait for the next order, which must be of this kind."""
+        order = self._orders.get()
+        assert isinstance(order, kind)
+        return order
+
+    def next(self) -> Order:
+        """Wait for the next order after the pool is allocated."""
+        order = self._orders.get()
+        assert not isinstance(order, RankPool | RankGraphs | RankReadAdapter)
+        return order
+
+    def read_adapters(self, read: Callable[[Path, str], HostAdapter]) -> None:
+        """Read the adapters that rank 0 orders into `read`, on a thread of their own. read: by path and digest."""
+        threading.Thread(target=self._read_adapters, args=(read,), name="adapters", daemon=True).start()
+
+    def wait_for_the_end(self) -> None:
+        """Block until rank 0, which knows the cause, ends this process."""
+        threading.Event().wait()
+
+    def _listen(self) -> None:
+        try:
+            decoder = msgspec.msgpack.Decoder(RankOrder)
+            while True:
+                order = decoder.decode(self._connection.recv_bytes())
+                if isinstance(order, RankReadAdapter):
+                    self._to_read.put(order)
+                else:
+                    self._orders.put(order)
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        except Exception as error:  # noqa: BLE001  the main thread would wait for orders that never come
+            self.tell(EngineFailed(f"a rank cannot read its orders: {error}", traceback.format_exc()))
+            os._exit(1)
+
+    def _read_adapters(self, read: Callable[[Path, str], HostAdapter]) -> None:
+        while True:
+            order = self._to_read.get()
+            try:
+                self.read[order.digest] = read(Path(order.path), order.digest)
+            except Exception as error:  # noqa: BLE001  whatever is wrong with a file, only this adapter is refused
+                self.tell(RankAdapterRead(str(error) or type(error).__name__))
+            else:
+                self.tell(RankAdapterRead())
+
+
+def main() -> int:
+    """Run the process of a rank; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server handles signals: it drains, and this process ends with it
+    try:
+        leader = Leader(Connection(0))
+    except EOFError:
+        return 0
+    logs.configure("runtime", "WARNING")  # only warnings of libraries: rank 0 logs the rest
+    try:
+        run_rank(leader)
+    except PeerLostError:
+        leader.wait_for_the_end()
+    except (ModelRefusedError, FileNotFoundError, ValueError) as refused:
+        leader.tell(EngineFailed(str(refused)))
+    except Exception as error:  # noqa: BLE001  whatever it was, rank 0 must get the error
+        leader.tell(
+            EngineFailed(f"rank {leader.start.rank} failed: {type(error).__name__}: {error}", traceback.format_exc())
+        )
+    return 1
+
+
+def run_rank(leader: Leader) -> None:
+    """Load the weights, then compute the plans of rank 0 until this process ends."""
+    rank, options = leader.start.rank, leader.start.options
+    if options.device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    plan = decide(Path(leader.start.model_path), options, rank)
+    use_threads(options)
+    kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
+    collective = Collective(rank, options.tensor_parallel_size, plan.device)
+    share = Share(rank, options.tensor_parallel_size, collective.sum, collective.gather)
+    with oom_refused("the weights", plan.device):
+        decoder = load_weights(plan, kernels, share=share)
+    leader.tell(RankLoaded(decoder.nbytes))
+    collective.join(Path(leader.start.store))
+    with oom_refused("the adapters", plan.device):
+        slots = make_slots(plan, decoder, kernels)
+    with oom_refused("the KV cache", plan.device):
+        size = size_pool(plan, decoder, kernels)
+        leader.tell(RankSized(size.num_blocks))
+        size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
+        allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
+        runner = Runner(
+            decoder,
+            allocate(),
+            kernels,
+            block_size=options.block_size,
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=min(plan.max_model_len, size.num_blocks * options.block_size),
+            eos_token_ids=plan.eos_token_ids,
+            device=plan.device,
+            adapters=slots,
+        )
+    del decoder  # only the runner refers to it: a sleeping rank frees it
+    with oom_refused("cold KV blocks in host memory", plan.device):
+        if made := make_tier(plan, size):
+            _, runner.host = made
+    if slots is not None:
+        leader.read.update((adapter.digest, adapter) for adapter in zero_adapters(plan))
+        leader.read_adapters(adapter_reader(plan, share))
+    reload = partial(load_weights, plan, kernels, share=share)
+    # Graphs are captured again when rank 0 says so: all ranks do it at the same time.
+    sleeper = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=lambda: None)
+    gc.collect()
+    gc.freeze()
+    before = SchedulerOutput(step=0)
+    while True:
+        match leader.next():
+            case RankStep(plan=step, sampled=sampled):
+                runner.record_sampled(before, sampled)
+                runner.execute_without_sampling(step)
+                before = step
+            case RankKeepAdapter(digest=digest, kept=kept):
+                adapter = leader.read.pop(digest, None)
+                if kept:
+                    assert slots is not None
+                    assert adapter is not None
+                    slots.keep(adapter)
+            case RankForgetAdapter(digest=digest):
+                assert slots is not None
+                slots.forget(digest)
+            case RankCapture():
+                leader.tell(RankCaptured(captured(partial(capture_steps, runner, plan.device))))
+                if not leader.expect(RankGraphs).used:
+                    runner.graphs = None
+            case RankSleep(level=level):
+                sleeper.sleep(level)
+                leader.tell(RankDone())
+            case RankWake():
+                leader.tell(RankDone(_wake(sleeper)))
+
+
+def _wake(sleeper: Sleeper) -> str:
+    """Why a rank cannot wake up, or an empty string."""
+    try:
+        sleeper.wake()
+    except (ModelRefusedError, OSError) as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
