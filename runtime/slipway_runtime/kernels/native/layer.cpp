@@ -9,6 +9,11 @@ extern "C" {
 void linear(const float *, const float *, float *, int64_t, int64_t, int64_t);
 int64_t bf16_scratch(int64_t, int64_t);
 void linear_bf16(const float *, const uint16_t *, float *, uint8_t *, int64_t, int64_t, int64_t);
+#if defined(__AMX_TILE__)
+int64_t mlp_bf16_scratch(int64_t, int64_t, int64_t);
+void mlp_bf16(const float *, const uint16_t *, const uint16_t *, float *, uint8_t *, int64_t, int64_t, int64_t,
+              int64_t);
+#endif
 #if MULTIPLIES_BYTES
 int64_t bytes_scratch(int64_t, int64_t);
 void linear_bytes(const float *, const int8_t *, const float *, const int32_t *, float *, uint8_t *, int64_t, int64_t,
@@ -74,6 +79,17 @@ void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, 
             for (int64_t i = 0; i < matrix.out; i++) y[row * matrix.out + i] += matrix.bias[i];
 }
 
+// Bytes of scratch of the one call that computes the MLP, where there is one; 0: gate, up and down are computed apart.
+int64_t scratch_of_mlp(const Layer &layer, int64_t rows) {
+#if defined(__AMX_TILE__)
+    if (layer.gate_up.form == 1 && layer.down.form == 1 && !layer.gate_up.bias && !layer.down.bias &&
+        layer.down.in % 32 == 0)
+        return mlp_bf16_scratch(rows, layer.gate_up.in, layer.down.in);
+#endif
+    (void)layer, (void)rows;
+    return 0;
+}
+
 // Rows that go through the MLP before the next: what it keeps of them fits the second cache, as long as reading its
 // weights again costs less, which holds while the third cache has them.
 int64_t rows_of_mlp(const Layer &layer, int64_t rows) {
@@ -93,11 +109,11 @@ struct Buffers {
         attended = after(heads, rows * layer.heads.out);
         output = after(attended, rows * layer.output.in);
         gate_up = after(output, rows * layer.output.out);
-        int64_t together = rows_of_mlp(layer, rows);
-        active = after(gate_up, together * layer.gate_up.out);
-        products = after(active, together * layer.down.in);
-        end = products + larger_of(larger_of(scratch_of(layer.heads, rows), scratch_of(layer.output, rows)),
-                                   larger_of(scratch_of(layer.gate_up, rows), scratch_of(layer.down, rows)));
+        int64_t together = rows_of_mlp(layer, rows), of_mlp = scratch_of_mlp(layer, rows);
+        active = of_mlp ? gate_up : after(gate_up, together * layer.gate_up.out);
+        products = of_mlp ? gate_up : after(active, together * layer.down.in);
+        if (!of_mlp) of_mlp = larger_of(scratch_of(layer.gate_up, together), scratch_of(layer.down, together));
+        end = products + larger_of(of_mlp, larger_of(scratch_of(layer.heads, rows), scratch_of(layer.output, rows)));
     }
 };
 
@@ -129,6 +145,11 @@ EXPORT void decoder_layer(const Layer *layer, const Step *step, const float *x, 
                  of.sinks, step->num_scores);
     multiply(of.output, attended, output, products, rows);
     add_rms_norm(output, stream, of.mlp_norm, normed, rows, hidden, of.mlp_eps);
+#if defined(__AMX_TILE__)
+    if (scratch_of_mlp(of, rows))
+        return mlp_bf16(normed, (const uint16_t *)of.gate_up.packed, (const uint16_t *)of.down.packed, added, products,
+                        rows, hidden, of.down.in, of.silu);
+#endif
     const int64_t together = rows_of_mlp(of, rows);
     for (int64_t row = 0; row < rows; row += together) {
         int64_t count = rows - row < together ? rows - row : together;

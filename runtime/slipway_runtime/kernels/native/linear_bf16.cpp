@@ -28,6 +28,9 @@ int64_t padded_inputs(int64_t in) { return (in + DEPTH - 1) / DEPTH * DEPTH; }
 #if defined(__AVX512BF16__)
 typedef uint16_t Input;  // a row of x is rounded first
 
+// Of the rounded rows, in whole tiles.
+int64_t rounded_bytes(int64_t rows, int64_t in) { return (rows + 31) / 32 * 32 * padded_inputs(in) * sizeof(Input); }
+
 void round_row(const float *x, uint16_t *rounded, int64_t row, int64_t in, int64_t padded) {
     for (int64_t k = 0; k < padded; k += LANES) {
         int64_t room = in - k;
@@ -148,7 +151,89 @@ void multiply_panel(const Input *x, int64_t stride, const uint16_t *panel, float
 }
 #endif
 
+// All rows by all panels, shared by the threads that call it. depth: inputs of a row that are multiplied.
+void multiply_all(const Input *x, int64_t stride, const uint16_t *packed, float *y, int64_t rows, int64_t depth,
+                  int64_t padded, int64_t out) {
+    START_TILES(rows);
+    const int64_t most = rows_together(stride * sizeof(Input));
+    for (int64_t row = 0; row < rows; row += most) {
+        int64_t together = rows - row < most ? rows - row : most;
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
+            int outputs = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
+            multiply_panel(x + row * stride, stride, packed + panel * PANEL * padded, y + row * out + panel * PANEL,
+                           together, depth, out, outputs);
+        }
+    }
+    END_TILES();
+}
+
+#if defined(__AMX_TILE__)
+// One panel of the gate and the panel of the same outputs of up: silu(gate) · up, rounded, as step `panel` of the rows
+// of `active`, which are laid out as tiles.
+template <bool is_silu>
+void multiply_gate_up(const uint16_t *x, int64_t padded, const uint16_t *gate, const uint16_t *up, uint8_t *active,
+                      int64_t rows, int64_t panel, int64_t panels) {
+    alignas(64) float gates[2 * TILE_ROWS * PANEL], ups[2 * TILE_ROWS * PANEL];
+    const int64_t steps = padded / DEPTH;
+    for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+        const uint8_t *own = (const uint8_t *)(x + row * padded);
+        if (rows - row > TILE_ROWS) {
+            multiply_tiles<Numbers::bfloat16, true>(own, (const uint8_t *)gate, steps, gates);
+            multiply_tiles<Numbers::bfloat16, true>(own, (const uint8_t *)up, steps, ups);
+        } else {
+            multiply_tiles<Numbers::bfloat16, false>(own, (const uint8_t *)gate, steps, gates);
+            multiply_tiles<Numbers::bfloat16, false>(own, (const uint8_t *)up, steps, ups);
+        }
+        int64_t together = rows - row < 2 * TILE_ROWS ? rows - row : 2 * TILE_ROWS;
+        for (int64_t r = 0; r < together; r++) {
+            uint8_t *to = place_in_tiles(active, row + r, panel, panels);
+            for (int v = 0; v < WIDTH; v++) {
+                vec g = load(gates + r * PANEL + v * LANES), u = load(ups + r * PANEL + v * LANES);
+                __m256bh half = _mm512_cvtneps_pbh((__m512)((is_silu ? silu(g) : gelu(g)) * u));
+                std::memcpy(to + v * sizeof half, &half, sizeof half);
+            }
+        }
+    }
+}
+#endif
+
 }  // namespace
+
+#if defined(__AMX_TILE__)
+// A gated MLP: x (rows, in) -> y (rows, in). gate_up and down are packed, of `inner` features, a multiple of 32.
+// What lies between them is written as the inputs of `down`, so the outputs of gate and up are never in memory, and
+// weights are read once for as many rows as stay in the second cache. The numbers are those of the parts one by one.
+EXPORT void mlp_bf16(const float *x, const uint16_t *gate_up, const uint16_t *down, float *y, uint8_t *scratch,
+                     int64_t rows, int64_t in, int64_t inner, int64_t is_silu) {
+    const int64_t padded = padded_inputs(in), panels = inner / PANEL;
+    uint16_t *rounded = (uint16_t *)scratch;
+    uint8_t *active = scratch + rounded_bytes(rows, in);
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * inner > WORTH_A_THREAD)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) round_row(x + row * in, rounded, row, in, padded);
+        START_TILES(rows);
+        const int64_t most = rows_together(padded * sizeof(Input));
+        for (int64_t row = 0; row < rows; row += most) {
+            int64_t together = rows - row < most ? rows - row : most;
+#pragma omp for schedule(static)
+            for (int64_t panel = 0; panel < panels; panel++) {
+                const uint16_t *gate = gate_up + panel * PANEL * padded, *up = gate + inner * padded;
+                auto multiply = is_silu ? multiply_gate_up<true> : multiply_gate_up<false>;
+                multiply(rounded + row * padded, padded, gate, up, active + row * inner * sizeof(Input), together,
+                         panel, panels);
+            }
+        }
+        END_TILES();
+        multiply_all((const Input *)active, inner, down, y, rows, inner, inner, in);
+    }
+}
+
+EXPORT int64_t mlp_bf16_scratch(int64_t rows, int64_t in, int64_t inner) {
+    return rounded_bytes(rows, in) + rounded_bytes(rows, inner);
+}
+#endif
 
 EXPORT int64_t padded_bf16_outputs(int64_t out) { return (out + PANEL - 1) / PANEL * PANEL; }
 EXPORT int64_t padded_bf16_inputs(int64_t in) { return padded_inputs(in); }
@@ -156,7 +241,7 @@ EXPORT int64_t padded_bf16_inputs(int64_t in) { return padded_inputs(in); }
 // Bytes of `scratch` for that many rows.
 EXPORT int64_t bf16_scratch(int64_t rows, int64_t in) {
 #if defined(__AVX512BF16__)
-    return (rows + 31) / 32 * 32 * padded_inputs(in) * sizeof(Input);
+    return rounded_bytes(rows, in);
 #else
     (void)rows, (void)in;
     return 0;
@@ -179,30 +264,17 @@ EXPORT void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t out, int
 // x: (rows, in) -> y: (rows, out).
 EXPORT void linear_bf16(const float *x, const uint16_t *packed, float *y, uint8_t *scratch, int64_t rows, int64_t in,
                         int64_t out) {
-    int64_t panels = (out + PANEL - 1) / PANEL, padded = padded_inputs(in);
-    bool many = threads > 1 && rows * in * out > WORTH_A_THREAD;
-#pragma omp parallel num_threads(threads) if (many)
+    const int64_t padded = padded_inputs(in);
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * out > WORTH_A_THREAD)
     {
 #if defined(__AVX512BF16__)
-        Input *inputs = (Input *)scratch;
-        int64_t stride = padded, depth = padded;
+        Input *rounded = (Input *)scratch;
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) round_row(x + row * in, inputs, row, in, padded);
+        for (int64_t row = 0; row < rows; row++) round_row(x + row * in, rounded, row, in, padded);
+        multiply_all(rounded, padded, packed, y, rows, padded, padded, out);
 #else
-        const Input *inputs = x;
-        int64_t stride = in, depth = in;
         (void)scratch;
+        multiply_all(x, in, packed, y, rows, in, padded, out);
 #endif
-        START_TILES(rows);
-        for (int64_t row = 0; row < rows; row += ROWS_TOGETHER) {
-            int64_t together = rows - row < ROWS_TOGETHER ? rows - row : ROWS_TOGETHER;
-#pragma omp for schedule(static) nowait
-            for (int64_t panel = 0; panel < panels; panel++) {
-                int outputs = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
-                multiply_panel(inputs + row * stride, stride, packed + panel * PANEL * padded,
-                               y + row * out + panel * PANEL, together, depth, out, outputs);
-            }
-        }
-        END_TILES();
     }
 }

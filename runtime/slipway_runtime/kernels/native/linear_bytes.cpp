@@ -191,8 +191,9 @@ EXPORT void linear_bytes(const float *x, const int8_t *packed, const float *scal
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) row_scales[row] = round_row(x + row * in, codes, row, in, padded);
         START_TILES(rows);
-        for (int64_t row = 0; row < rows; row += ROWS_TOGETHER) {
-            int64_t together = rows - row < ROWS_TOGETHER ? rows - row : ROWS_TOGETHER;
+        const int64_t most = rows_together(padded);
+        for (int64_t row = 0; row < rows; row += most) {
+            int64_t together = rows - row < most ? rows - row : most;
 #pragma omp for schedule(static) nowait
             for (int64_t panel = 0; panel < panels; panel++) {
                 int outputs = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;

@@ -83,7 +83,7 @@ EXPORT void swiglu(const float *gate_up, float *out, int64_t rows, int64_t size)
             int64_t room = size - i;
             vec g = room >= LANES ? load(gate + i) : load_some(gate + i, room);
             vec u = room >= LANES ? load(up + i) : load_some(up + i, room);
-            vec y = g / (exponential(-g) + 1.0f) * u;
+            vec y = silu(g) * u;
             if (room >= LANES) store(out + row * size + i, y);
             else store_some(out + row * size + i, y, room);
         }
@@ -99,8 +99,7 @@ EXPORT void geglu(const float *gate_up, float *out, int64_t rows, int64_t size) 
             int64_t room = size - i;
             vec g = room >= LANES ? load(gate + i) : load_some(gate + i, room);
             vec u = room >= LANES ? load(up + i) : load_some(up + i, room);
-            vec inner = (g + g * g * g * 0.044715f) * 0.7978845608028654f;
-            vec y = g * 0.5f * (tangent(inner) + 1.0f) * u;
+            vec y = gelu(g) * u;
             if (room >= LANES) store(out + row * size + i, y);
             else store_some(out + row * size + i, y, room);
         }

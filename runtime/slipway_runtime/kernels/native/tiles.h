@@ -9,7 +9,11 @@
 
 #include "vectors.h"
 
-constexpr int64_t ROWS_TOGETHER = 128;  // rows that go through all panels before the next: they fit the second cache
+// Rows of that many bytes that go through all panels before the next: they stay in the second cache. A multiple of 32.
+INLINE int64_t rows_together(int64_t row_bytes) {
+    int64_t fitting = (1 << 20) / row_bytes / 32 * 32;
+    return fitting > 128 ? fitting : 128;
+}
 
 #if !defined(__AMX_TILE__)
 #define START_TILES(rows) (void)0

@@ -140,3 +140,8 @@ INLINE vec exponential(vec x) {
 
 // Through the exponential; exactly ±1 beyond ±44, where that would no longer change.
 INLINE vec tangent(vec x) { return 1.0f - 2.0f / (exponential(x * 2.0f) + 1.0f); }
+
+INLINE vec silu(vec x) { return x / (exponential(-x) + 1.0f); }
+
+// By tanh.
+INLINE vec gelu(vec x) { return x * 0.5f * (tangent((x + x * x * x * 0.044715f) * 0.7978845608028654f) + 1.0f); }
