@@ -10,7 +10,8 @@
 // LANES keys and nothing is summed across lanes. One-byte caches are turned back into numbers a tile at a time.
 //
 // Where there is a tile unit and the cache is bfloat16, it multiplies keys, where they lie, by queries that are rounded
-// to bfloat16; the rest is the same.
+// to bfloat16. A vector then has a score of LANES queries each, as the tile unit stores them, so their weights need no
+// sum across lanes either; values are added as before.
 
 #include "tiles.h"
 #include "vectors.h"
@@ -117,8 +118,8 @@ INLINE void turn(const float **rows, int count, int64_t padded, float *turned) {
         }
 }
 
-// sums[r] += a[r][k] · row(k), for k from … to - 1 and `vectors` vectors of each.
-template <int rows, int vectors, class Row>
+// sums[r] += a[r][k · stride] · row(k), for k from … to - 1 and `vectors` vectors of each.
+template <int rows, int vectors, int stride, class Row>
 INLINE void accumulate(float *const *sums, const float *const *a, Row row, int from, int to) {
     vec sum[rows][vectors];
 #pragma GCC unroll 8
@@ -132,7 +133,7 @@ INLINE void accumulate(float *const *sums, const float *const *a, Row row, int f
         for (int v = 0; v < vectors; v++) w[v] = load(own + v * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            vec factor = all(a[r][k]);
+            vec factor = all(a[r][k * stride]);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++) sum[r][v] += factor * w[v];
         }
@@ -143,26 +144,26 @@ INLINE void accumulate(float *const *sums, const float *const *a, Row row, int f
         for (int v = 0; v < vectors; v++) store(sums[r] + v * LANES, sum[r][v]);
 }
 
-template <int rows, class Row>
+template <int rows, int stride, class Row>
 void accumulate_rows(int vectors, float *const *sums, const float *const *a, Row row, int from, int to) {
     switch (vectors) {
-        case 1: return accumulate<rows, 1>(sums, a, row, from, to);
-        case 2: return accumulate<rows, 2>(sums, a, row, from, to);
-        case 3: return accumulate<rows, 3>(sums, a, row, from, to);
-        default: return accumulate<rows, 4>(sums, a, row, from, to);
+        case 1: return accumulate<rows, 1, stride>(sums, a, row, from, to);
+        case 2: return accumulate<rows, 2, stride>(sums, a, row, from, to);
+        case 3: return accumulate<rows, 3, stride>(sums, a, row, from, to);
+        default: return accumulate<rows, 4, stride>(sums, a, row, from, to);
     }
 }
 
-template <class Row>
+template <int stride, class Row>
 INLINE void accumulate_any(int rows, int vectors, float *const *sums, const float *const *a, Row row, int from, int to) {
     switch (rows) {
-        case 1: return accumulate_rows<1>(vectors, sums, a, row, from, to);
-        case 2: return accumulate_rows<2>(vectors, sums, a, row, from, to);
-        case 3: return accumulate_rows<3>(vectors, sums, a, row, from, to);
+        case 1: return accumulate_rows<1, stride>(vectors, sums, a, row, from, to);
+        case 2: return accumulate_rows<2, stride>(vectors, sums, a, row, from, to);
+        case 3: return accumulate_rows<3, stride>(vectors, sums, a, row, from, to);
 #if MANY_REGISTERS
-        case 4: return accumulate_rows<4>(vectors, sums, a, row, from, to);
-        case 5: return accumulate_rows<5>(vectors, sums, a, row, from, to);
-        default: return accumulate_rows<6>(vectors, sums, a, row, from, to);
+        case 4: return accumulate_rows<4, stride>(vectors, sums, a, row, from, to);
+        case 5: return accumulate_rows<5, stride>(vectors, sums, a, row, from, to);
+        default: return accumulate_rows<6, stride>(vectors, sums, a, row, from, to);
 #endif
     }
 }
@@ -184,10 +185,9 @@ INLINE void pack_query(const float *q, int64_t size, uint16_t *packed, int colum
     }
 }
 
-// The scores of `count` keys from `first` on and of 16 queries: (16, KEYS), of which `wanted` are stored.
+// The scores of `count` keys from `first` on and of LANES queries: (KEYS, LANES).
 INLINE void score_tile(const Cache &cache, const int64_t *table, int64_t first, int count, int64_t head,
-                       const uint16_t *packed, float *scores, int wanted) {
-    alignas(64) float of_keys[TILE_ROWS * TILE_OUTPUTS];
+                       const uint16_t *packed, float *scores) {
     for (int j = 0; j < count; j += TILE_ROWS) {
         int64_t block = (first + j) / cache.page, place = (first + j) % cache.page;
         const uint8_t *keys = cache.bytes + (table[block] * 2 * cache.kv_heads + head) * cache.page_bytes() +
@@ -199,23 +199,43 @@ INLINE void score_tile(const Cache &cache, const int64_t *table, int64_t first, 
             _tile_loadd(6, packed + d * TILE_OUTPUTS, TILE_BYTES);
             _tile_dpbf16ps(0, 4, 6);
         }
-        _tile_stored(0, of_keys, TILE_BYTES);
+        _tile_stored(0, scores + j * LANES, TILE_BYTES);
         asm volatile("" ::: "memory");
-        vec block_of[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) block_of[i] = load(of_keys + i * TILE_OUTPUTS);
-        transpose(block_of);
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
-            if (i < wanted) store(scores + i * KEYS + j, block_of[i]);
     }
+}
+
+// What LANES queries have seen so far.
+struct Lanes {
+    vec highest{}, total{};
+    ivec from{}, to{};  // what they see of this tile
+};
+
+// Scores (KEYS, LANES) of `present` keys to weights; what is summed so far is to be multiplied by the result.
+INLINE vec weigh_lanes(Lanes &lanes, float *scores, int present, float scale, float softcap) {
+    const vec nothing = all(-__builtin_inff());
+    vec highest = lanes.highest;
+    for (int j = 0; j < present; j++) {
+        vec own = load(scores + j * LANES) * scale;
+        if (softcap > 0) own = tangent(own / softcap) * softcap;
+        own = choose((lanes.from <= j) & (lanes.to > j), own, nothing);
+        store(scores + j * LANES, own);
+        highest = larger(highest, own);
+    }
+    vec keep = exponential(lanes.highest - highest), total = lanes.total * keep;
+    for (int j = 0; j < present; j++) {
+        vec weights = exponential(load(scores + j * LANES) - highest);
+        store(scores + j * LANES, weights);
+        total += weights;
+    }
+    lanes.highest = highest, lanes.total = total;
+    return keep;
 }
 #endif
 
 // One query head of one token, and what it has seen so far.
 struct Query {
     const float *q;
-    float *scores;  // (KEYS) of this tile; then its weights
+    float *scores;  // (KEYS) of this tile, side by side or LANES apart; then its weights
     float *sum;  // (padded) the values so far, weighted
     int64_t position;
     float highest, total;
@@ -250,27 +270,35 @@ INLINE void weigh(Query &query, float scale, float softcap, int64_t padded) {
     for (int64_t d = 0; d < padded; d += LANES) store(query.sum + d, load(query.sum + d) * keep);
 }
 
-// `count` queries, at most ROWS, and one tile. turned: its keys; null: the queries have their scores.
-INLINE void attend(Query **queries, int count, const float *turned, const float *const *values, int64_t size,
-                   int64_t padded, float scale, float softcap) {
+// The weights of `count` queries, at most ROWS, of one tile. turned: its keys.
+INLINE void weigh_rows(Query **queries, int count, const float *turned, int64_t size, int64_t padded, float scale,
+                       float softcap) {
     const float *a[ROWS];
     float *sums[ROWS];
-    int needed = 0, all_from = 0, all_to = KEYS;
+    int needed = 0;
     for (int r = 0; r < count; r++) {
-        Query &query = *queries[r];
-        needed = query.to > needed ? query.to : needed;
-        all_from = query.from > all_from ? query.from : all_from;
-        all_to = query.to < all_to ? query.to : all_to;
-        if (turned)
-            for (int j = 0; j < KEYS; j += LANES) store(query.scores + j, vec{});
+        needed = queries[r]->to > needed ? queries[r]->to : needed;
+        for (int j = 0; j < KEYS; j += LANES) store(queries[r]->scores + j, vec{});
     }
-    for (int j = 0; turned && j < needed; j += WIDTH * LANES) {
+    for (int j = 0; j < needed; j += WIDTH * LANES) {
         int vectors = (needed - j + LANES - 1) / LANES;
         for (int r = 0; r < count; r++) a[r] = queries[r]->q, sums[r] = queries[r]->scores + j;
         auto row = [=](int d) { return turned + d * KEYS + j; };
-        accumulate_any(count, vectors < WIDTH ? vectors : WIDTH, sums, a, row, 0, (int)size);
+        accumulate_any<1>(count, vectors < WIDTH ? vectors : WIDTH, sums, a, row, 0, (int)size);
     }
     for (int r = 0; r < count; r++) weigh(*queries[r], scale, softcap, padded);
+}
+
+// Adds a tile's values to the sums of `count` queries, at most ROWS. Their weights are `stride` numbers apart.
+template <int stride>
+INLINE void add_values(Query **queries, int count, const float *const *values, int64_t padded) {
+    const float *a[ROWS];
+    float *sums[ROWS];
+    int all_from = 0, all_to = KEYS;
+    for (int r = 0; r < count; r++) {
+        all_from = queries[r]->from > all_from ? queries[r]->from : all_from;
+        all_to = queries[r]->to < all_to ? queries[r]->to : all_to;
+    }
     all_to = all_to > all_from ? all_to : all_from;
     for (int64_t d = 0; d < padded; d += WIDTH * LANES) {
         int64_t left = (padded - d) / LANES;
@@ -280,12 +308,12 @@ INLINE void attend(Query **queries, int count, const float *turned, const float 
         // What they all see together, what comes before and behind it one by one: the order of each stays the same.
         for (int r = 0; r < count; r++) {
             int to = queries[r]->to < all_from ? queries[r]->to : all_from;
-            accumulate_any(1, vectors, sums + r, a + r, row, queries[r]->from, to);
+            accumulate_any<stride>(1, vectors, sums + r, a + r, row, queries[r]->from, to);
         }
-        accumulate_any(count, vectors, sums, a, row, all_from, all_to);
+        accumulate_any<stride>(count, vectors, sums, a, row, all_from, all_to);
         for (int r = 0; r < count; r++) {
             int from = queries[r]->from > all_to ? queries[r]->from : all_to;
-            accumulate_any(1, vectors, sums + r, a + r, row, from, queries[r]->to);
+            accumulate_any<stride>(1, vectors, sums + r, a + r, row, from, queries[r]->to);
         }
     }
 }
@@ -308,28 +336,29 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
     int64_t size = cache.size, heads = step.groups * cache.kv_heads;
     int64_t padded = (size + LANES - 1) / LANES * LANES;
     bool in_place = cache.kind == 0 && padded == size;
-    int num_queries = count * step.groups;
+    int num_queries = count * step.groups, blocks = (num_queries + LANES - 1) / LANES;
     Query queries[num_queries], *seeing[num_queries];
 #if defined(__AMX_TILE__)
     bool by_tiles = multiplies_tiles(cache);
-    int64_t query_blocks = (num_queries + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
-    uint16_t packed[by_tiles ? query_blocks * size * TILE_OUTPUTS : 1];
+    uint16_t packed[by_tiles ? blocks * size * LANES : 1];
+    Lanes lanes[blocks];
 #else
     constexpr bool by_tiles = false;
 #endif
-    float scores[num_queries * KEYS], sums[num_queries * padded], turned[by_tiles ? 1 : padded * KEYS];
-    float buffer[in_place ? 1 : KEYS * padded];
+    alignas(64) float scores[blocks * LANES * KEYS];
+    float sums[num_queries * padded], turned[by_tiles ? 1 : padded * KEYS], buffer[in_place ? 1 : KEYS * padded];
     const float *rows[KEYS];
     std::memset(sums, 0, sizeof(float) * num_queries * padded);
-    if (by_tiles) std::memset(scores, 0, sizeof(float) * num_queries * KEYS);
-    else std::memset(turned, 0, sizeof(float) * padded * KEYS);
+    if (!by_tiles) std::memset(turned, 0, sizeof(float) * padded * KEYS);
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
-        queries[m] = {step.q + own * step.q_stride + of_head * size, scores + m * KEYS, sums + m * padded,
+        float *of_query = by_tiles ? scores + m / LANES * LANES * KEYS + m % LANES : scores + m * KEYS;
+        queries[m] = {step.q + own * step.q_stride + of_head * size, of_query, sums + m * padded,
                       step.positions[own], step.sinks ? step.sinks[of_head] : -1e30f, step.sinks ? 1.0f : 0.0f, 0, 0};
 #if defined(__AMX_TILE__)
-        if (by_tiles)
-            pack_query(queries[m].q, size, packed + m / TILE_OUTPUTS * size * TILE_OUTPUTS, m % TILE_OUTPUTS);
+        if (by_tiles) pack_query(queries[m].q, size, packed + m / LANES * size * LANES, m % LANES);
+        lanes[m / LANES].highest[m % LANES] = queries[m].highest;
+        lanes[m / LANES].total[m % LANES] = queries[m].total;
 #endif
     }
     auto oldest = [&](int64_t position) {
@@ -341,30 +370,51 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
         int present = end - first < KEYS ? end - first : KEYS, count_seeing = 0;
         if (first + KEYS < end)
             prefetch_tile(cache, table, first + KEYS, end - first - KEYS < KEYS ? end - first - KEYS : KEYS, head);
-#if defined(__AMX_TILE__)
-        if (by_tiles)
-            for (int m = 0; m < num_queries; m += TILE_OUTPUTS)
-                score_tile(cache, table, first, present, head, packed + m * size, scores + m * KEYS, num_queries - m);
-#endif
-        if (!by_tiles) {
-            read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
-            turn(rows, present, padded, turned);
-        }
-        read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
         for (int m = 0; m < num_queries; m++) {
             int64_t from = oldest(queries[m].position) - first, to = queries[m].position + 1 - first;
             queries[m].from = from > 0 ? from : 0;
             queries[m].to = to < KEYS ? to : KEYS;
             if (queries[m].from < queries[m].to) seeing[count_seeing++] = &queries[m];
         }
-        for (int m = 0; m < count_seeing; m += ROWS)
-            attend(seeing + m, count_seeing - m < ROWS ? count_seeing - m : ROWS, by_tiles ? nullptr : turned, rows,
-                   size, padded, step.scale, step.softcap);
+#if defined(__AMX_TILE__)
+        for (int block = 0; by_tiles && block < blocks; block++) {
+            float *of_block = scores + block * LANES * KEYS;
+            int inside = num_queries - block * LANES < LANES ? num_queries - block * LANES : LANES;
+            for (int i = 0; i < LANES; i++) {
+                lanes[block].from[i] = i < inside ? queries[block * LANES + i].from : 0;
+                lanes[block].to[i] = i < inside ? queries[block * LANES + i].to : 0;
+            }
+            score_tile(cache, table, first, present, head, packed + block * size * LANES, of_block);
+            vec keep = weigh_lanes(lanes[block], of_block, present, step.scale, step.softcap);
+            for (int i = 0; i < inside; i++) {
+                float *sum = queries[block * LANES + i].sum;
+                if (keep[i] != 1.0f)
+                    for (int64_t d = 0; d < padded; d += LANES) store(sum + d, load(sum + d) * keep[i]);
+            }
+        }
+#endif
+        if (!by_tiles) {
+            read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
+            turn(rows, present, padded, turned);
+        }
+        read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
+        for (int m = 0; m < count_seeing; m += ROWS) {
+            int together = count_seeing - m < ROWS ? count_seeing - m : ROWS;
+            if (by_tiles) {
+                add_values<LANES>(seeing + m, together, rows, padded);
+                continue;
+            }
+            weigh_rows(seeing + m, together, turned, size, padded, step.scale, step.softcap);
+            add_values<1>(seeing + m, together, rows, padded);
+        }
     }
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
-        float *out = step.out + (own * heads + of_head) * size;
-        for (int64_t d = 0; d < size; d++) out[d] = queries[m].sum[d] / queries[m].total;
+        float *out = step.out + (own * heads + of_head) * size, total = queries[m].total;
+#if defined(__AMX_TILE__)
+        if (by_tiles) total = lanes[m / LANES].total[m % LANES];
+#endif
+        for (int64_t d = 0; d < size; d++) out[d] = queries[m].sum[d] / total;
     }
 }
 
