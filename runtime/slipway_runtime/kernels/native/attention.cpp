@@ -10,8 +10,8 @@
 // LANES keys and nothing is summed across lanes. One-byte caches are turned back into numbers a tile at a time.
 //
 // Where there is a tile unit and the cache is bfloat16, it multiplies keys, where they lie, by queries that are rounded
-// to bfloat16. A vector then has a score of LANES queries each, as the tile unit stores them, so their weights need no
-// sum across lanes either; values are added as before.
+// to bfloat16, and values by weights that are rounded to it. A vector of scores is then one key's, of LANES queries, as
+// the tile unit stores them, so the weights need no sum across lanes either.
 
 #include "tiles.h"
 #include "vectors.h"
@@ -118,8 +118,8 @@ INLINE void turn(const float **rows, int count, int64_t padded, float *turned) {
         }
 }
 
-// sums[r] += a[r][k · stride] · row(k), for k from … to - 1 and `vectors` vectors of each.
-template <int rows, int vectors, int stride, class Row>
+// sums[r] += a[r][k] · row(k), for k from … to - 1 and `vectors` vectors of each.
+template <int rows, int vectors, class Row>
 INLINE void accumulate(float *const *sums, const float *const *a, Row row, int from, int to) {
     vec sum[rows][vectors];
 #pragma GCC unroll 8
@@ -133,7 +133,7 @@ INLINE void accumulate(float *const *sums, const float *const *a, Row row, int f
         for (int v = 0; v < vectors; v++) w[v] = load(own + v * LANES);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            vec factor = all(a[r][k * stride]);
+            vec factor = all(a[r][k]);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++) sum[r][v] += factor * w[v];
         }
@@ -144,32 +144,33 @@ INLINE void accumulate(float *const *sums, const float *const *a, Row row, int f
         for (int v = 0; v < vectors; v++) store(sums[r] + v * LANES, sum[r][v]);
 }
 
-template <int rows, int stride, class Row>
+template <int rows, class Row>
 void accumulate_rows(int vectors, float *const *sums, const float *const *a, Row row, int from, int to) {
     switch (vectors) {
-        case 1: return accumulate<rows, 1, stride>(sums, a, row, from, to);
-        case 2: return accumulate<rows, 2, stride>(sums, a, row, from, to);
-        case 3: return accumulate<rows, 3, stride>(sums, a, row, from, to);
-        default: return accumulate<rows, 4, stride>(sums, a, row, from, to);
+        case 1: return accumulate<rows, 1>(sums, a, row, from, to);
+        case 2: return accumulate<rows, 2>(sums, a, row, from, to);
+        case 3: return accumulate<rows, 3>(sums, a, row, from, to);
+        default: return accumulate<rows, 4>(sums, a, row, from, to);
     }
 }
 
-template <int stride, class Row>
+template <class Row>
 INLINE void accumulate_any(int rows, int vectors, float *const *sums, const float *const *a, Row row, int from, int to) {
     switch (rows) {
-        case 1: return accumulate_rows<1, stride>(vectors, sums, a, row, from, to);
-        case 2: return accumulate_rows<2, stride>(vectors, sums, a, row, from, to);
-        case 3: return accumulate_rows<3, stride>(vectors, sums, a, row, from, to);
+        case 1: return accumulate_rows<1>(vectors, sums, a, row, from, to);
+        case 2: return accumulate_rows<2>(vectors, sums, a, row, from, to);
+        case 3: return accumulate_rows<3>(vectors, sums, a, row, from, to);
 #if MANY_REGISTERS
-        case 4: return accumulate_rows<4, stride>(vectors, sums, a, row, from, to);
-        case 5: return accumulate_rows<5, stride>(vectors, sums, a, row, from, to);
-        default: return accumulate_rows<6, stride>(vectors, sums, a, row, from, to);
+        case 4: return accumulate_rows<4>(vectors, sums, a, row, from, to);
+        case 5: return accumulate_rows<5>(vectors, sums, a, row, from, to);
+        default: return accumulate_rows<6>(vectors, sums, a, row, from, to);
 #endif
     }
 }
 
 #if defined(__AMX_TILE__)
 constexpr int PAIRS = TILE_BYTES / 4;  // of a head's numbers, in a row of a tile
+constexpr int KEYS_OF_TILE = TILE_BYTES / 2;  // whose weights are in a row of a tile
 
 INLINE bool multiplies_tiles(const Cache &cache) {
     return cache.kind == 3 && cache.page % TILE_ROWS == 0 && cache.size % (2 * PAIRS) == 0;
@@ -210,7 +211,8 @@ struct Lanes {
     ivec from{}, to{};  // what they see of this tile
 };
 
-// Scores (KEYS, LANES) of `present` keys to weights; what is summed so far is to be multiplied by the result.
+// Scores (KEYS, LANES) of `present` keys to weights, zeros behind them in whole tiles; what is summed so far is to be
+// multiplied by the result.
 INLINE vec weigh_lanes(Lanes &lanes, float *scores, int present, float scale, float softcap) {
     const vec nothing = all(-__builtin_inff());
     vec highest = lanes.highest;
@@ -227,15 +229,83 @@ INLINE vec weigh_lanes(Lanes &lanes, float *scores, int present, float scale, fl
         store(scores + j * LANES, weights);
         total += weights;
     }
+    for (int j = present; j % KEYS_OF_TILE; j++) store(scores + j * LANES, vec{});
     lanes.highest = highest, lanes.total = total;
     return keep;
+}
+
+// Values of `count` positions -> packed: (tiles of keys, size / TILE_OUTPUTS, TILE_ROWS, TILE_OUTPUTS, 2): pairs of
+// neighbouring positions side by side, zeros behind the last one and for values that are not finite. Whether all are.
+INLINE bool pack_values(const Cache &cache, const int64_t *table, int64_t first, int count, int64_t head,
+                        uint16_t *packed) {
+    __m512i lower, upper;
+    for (int i = 0; i < 32; i++)
+        ((uint16_t *)&lower)[i] = i / 2 + i % 2 * 32, ((uint16_t *)&upper)[i] = 16 + i / 2 + i % 2 * 32;
+    const int64_t outputs = cache.size / TILE_OUTPUTS;
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 endless = 0;
+    auto values = [&](int j) {
+        int64_t block = (first + j) / cache.page, place = (first + j) % cache.page;
+        return cache.bytes + ((table[block] * 2 + 1) * cache.kv_heads + head) * cache.page_bytes() +
+               place * cache.size * 2;
+    };
+    for (int j = 0; j < (count + KEYS_OF_TILE - 1) / KEYS_OF_TILE * KEYS_OF_TILE; j += 2) {
+        const uint8_t *even = j < count ? values(j) : nullptr, *odd = j + 1 < count ? values(j + 1) : nullptr;
+        uint16_t *to = packed + (j / KEYS_OF_TILE * outputs * TILE_ROWS + j % KEYS_OF_TILE / 2) * TILE_OUTPUTS * 2;
+        for (int64_t d = 0; d < outputs; d += 2) {
+            __m512i a = even ? _mm512_loadu_si512(even + d * 32) : _mm512_setzero_si512();
+            __m512i b = odd ? _mm512_loadu_si512(odd + d * 32) : _mm512_setzero_si512();
+            __mmask32 of_a = _mm512_cmpeq_epi16_mask(_mm512_and_si512(a, exponent), exponent),
+                      of_b = _mm512_cmpeq_epi16_mask(_mm512_and_si512(b, exponent), exponent);
+            a = _mm512_maskz_mov_epi16(~of_a, a), b = _mm512_maskz_mov_epi16(~of_b, b), endless |= of_a | of_b;
+            _mm512_storeu_si512(to + d * TILE_ROWS * TILE_OUTPUTS * 2, _mm512_permutex2var_epi16(a, lower, b));
+            _mm512_storeu_si512(to + (d + 1) * TILE_ROWS * TILE_OUTPUTS * 2, _mm512_permutex2var_epi16(a, upper, b));
+        }
+    }
+    return !endless;
+}
+
+// sums (LANES, size) += the weights of LANES queries, (KEYS, LANES), times the packed values of `count` positions.
+INLINE void add_packed_values(const float *weights, const uint16_t *packed, int count, int64_t size, float *sums) {
+    alignas(64) uint16_t rounded[KEYS / KEYS_OF_TILE][TILE_ROWS][KEYS_OF_TILE];
+    const int tiles = (count + KEYS_OF_TILE - 1) / KEYS_OF_TILE;
+    for (int t = 0; t < tiles; t++) {
+        vec halves[2][LANES];
+        for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) halves[half][i] = load(weights + (t * KEYS_OF_TILE + half * LANES + i) * LANES);
+            transpose(halves[half]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            __m512bh row = _mm512_cvtne2ps_pbh((__m512)halves[1][i], (__m512)halves[0][i]);
+            std::memcpy(rounded[t][i], &row, sizeof row);
+        }
+    }
+    const int64_t stride = size * sizeof(float), step = TILE_ROWS * TILE_OUTPUTS * 2;
+    asm volatile("" ::: "memory");
+    for (int64_t d = 0; d < size; d += 2 * TILE_OUTPUTS) {
+        _tile_loadd(0, sums + d, stride);
+        _tile_loadd(1, sums + d + TILE_OUTPUTS, stride);
+        for (int t = 0; t < tiles; t++) {
+            const uint16_t *values = packed + (t * (size / TILE_OUTPUTS) + d / TILE_OUTPUTS) * step;
+            _tile_loadd(4, rounded[t], TILE_BYTES);
+            _tile_loadd(6, values, TILE_BYTES);
+            _tile_loadd(7, values + step, TILE_BYTES);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, sums + d, stride);
+        _tile_stored(1, sums + d + TILE_OUTPUTS, stride);
+    }
+    asm volatile("" ::: "memory");
 }
 #endif
 
 // One query head of one token, and what it has seen so far.
 struct Query {
     const float *q;
-    float *scores;  // (KEYS) of this tile, side by side or LANES apart; then its weights
+    float *scores;  // (KEYS) of this tile; then its weights
     float *sum;  // (padded) the values so far, weighted
     int64_t position;
     float highest, total;
@@ -284,13 +354,12 @@ INLINE void weigh_rows(Query **queries, int count, const float *turned, int64_t 
         int vectors = (needed - j + LANES - 1) / LANES;
         for (int r = 0; r < count; r++) a[r] = queries[r]->q, sums[r] = queries[r]->scores + j;
         auto row = [=](int d) { return turned + d * KEYS + j; };
-        accumulate_any<1>(count, vectors < WIDTH ? vectors : WIDTH, sums, a, row, 0, (int)size);
+        accumulate_any(count, vectors < WIDTH ? vectors : WIDTH, sums, a, row, 0, (int)size);
     }
     for (int r = 0; r < count; r++) weigh(*queries[r], scale, softcap, padded);
 }
 
-// Adds a tile's values to the sums of `count` queries, at most ROWS. Their weights are `stride` numbers apart.
-template <int stride>
+// Adds a tile's values to the sums of `count` queries, at most ROWS.
 INLINE void add_values(Query **queries, int count, const float *const *values, int64_t padded) {
     const float *a[ROWS];
     float *sums[ROWS];
@@ -308,15 +377,27 @@ INLINE void add_values(Query **queries, int count, const float *const *values, i
         // What they all see together, what comes before and behind it one by one: the order of each stays the same.
         for (int r = 0; r < count; r++) {
             int to = queries[r]->to < all_from ? queries[r]->to : all_from;
-            accumulate_any<stride>(1, vectors, sums + r, a + r, row, queries[r]->from, to);
+            accumulate_any(1, vectors, sums + r, a + r, row, queries[r]->from, to);
         }
-        accumulate_any<stride>(count, vectors, sums, a, row, all_from, all_to);
+        accumulate_any(count, vectors, sums, a, row, all_from, all_to);
         for (int r = 0; r < count; r++) {
             int from = queries[r]->from > all_to ? queries[r]->from : all_to;
-            accumulate_any<stride>(1, vectors, sums + r, a + r, row, from, queries[r]->to);
+            accumulate_any(1, vectors, sums + r, a + r, row, from, queries[r]->to);
         }
     }
 }
+
+#if defined(__AMX_TILE__)
+// Adds the values of a tile that are not finite, with weights LANES numbers apart, to a query that sees them. Another
+// one must not get 0 · infinity, so they are no part of what tiles multiply.
+void add_endless_values(Query &query, const float *weights, const float *const *values, int64_t size) {
+    for (int j = query.from; j < query.to; j++)
+        for (int64_t d = 0; d < size; d += LANES) {
+            vec value = load(values[j] + d), zero = value * 0.0f;
+            store(query.sum + d, load(query.sum + d) + choose(zero == 0.0f, zero, all(weights[j * LANES]) * value));
+        }
+}
+#endif
 
 struct Step {
     const float *q;  // (tokens, query heads, size), a token `q_stride` numbers after the other
@@ -340,20 +421,20 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
     Query queries[num_queries], *seeing[num_queries];
 #if defined(__AMX_TILE__)
     bool by_tiles = multiplies_tiles(cache);
-    uint16_t packed[by_tiles ? blocks * size * LANES : 1];
+    alignas(64) uint16_t packed[by_tiles ? blocks * size * LANES : 1], packed_values[by_tiles ? KEYS * size : 1];
     Lanes lanes[blocks];
 #else
     constexpr bool by_tiles = false;
 #endif
     alignas(64) float scores[blocks * LANES * KEYS];
-    float sums[num_queries * padded], turned[by_tiles ? 1 : padded * KEYS], buffer[in_place ? 1 : KEYS * padded];
+    alignas(64) float sums[blocks * LANES * padded];
+    float turned[by_tiles ? 1 : padded * KEYS], buffer[in_place ? 1 : KEYS * padded];
     const float *rows[KEYS];
-    std::memset(sums, 0, sizeof(float) * num_queries * padded);
+    std::memset(sums, 0, sizeof sums);
     if (!by_tiles) std::memset(turned, 0, sizeof(float) * padded * KEYS);
     for (int m = 0; m < num_queries; m++) {
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
-        float *of_query = by_tiles ? scores + m / LANES * LANES * KEYS + m % LANES : scores + m * KEYS;
-        queries[m] = {step.q + own * step.q_stride + of_head * size, of_query, sums + m * padded,
+        queries[m] = {step.q + own * step.q_stride + of_head * size, scores + m * KEYS, sums + m * padded,
                       step.positions[own], step.sinks ? step.sinks[of_head] : -1e30f, step.sinks ? 1.0f : 0.0f, 0, 0};
 #if defined(__AMX_TILE__)
         if (by_tiles) pack_query(queries[m].q, size, packed + m / LANES * size * LANES, m % LANES);
@@ -377,6 +458,8 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
             if (queries[m].from < queries[m].to) seeing[count_seeing++] = &queries[m];
         }
 #if defined(__AMX_TILE__)
+        bool finite = by_tiles && pack_values(cache, table, first, present, head, packed_values);
+        if (by_tiles && !finite) read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
         for (int block = 0; by_tiles && block < blocks; block++) {
             float *of_block = scores + block * LANES * KEYS;
             int inside = num_queries - block * LANES < LANES ? num_queries - block * LANES : LANES;
@@ -391,21 +474,19 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
                 if (keep[i] != 1.0f)
                     for (int64_t d = 0; d < padded; d += LANES) store(sum + d, load(sum + d) * keep[i]);
             }
+            add_packed_values(of_block, packed_values, present, size, sums + block * LANES * size);
+            for (int i = 0; !finite && i < inside; i++)
+                add_endless_values(queries[block * LANES + i], of_block + i, rows, size);
         }
+        if (by_tiles) continue;
 #endif
-        if (!by_tiles) {
-            read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
-            turn(rows, present, padded, turned);
-        }
+        read_tile(cache, table, first, present, 0, head, rows, buffer, padded);
+        turn(rows, present, padded, turned);
         read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
         for (int m = 0; m < count_seeing; m += ROWS) {
             int together = count_seeing - m < ROWS ? count_seeing - m : ROWS;
-            if (by_tiles) {
-                add_values<LANES>(seeing + m, together, rows, padded);
-                continue;
-            }
             weigh_rows(seeing + m, together, turned, size, padded, step.scale, step.softcap);
-            add_values<1>(seeing + m, together, rows, padded);
+            add_values(seeing + m, together, rows, padded);
         }
     }
     for (int m = 0; m < num_queries; m++) {
