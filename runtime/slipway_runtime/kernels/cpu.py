@@ -36,7 +36,7 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 
-QUERIES = 8  # tokens of a sequence per tile, which share each read of a key; as in attention.cpp
+QUERIES = 16  # tokens of a sequence per tile, which share each read of a key; as in attention.cpp
 TOKENS = 4  # tokens of an adapter per tile, which share each read of its matrices; as in lora.cpp
 KINDS = {torch.float32: 0, torch.int8: 1, torch.float8_e4m3fn: 2, torch.bfloat16: 3}  # of a cache; as in attention.cpp
 

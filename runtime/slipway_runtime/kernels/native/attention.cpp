@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int KEYS = 64;
-constexpr int QUERIES = 8;
+constexpr int QUERIES = 16;
 #if MANY_REGISTERS
 constexpr int ROWS = 6;
 #else
