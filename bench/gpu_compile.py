@@ -128,7 +128,7 @@ def compile_all(
     sample: bool, targets: Iterable[int], dtypes: tuple[str, ...], only: str, cases: str, jobs: int
 ) -> list[Compiled]:
     """Record the launches, compile them in `jobs` processes. only, cases: patterns for kernels and cases."""
-    from bench.gpu_launches import EDGES, KV_DTYPES, MODELS, RANKS, Recorder, record, record_sampling
+    from bench.gpu_launches import EDGES, KV_DTYPES, MODELS, RANKS, Recorder, record, record_experts, record_sampling
 
     recorder = Recorder()
     for target in targets:
@@ -138,6 +138,7 @@ def compile_all(
                 record(recorder, target, "Llama-3.1-8B", "bf16", kv, (16,) if kv == "auto" else ())
             if target == 90:
                 record(recorder, target, "Llama-3.1-8B", "fp32", "auto", ())
+            record_experts(recorder, target, "gpt-oss-20b")
             record_sampling(recorder, target, "Qwen3-0.6B")
             continue
         for name in (*MODELS, *EDGES):

@@ -174,6 +174,14 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
             recorder.case = f"{part} {step}"
 
 
+def record_experts(recorder: Recorder, target: int, model_name: str) -> None:
+    """The launches of a mixture of experts, in bfloat16."""
+    recorder.for_target(target)
+    recorder.case = f"{model_name} bf16 experts "
+    for step in _experts((MODELS | EDGES)[model_name], torch.bfloat16):
+        recorder.case = f"{model_name} bf16 experts {step}"
+
+
 def record_sampling(recorder: Recorder, target: int, model_name: str) -> None:
     """The launches that sample tokens from a model's logits."""
     from slipway_runtime.kernels import gpu
@@ -268,8 +276,8 @@ def _experts(model: Model, dtype: torch.dtype) -> Iterator[str]:
     )
     for tokens in (1, 256, TOKENS):
         yield f"tokens {tokens}"
-        x, chosen = torch.empty(tokens, model.hidden, dtype=dtype), torch.zeros(tokens, per_token, dtype=torch.int64)
-        gpu.mix_experts(x, torch.empty(tokens, per_token), chosen, weights)
+        x, scores = torch.empty(tokens, model.hidden, dtype=dtype), torch.empty(tokens, count, dtype=dtype)
+        gpu.mix_experts(x, *gpu.choose_experts(scores, per_token, normalize=True), weights)
 
 
 def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:

@@ -85,6 +85,12 @@ GAINS = (
         "decode up to 1.7× of bf16 in place of 0.4×",
     ),
     (
+        "mixture of experts, decode",
+        "45 launches a layer, 30 of them to choose experts, sort rows and sum outputs",
+        "15: one kernel for each of the three",
+        "Qwen3-30B-A3B: 1,440 launches fewer a step, 2.6 ms in a graph; its weights take 2.1 ms at one row",
+    ),
+    (
         "float8 weights",
         "six launches to round the rows of each linear layer",
         "one",

@@ -29,6 +29,7 @@ from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
+from slipway_runtime.worker.pooling import Pooler
 from slipway_runtime.worker.runner import Runner
 
 BLOCK = 16
@@ -64,6 +65,7 @@ class NoWeights:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self.device = DEVICE
 
     def __contains__(self, name: str) -> bool:
         """None of the tensors that only some checkpoints have."""
@@ -80,6 +82,9 @@ class NoWeights:
 
     def ignore(self, name: str) -> None:
         """As `Checkpoint.ignore`."""
+
+    def ignore_if(self, is_ignored: Any) -> None:
+        """As `Checkpoint.ignore_if`."""
 
 
 class Machine:
@@ -99,6 +104,7 @@ class Machine:
         adapters: int = 0,
         graphs: bool = False,
         ranks: int = 1,
+        pooling: str = "",
     ) -> None:
         self.gpu, self.config, self.rows, self.longest = gpu, config, rows, longest
         kernels = kernels_for(DEVICE, dtype, deterministic=deterministic)
@@ -106,7 +112,10 @@ class Machine:
         own = part_of(config, ranks)
         makers = [make(quantization, deterministic=deterministic, device=DEVICE) for make in (matmul_maker, head_maker)]
         with torch.inference_mode():
-            decoder = load_decoder(config, NoWeights(dtype), kernels, longest, dtype, DEVICE, *makers, share)  # type: ignore[arg-type]
+            weights: Any = NoWeights(dtype)
+            decoder = load_decoder(
+                config, weights, kernels, longest, dtype, DEVICE, *makers, share, scores_tokens=not pooling
+            )
             self._slots = self._adapters(own, decoder, kernels, adapters, dtype, deterministic) if adapters else None
             size = CacheSize(rows * -(-longest // BLOCK), BLOCK, 0)
             caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, dtype), DEVICE)
@@ -116,6 +125,8 @@ class Machine:
             decoder, caches, kernels, block_size=BLOCK, max_num_seqs=rows, max_model_len=longest,
             eos_token_ids=config.eos_token_ids, device=DEVICE, adapters=self._slots,
         )  # fmt: skip
+        if pooling:
+            self.runner.pooler = Pooler(pooling, rows, config.hidden_size, DEVICE)
         self.runner.host = HostArena(2, 1 << 20, config.num_layers, DEVICE)
         if graphs:
             self.runner.capture_graphs(gpu.capture)
@@ -293,18 +304,21 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "rank 1 of 2, prompt logprobs": ({"ranks": 2}, PROMPT, {
         "without_sampling": True, "params": SamplingParams(max_tokens=9, prompt_logprobs=2, logprobs=1),
     }),
+    "embeddings, last token": ({"pooling": "last"}, PROMPT, {}),
+    "embeddings, mean": ({"pooling": "mean"}, PROMPT, {}),
     "copy on write": ({}, ([1] * 2, [100] * 2), {"copies": ((3, 9), (4, 10))}),
 }  # fmt: skip
 
 
 @contextmanager
-def a_machine(model: str = "Qwen3-0.6B", layers: int = 2, **settings: Any) -> Iterator[Machine]:
-    """A machine of a published model with fewer layers."""
+def a_machine(model: str | dict[str, Any] = "Qwen3-0.6B", layers: int = 2, **settings: Any) -> Iterator[Machine]:
+    """A machine of a published model with fewer layers. model: a name in CONFIGS, or a config.json."""
+    config = CONFIGS[model] if isinstance(model, str) else model
     with fake_gpu() as gpu:
-        yield Machine(gpu, with_layers(parse_config(CONFIGS[model]), layers), **settings)
+        yield Machine(gpu, with_layers(parse_config(config), layers), **settings)
 
 
-def run_step(name: str, model: str = "Qwen3-0.6B", layers: int = 2) -> Record:
+def run_step(name: str, model: str | dict[str, Any] = "Qwen3-0.6B", layers: int = 2) -> Record:
     """What the named step asks of the device."""
     settings, (new, computed), more = STEPS[name]
     with a_machine(model, layers, **settings) as machine:

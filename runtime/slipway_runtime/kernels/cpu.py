@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, native
 from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
-from slipway_runtime.kernels.reference_experts import mix_experts
+from slipway_runtime.kernels.reference_experts import choose_experts, mix_experts
 from slipway_runtime.kernels.reference_lora import LoraWeights
 from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
 
@@ -22,6 +22,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "choose_experts",
     "geglu",
     "mix_experts",
     "paged_attention",

@@ -38,6 +38,9 @@ class Kernels(Protocol):
     def geglu(self, gate_up: Tensor) -> Tensor:
         """gate_up: (T, 2I) -> (T, I)."""
 
+    def choose_experts(self, scores: Tensor, per_token: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+        """scores: (T, E) of the router -> weights (T, K) float32 and experts (T, K)."""
+
     def mix_experts(self, x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
         """x: (T, H)  weights, experts: (T, K) -> (T, H)."""
 

@@ -13,32 +13,18 @@ The lower bound of decode is reading the chosen experts; of prefill, the product
 # ruff: noqa: N803
 # Compile-time constants of a kernel are upper case, as everywhere in Triton.
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipway_runtime.kernels.expert_rows import Blocks, sort_by_expert, sum_experts
 from slipway_runtime.kernels.norms import clamped_swiglu, swiglu
 from slipway_runtime.kernels.reference_experts import ExpertWeights
 
 __all__ = ["mix_experts"]
 
 BLOCK_N, BLOCK_K = 64, 64
-FEW_ROWS, MANY_ROWS = 16, 64  # of a block: a product on tensor cores takes no less than 16
 PRECISION = tl.constexpr("tf32x3")  # of products of float32; 16-bit types ignore it
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """The rows of a step, sorted by expert. All on the device."""
-
-    order: Tensor  # (N,) rows sorted by expert
-    experts: Tensor  # (B,) expert of each block; E: unused block
-    firsts: Tensor  # (B,) index in `order` of each block's first row
-    ends: Tensor  # (E,) end in `order` of each expert's rows
-    size: int  # rows of a block
 
 
 def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) -> Tensor:
@@ -48,26 +34,7 @@ def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) 
     gate_up = _multiply(x, of.gate_up, of.gate_up_bias, blocks, experts.numel(), per_token)
     inner = swiglu(gate_up) if of.limit is None else clamped_swiglu(gate_up, of.limit)
     out = _multiply(inner, of.down, of.down_bias, blocks, experts.numel(), 1)
-    return (out.view(num_tokens, per_token, -1) * weights[:, :, None].to(x.dtype)).sum(1)
-
-
-def sort_by_expert(experts: Tensor, num_experts: int) -> Blocks:
-    """Sort rows by expert. experts: (T, K) chosen experts. All shapes depend on T, K and E alone."""
-    flat = experts.flatten()
-    num_rows = len(flat)
-    size = FEW_ROWS if num_rows < MANY_ROWS * num_experts else MANY_ROWS
-    chosen, order = flat.sort(stable=True)
-    numbers = torch.arange(num_experts, device=flat.device)
-    ends = torch.searchsorted(chosen, numbers, right=True)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    block_ends = ((counts + size - 1) // size).cumsum(0)
-    most = num_rows // size + min(num_experts, num_rows)
-    block = torch.arange(most, device=flat.device)
-    of_block = torch.searchsorted(block_ends, block, right=True)
-    owner = of_block.clamp_max(num_experts - 1)
-    before = block_ends[owner] - (counts[owner] + size - 1) // size  # blocks of the experts before
-    firsts = ends[owner] - counts[owner] + (block - before) * size
-    return Blocks(order.int(), of_block.int(), firsts.int(), ends.int(), size)
+    return sum_experts(out.view(num_tokens, per_token, -1), weights)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Blocks, num_rows: int, per_token: int) -> Tensor:

@@ -13,6 +13,7 @@ from slipway_runtime.kernels.captured_plan import (
     update_static_inputs,
     with_chunks,
 )
+from slipway_runtime.kernels.expert_rows import choose_experts
 from slipway_runtime.kernels.experts import mix_experts
 from slipway_runtime.kernels.lora import add_lora, plan_lora, plan_lora_for_capture, update_static_lora_inputs
 from slipway_runtime.kernels.norms import add_rms_norm, geglu, rms_norm, swiglu
@@ -25,6 +26,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "choose_experts",
     "chunk_capacity",
     "empty_chunks",
     "first_rows",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.kernels.reference_experts import ExpertWeights, choose_experts, gated
+from slipway_runtime.kernels.reference_experts import ExpertWeights, gated
 from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.layers.linear import Linear, Reduce
 from slipway_runtime.layers.matmul import Matmul
@@ -19,12 +19,13 @@ from slipway_runtime.layers.matmul import Matmul
 class ExpertsMlp:
     """MoE MLP: router and experts of one layer."""
 
-    __slots__ = ("_experts", "_normalize", "_per_token", "_reduce", "_router")
+    __slots__ = ("_experts", "_kernels", "_normalize", "_per_token", "_reduce", "_router")
 
     def __init__(
         self,
         router: Linear,
         experts: "GroupedExperts | StackedExperts",
+        kernels: Kernels,
         *,
         per_token: int,
         normalize: bool,
@@ -32,13 +33,14 @@ class ExpertsMlp:
     ) -> None:
         self._router = router
         self._experts = experts
+        self._kernels = kernels
         self._per_token = per_token
         self._normalize = normalize
         self._reduce = reduce  # sums over ranks, which each have a part of every expert's inner features
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """x: (T, H) -> (T, H)."""
-        weights, experts = choose_experts(self._router(x), self._per_token, normalize=self._normalize)
+        weights, experts = self._kernels.choose_experts(self._router(x), self._per_token, normalize=self._normalize)
         y = self._experts(x, weights, experts)
         return y if self._reduce is None else self._reduce(y)
 

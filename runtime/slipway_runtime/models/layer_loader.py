@@ -80,7 +80,9 @@ def load_experts(
     else:
         matrices = [(make_matmul(gate_up), make_matmul(down)) for gate_up, down in pairs]
         experts = GroupedExperts(matrices, kernels, biases=biases, limit=about.swiglu_limit)
-    return ExpertsMlp(router, experts, per_token=about.per_token, normalize=about.normalize, reduce=share.reduce)
+    return ExpertsMlp(
+        router, experts, kernels, per_token=about.per_token, normalize=about.normalize, reduce=share.reduce
+    )
 
 
 def _of_one(

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
+from slipway_runtime.kernels.upload import Download, upload
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.pooling import MEAN
 from slipway_runtime.worker.capture import StepHidden
@@ -30,8 +32,10 @@ class Pooler:
             pooled = norm(step.sampled).float()
         else:
             pooled = self._mean(self._sums, plan, inputs, norm(step.tokens).float())
-        values = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
-        of_rows = iter(values)
+        ends = any(plan.samples)
+        # Waited for though no prompt ends here, or the host would launch whole prompts ahead.
+        values = Download((F.normalize(pooled, dim=-1),) if ends else (), pooled.device).arrays()
+        of_rows = iter(values[0] if ends else ())
         return StepResult(
             step=plan.step,
             token_ids=tuple([(0,) if ends else () for ends in plan.samples]),
@@ -40,10 +44,10 @@ class Pooler:
 
     def _mean(self, sums: Tensor, plan: SchedulerOutput, inputs: HostInputs, normed: Tensor) -> Tensor:
         """Add this step's tokens to their rows' sums; return the means of rows whose prompt ends. (T, H) -> (D, H)."""
-        rows = torch.tensor(plan.rows, device=normed.device)
         # num_computed 0: the row begins, or begins again after a preemption. Its sum is an older sequence's.
-        sums[rows[torch.from_numpy(inputs.num_computed == 0).to(rows.device)]] = 0.0
-        sums.index_add_(0, rows.repeat_interleave(torch.from_numpy(inputs.num_new).to(rows.device)), normed)
-        ends = np.array(plan.samples, dtype=bool)
-        lengths = torch.from_numpy((inputs.num_computed + inputs.num_new)[ends]).to(normed.device)
-        return sums[rows[torch.from_numpy(ends).to(rows.device)]] / lengths[:, None]
+        begin, end = inputs.num_computed == 0, np.array(plan.samples, dtype=bool)
+        lengths = (inputs.num_computed + inputs.num_new)[end]
+        arrays = (inputs.row_ids[begin], inputs.token_rows, inputs.row_ids[end], lengths)
+        begun, token_rows, ended, counts = upload(arrays, normed.device)
+        sums.index_fill_(0, begun, 0.0).index_add_(0, token_rows, normed)
+        return sums.index_select(0, ended) / counts[:, None]

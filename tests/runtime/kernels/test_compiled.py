@@ -43,7 +43,7 @@ def test_every_kernel_compiles_without_spills_and_with_tensor_cores(sample):
     assert {one["target"] for one in sample} == {80, 90, 100}
     assert {one["kernel"] for one in sample} >= {
         "_rope_and_store", "_decode", "_merge", "_extend", "_rms_norm", "_swiglu", "_shrink", "_expand",
-        "_best_of_tiles", "_best_of_rows", "_apply_bitmask", "_penalize_rows",
+        "_best_of_tiles", "_best_of_rows", "_apply_bitmask", "_penalize_rows", "_choose", "_place", "_grouped", "_sum",
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ def test_a_gpu_is_served_by_triton_where_a_kernel_is_written():
         "rms_norm": "norms",
         "add_rms_norm": "norms",
         "geglu": "norms",
+        "choose_experts": "expert_rows",
         "mix_experts": "experts",
         "swiglu": "norms",
         "rope_and_store": "store_kv",

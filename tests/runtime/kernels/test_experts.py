@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from slipway_runtime.kernels import experts, norms, reference
+from slipway_runtime.kernels import expert_rows, experts, norms, reference
 from slipway_runtime.kernels.reference_experts import ExpertWeights, choose_experts, gated, mix_experts
 from slipway_runtime.layers.experts import GroupedExperts
 from slipway_runtime.layers.matmul import Dense
@@ -66,6 +68,55 @@ def test_all_tokens_may_choose_the_same_expert():
     of = some_experts(7, 10, 18, biased=False, limit=None)
     x, chosen = torch.randn(70, 18), torch.full((70, 1), 5)
     weights = torch.ones(70, 1)
+    ours = experts.mix_experts(x, weights, chosen, of)
+    torch.testing.assert_close(ours, mix_experts(x, weights, chosen, of), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.capability("API-21")
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("tokens", "count", "per_token"), [(1, 4, 4), (5, 128, 8), (3, 33, 1)])
+def test_experts_chosen_in_triton_are_those_of_the_reference(tokens, count, per_token, normalize):
+    torch.manual_seed(count)
+    scores = torch.randn(tokens, count + 3)[:, 1 : count + 1]
+    weights, chosen = expert_rows.choose_experts(scores, per_token, normalize=normalize)
+    expected_weights, expected = choose_experts(scores, per_token, normalize=normalize)
+    assert chosen.tolist() == expected.tolist()
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+
+
+def test_scores_that_are_no_numbers_choose_experts_that_there_are():
+    scores = torch.tensor([[0.0, float("nan"), 1.0], [float("-inf")] * 3])
+    _, chosen = expert_rows.choose_experts(scores, 2, normalize=True)
+    assert chosen.min() >= 0
+    assert chosen.max() <= 2
+
+
+@pytest.mark.capability("API-21")
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=90))
+def test_rows_are_sorted_and_cut_into_blocks_as_torch_does(chosen):
+    """Every block of an expert once, whichever number it has."""
+    experts = torch.tensor(chosen, dtype=torch.int32)[:, None]
+    ours = expert_rows.sort_by_expert(experts, 7)
+    theirs = expert_rows.sort_many_by_expert(experts, 7, ours.size)
+    assert ours.order.tolist() == theirs.order.tolist()
+    assert [ours.ends[expert] for expert in set(chosen)] == [theirs.ends[expert] for expert in set(chosen)]
+    found, expected = (
+        sorted(
+            (expert, first)
+            for expert, first in zip(blocks.experts.tolist(), blocks.firsts.tolist(), strict=True)
+            if expert < 7
+        )
+        for blocks in (ours, theirs)
+    )
+    assert found == expected
+
+
+def test_many_rows_are_sorted_by_torch(monkeypatch):
+    monkeypatch.setattr(expert_rows, "MOST_COMPARED", 5)
+    torch.manual_seed(0)
+    of = some_experts(7, 10, 18, biased=False, limit=None)
+    x, chosen, weights = torch.randn(70, 18), torch.randint(7, (70, 2)), torch.rand(70, 2)
     ours = experts.mix_experts(x, weights, chosen, of)
     torch.testing.assert_close(ours, mix_experts(x, weights, chosen, of), atol=2e-5, rtol=1e-4)
 

@@ -1,6 +1,8 @@
 """Whole worker steps on a GPU that is not there: one device, no hidden waits, and few launches and copies."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from slipway_runtime.models.config import parse_config
 from slipway_runtime.worker.graphs import reserve_bytes
 
 run_step = functools.cache(run_step_anew)  # a record is read only
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 ROWS, COMPUTED = len(DECODE[0]), DECODE[1][0]
 # What the host sends for a row of a decode step: its block table, and some numbers for inputs, filters and penalties.
 BYTES_OF_A_ROW = 4 * (COMPUTED // BLOCK + 1) + 240
@@ -31,6 +34,30 @@ def test_a_step_stays_on_its_device_and_waits_once(name, record_property):
     # Scores of prompts come in parts, so that they need little memory beside the model.
     assert record.waits == record.count("download")
     assert record.count("download") <= samples or name == "prompt logprobs"
+
+
+# Experts, their routers and sinks; norms of outputs and caps; merged projections. Kernels of a captured layer.
+OTHER_MODELS = {
+    "mixtral-8x7b-instruct-v0.1": 15,
+    "qwen3-30b-a3b": 15,
+    "gpt-oss-20b": 18,
+    "gemma-2-2b": 12,
+    "phi-4-mini-instruct": 10,
+}
+
+
+@pytest.mark.capability("KN-8", "API-20", "API-21")
+@pytest.mark.parametrize(("model", "kernels"), OTHER_MODELS.items(), ids=OTHER_MODELS)
+def test_steps_of_other_families_stay_on_their_device_and_decode_is_one_graph(model, kernels):
+    config = json.loads((PUBLISHED / f"{model}.json").read_text())
+    for name in ("mixed", "decode 256 recorded", "mixed, small, recorded", "rank 1 of 2"):
+        record = run_step_anew(name, config)
+        print(f"{model}, {name}: {record.summary()}")
+        assert record.faults == []
+        assert record.waits == record.count("download") == (name != "rank 1 of 2")
+        assert record.count("graph") == name.endswith("recorded")
+    two, four = (run_step_anew("decode 256 recorded", config, layers=layers) for layers in (2, 4))
+    assert len(four.inside) - len(two.inside) <= 2 * kernels
 
 
 @pytest.mark.capability("KN-8")
