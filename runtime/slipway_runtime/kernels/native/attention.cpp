@@ -10,8 +10,8 @@
 // LANES keys and nothing is summed across lanes. One-byte caches are turned back into numbers a tile at a time.
 //
 // Where there is a tile unit and the cache is bfloat16, it multiplies keys, where they lie, by queries that are rounded
-// to bfloat16, and values by weights that are rounded to it. A vector of scores is then one key's, of LANES queries, as
-// the tile unit stores them, so the weights need no sum across lanes either.
+// to bfloat16, and values by weights that are rounded to it. Where there are many queries, a vector of scores is one
+// key's, of LANES queries, as the tile unit stores them; the sums have the order that they have for a query alone.
 
 #include "tiles.h"
 #include "vectors.h"
@@ -171,6 +171,7 @@ INLINE void accumulate_any(int rows, int vectors, float *const *sums, const floa
 #if defined(__AMX_TILE__)
 constexpr int PAIRS = TILE_BYTES / 4;  // of a head's numbers, in a row of a tile
 constexpr int KEYS_OF_TILE = TILE_BYTES / 2;  // whose weights are in a row of a tile
+constexpr int FEW = 5;  // queries that are weighed one by one: a vector of queries would be mostly empty
 
 INLINE bool multiplies_tiles(const Cache &cache) {
     return cache.kind == 3 && cache.page % TILE_ROWS == 0 && cache.size % (2 * PAIRS) == 0;
@@ -223,14 +224,17 @@ INLINE vec weigh_lanes(Lanes &lanes, float *scores, int present, float scale, fl
         store(scores + j * LANES, own);
         highest = larger(highest, own);
     }
-    vec keep = exponential(lanes.highest - highest), total = lanes.total * keep;
+    vec keep = exponential(lanes.highest - highest), weights[LANES]{};
     for (int j = 0; j < present; j++) {
-        vec weights = exponential(load(scores + j * LANES) - highest);
-        store(scores + j * LANES, weights);
-        total += weights;
+        vec own = exponential(load(scores + j * LANES) - highest);
+        store(scores + j * LANES, own);
+        weights[j % LANES] += own;
     }
     for (int j = present; j % KEYS_OF_TILE; j++) store(scores + j * LANES, vec{});
-    lanes.highest = highest, lanes.total = total;
+    for (int half = LANES / 2; half; half /= 2)  // as `sum` does with the lanes of a vector
+        for (int i = 0; i < half; i++) weights[i] += weights[i + half];
+    lanes.total = lanes.total * keep + weights[0];
+    lanes.highest = highest;
     return keep;
 }
 
@@ -265,23 +269,29 @@ INLINE bool pack_values(const Cache &cache, const int64_t *table, int64_t first,
     return !endless;
 }
 
-// sums (LANES, size) += the weights of LANES queries, (KEYS, LANES), times the packed values of `count` positions.
-INLINE void add_packed_values(const float *weights, const uint16_t *packed, int count, int64_t size, float *sums) {
+// (KEYS, LANES) -> (LANES, KEYS), for `count` keys, in whole tiles.
+INLINE void turn_scores(const float *scores, float *rows, int count) {
+    for (int j = 0; j < (count + KEYS_OF_TILE - 1) / KEYS_OF_TILE * KEYS_OF_TILE; j += LANES) {
+        vec block[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) block[i] = load(scores + (j + i) * LANES);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) store(rows + i * KEYS + j, block[i]);
+    }
+}
+
+// sums (LANES, size) += the weights of `queries` queries, (LANES, KEYS), times the packed values of `count` positions.
+INLINE void add_packed_values(const float *weights, int queries, const uint16_t *packed, int count, int64_t size,
+                              float *sums) {
     alignas(64) uint16_t rounded[KEYS / KEYS_OF_TILE][TILE_ROWS][KEYS_OF_TILE];
     const int tiles = (count + KEYS_OF_TILE - 1) / KEYS_OF_TILE;
-    for (int t = 0; t < tiles; t++) {
-        vec halves[2][LANES];
-        for (int half = 0; half < 2; half++) {
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) halves[half][i] = load(weights + (t * KEYS_OF_TILE + half * LANES + i) * LANES);
-            transpose(halves[half]);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            __m512bh row = _mm512_cvtne2ps_pbh((__m512)halves[1][i], (__m512)halves[0][i]);
+    for (int i = 0; i < queries; i++)
+        for (int t = 0; t < tiles; t++) {
+            const float *own = weights + i * KEYS + t * KEYS_OF_TILE;
+            __m512bh row = _mm512_cvtne2ps_pbh((__m512)load(own + LANES), (__m512)load(own));
             std::memcpy(rounded[t][i], &row, sizeof row);
         }
-    }
     const int64_t stride = size * sizeof(float), step = TILE_ROWS * TILE_OUTPUTS * 2;
     asm volatile("" ::: "memory");
     for (int64_t d = 0; d < size; d += 2 * TILE_OUTPUTS) {
@@ -388,13 +398,13 @@ INLINE void add_values(Query **queries, int count, const float *const *values, i
 }
 
 #if defined(__AMX_TILE__)
-// Adds the values of a tile that are not finite, with weights LANES numbers apart, to a query that sees them. Another
-// one must not get 0 · infinity, so they are no part of what tiles multiply.
-void add_endless_values(Query &query, const float *weights, const float *const *values, int64_t size) {
+// Adds the values of a tile that are not finite to a query that sees them. Another one must not get 0 · infinity, so
+// they are no part of what tiles multiply.
+void add_endless_values(Query &query, const float *const *values, int64_t size) {
     for (int j = query.from; j < query.to; j++)
         for (int64_t d = 0; d < size; d += LANES) {
             vec value = load(values[j] + d), zero = value * 0.0f;
-            store(query.sum + d, load(query.sum + d) + choose(zero == 0.0f, zero, all(weights[j * LANES]) * value));
+            store(query.sum + d, load(query.sum + d) + choose(zero == 0.0f, zero, all(query.scores[j]) * value));
         }
 }
 #endif
@@ -461,22 +471,23 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
         bool finite = by_tiles && pack_values(cache, table, first, present, head, packed_values);
         if (by_tiles && !finite) read_tile(cache, table, first, present, 1, head, rows, buffer, padded);
         for (int block = 0; by_tiles && block < blocks; block++) {
-            float *of_block = scores + block * LANES * KEYS;
+            Query *own = queries + block * LANES;
             int inside = num_queries - block * LANES < LANES ? num_queries - block * LANES : LANES;
-            for (int i = 0; i < LANES; i++) {
-                lanes[block].from[i] = i < inside ? queries[block * LANES + i].from : 0;
-                lanes[block].to[i] = i < inside ? queries[block * LANES + i].to : 0;
+            alignas(64) float of_keys[KEYS * LANES];
+            score_tile(cache, table, first, present, head, packed + block * size * LANES, of_keys);
+            if (num_queries <= FEW) {
+                turn_scores(of_keys, own->scores, present);
+                for (int i = 0; i < inside; i++) weigh(own[i], step.scale, step.softcap, padded);
+            } else {
+                for (int i = 0; i < inside; i++) lanes[block].from[i] = own[i].from, lanes[block].to[i] = own[i].to;
+                vec keep = weigh_lanes(lanes[block], of_keys, present, step.scale, step.softcap);
+                turn_scores(of_keys, own->scores, present);
+                for (int i = 0; i < inside; i++)
+                    if (keep[i] != 1.0f)
+                        for (int64_t d = 0; d < padded; d += LANES) store(own[i].sum + d, load(own[i].sum + d) * keep[i]);
             }
-            score_tile(cache, table, first, present, head, packed + block * size * LANES, of_block);
-            vec keep = weigh_lanes(lanes[block], of_block, present, step.scale, step.softcap);
-            for (int i = 0; i < inside; i++) {
-                float *sum = queries[block * LANES + i].sum;
-                if (keep[i] != 1.0f)
-                    for (int64_t d = 0; d < padded; d += LANES) store(sum + d, load(sum + d) * keep[i]);
-            }
-            add_packed_values(of_block, packed_values, present, size, sums + block * LANES * size);
-            for (int i = 0; !finite && i < inside; i++)
-                add_endless_values(queries[block * LANES + i], of_block + i, rows, size);
+            add_packed_values(own->scores, inside, packed_values, present, size, own->sum);
+            for (int i = 0; !finite && i < inside; i++) add_endless_values(own[i], rows, size);
         }
         if (by_tiles) continue;
 #endif
@@ -493,7 +504,7 @@ void attend_tile(const Step &step, int64_t token, int count, int64_t row, int64_
         int64_t own = token + m / step.groups, of_head = head * step.groups + m % step.groups;
         float *out = step.out + (own * heads + of_head) * size, total = queries[m].total;
 #if defined(__AMX_TILE__)
-        if (by_tiles) total = lanes[m / LANES].total[m % LANES];
+        if (by_tiles && num_queries > FEW) total = lanes[m / LANES].total[m % LANES];
 #endif
         for (int64_t d = 0; d < size; d++) out[d] = queries[m].sum[d] / total;
     }
