@@ -1,5 +1,6 @@
 """A deterministic engine gives a request the same tokens in any company, over a preemption, and taken up elsewhere."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,21 @@ def test_the_same_request_gives_the_same_tokens_alone_preempted_and_resumed(path
         for seed, (prompt, text) in enumerate(zip(PROMPTS, alone, strict=True)):
             ask(roomy, f"r{seed}", prompt, seed, tuple(text[:at]))
         assert run(roomy) == {f"r{seed}": text[at:] for seed, text in enumerate(alone)}
+
+
+@pytest.mark.capability("API-19")
+def test_a_hundred_runs_in_company_drawn_anew_give_the_same_tokens(path):
+    """Other requests, other chunks of their prompts, other rows and blocks, and preemptions when memory is short."""
+    draw = random.Random(7)
+    engines = [an_engine(path, deterministic=True), an_engine(path, blocks=14, seqs=6, budget=32, deterministic=True)]
+    prompt = PROMPTS[0]
+    ask(engines[0], "alone", prompt, 3)
+    alone = run(engines[0])["alone"]
+    for number in range(100):
+        engine = engines[number % 2]
+        company = [[draw.randrange(3, 90) for _ in range(draw.randrange(1, 60))] for _ in range(draw.randrange(5))]
+        place = draw.randrange(len(company) + 1)
+        for index, other in enumerate([*company[:place], prompt, *company[place:]]):
+            ask(engine, "audited" if index == place else f"beside {index}", other, 3 if index == place else index)
+        assert run(engine)["audited"] == alone, f"run {number}"
+    assert engines[1].stats(0.0).preemptions > 0

@@ -37,6 +37,7 @@ def expected(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top
     return p * keep / (p * keep).sum()
 
 
+@pytest.mark.capability("API-6")
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -57,6 +58,7 @@ def test_draws_follow_the_distribution(parameters):
     assert (got - wanted).abs().max() < 4 * math.sqrt(0.25 / 4000)
 
 
+@pytest.mark.capability("API-6")
 def test_a_temperature_of_zero_takes_the_likeliest():
     logits = torch.randn(V)
     assert sampled(logits, n=50, temperature=0.0)[logits.argmax()] == 1
@@ -93,6 +95,7 @@ def test_the_short_list_and_the_full_sort_draw_the_same(monkeypatch):
     assert torch.equal(short, sample(logits, **columns))
 
 
+@pytest.mark.capability("API-6")
 def test_noise_is_a_function_of_seed_position_and_token():
     ids = torch.arange(5000)[None, :]
     one = gumbel(torch.tensor([1]), torch.tensor([1]), ids)
@@ -106,6 +109,7 @@ def test_noise_is_a_function_of_seed_position_and_token():
         assert abs(torch.corrcoef(torch.cat((one, other)))[0, 1].item()) < 0.06
 
 
+@pytest.mark.capability("API-6")
 def test_penalties_follow_their_definitions():
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
     prompt, output = torch.tensor([[1.0, 0, 0, 0]]), torch.tensor([[0, 2.0, 1.0, 0]])

@@ -87,7 +87,7 @@ async def test_a_completion_takes_token_ids(replica: Running):
     assert by_ids.choices[0].text == by_text.choices[0].text == in_a_list.choices[0].text
 
 
-@pytest.mark.capability("API-1")
+@pytest.mark.capability("API-1", "API-6")
 async def test_the_model_is_listed_and_found(replica: Running):
     listed = [model async for model in await replica.openai.models.list()]
     found = await replica.openai.models.retrieve("tiny")
@@ -118,6 +118,7 @@ async def test_the_model_may_be_named_with_its_namespace_or_not_at_all(replica: 
         assert answer.model == "tiny"
 
 
+@pytest.mark.capability("API-8")
 async def test_a_prompt_beyond_the_context_is_a_400_in_the_words_that_libraries_know(replica: Running):
     before = replica.client.stats().admitted
     for words in (3_000, 200_000):

@@ -34,6 +34,7 @@ def encoder(template: str = "") -> PromptEncoder:
     return PromptEncoder(files, max_model_len=2048, threads=THREADS)
 
 
+@pytest.mark.capability("API-11")
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXT), min_size=1, max_size=4), st.booleans()

@@ -242,6 +242,7 @@ async def test_a_deadline_ends_an_answer(replica: Running):
     await replica.until(lambda stats: stats.blocks_live == 0)
 
 
+@pytest.mark.capability("API-8")
 async def test_max_output_tokens_caps_every_answer():
     async with a_replica(max_output_tokens=5) as capped:
         answer = await capped.chat(max_tokens=50, ignore_eos=True)

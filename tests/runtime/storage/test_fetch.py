@@ -103,7 +103,7 @@ def test_a_local_model_is_used_where_it_is(tmp_path: Path):
         fetch(f"file://{tmp_path}/missing", cache=tmp_path)
 
 
-@pytest.mark.capability("ST-2")
+@pytest.mark.capability("ST-2", "ST-1")
 def test_only_what_runs_no_code_comes_from_the_hub(hub: Hub, tmp_path: Path):
     directory = fetch("hf://org/tiny@v1", cache=tmp_path, endpoint=hub.url)
 
@@ -150,6 +150,7 @@ def test_two_processes_fetch_a_model_once(hub: Hub, tmp_path: Path):
     assert sorted(hub.downloads) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.capability("ST-1")
 def test_a_broken_download_is_resumed(hub: Hub, tmp_path: Path):
     hub.repositories["org/tiny"]["v1"]["model.safetensors"] = large = FILES["model.safetensors"] * 12
     hub.cut_after = 11 * 2**20
@@ -160,6 +161,7 @@ def test_a_broken_download_is_resumed(hub: Hub, tmp_path: Path):
     assert any(name.startswith("model.safetensors@") for name in hub.downloads), "from where it broke"
 
 
+@pytest.mark.capability("ST-1")
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_file_that_arrives_broken_is_refused_and_fetched_again(hub: Hub, tmp_path: Path, name: str):
     hub.corrupt = {name}

@@ -88,7 +88,7 @@ def test_kubelet_does_not_expand_dollars_of_a_chat_template():
     assert args[args.index("--chat-template") + 1] == "$$(POD_NAME) costs $$5"
 
 
-@pytest.mark.capability("RD-3")
+@pytest.mark.capability("RD-3", "ST-3")
 def test_startup_readiness_and_liveness_are_three_different_questions():
     server = server_of(a_service(runtime={"startupTimeoutSeconds": 900}))
 

@@ -95,6 +95,7 @@ def test_adapters_of_the_start_are_arguments_like_any_other():
     assert [adapter.name for adapter in settings_of(service).adapters] == ["sql"]
 
 
+@pytest.mark.capability("ST-1")
 @pytest.mark.parametrize(
     ("uri", "claim", "told"),
     [

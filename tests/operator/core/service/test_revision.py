@@ -22,6 +22,7 @@ from tests.builders import a_service, edited, promised, stored
 BASE = a_service(runtime={"maxModelLen": 2048})
 
 
+@pytest.mark.capability("API-6")
 @pytest.mark.parametrize(
     "change",
     [

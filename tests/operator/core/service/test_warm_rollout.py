@@ -43,7 +43,7 @@ def roll(world, limit=900):
     return lowest, (world.now - started).total_seconds()
 
 
-@pytest.mark.capability("PF-18")
+@pytest.mark.capability("PF-18", "KV-10")
 @pytest.mark.parametrize("replicas", [2, 4, 6])
 def test_the_hit_rate_stays_above_that_of_the_fleet_without_one_replica(replicas):
     # One of four is cold, beside three warm old ones and the one to be replaced: never below 3/4 of the rate.
