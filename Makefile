@@ -93,6 +93,7 @@ generate: setup ## write the generated files: crds/, the chart's copy, docs/capa
 
 bench: setup ## measure, and print ratios against named peers; a part that cannot run here is named at the end
 	-@$(MAKE) cluster-binary
+	-@$(BIN)/python -m bench.peers.environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench
 
 bench-gpu: setup ## measure the kernels against this GPU's own bandwidth and peak

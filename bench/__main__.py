@@ -29,6 +29,8 @@ BENCHMARKS = (
     "runtime",
     "linears",
     "cpu_steps",
+    "gpu_steps",
+    "gpu_plan",
     "engine",
     "features",
     "eviction",

@@ -3,6 +3,7 @@
     python -m bench.peers.environments       # once: makes the peers' environments
     python -m bench engine
     SLIPWAY_BENCH_THREADS=2 SLIPWAY_BENCH_CASES=32/64/8 python -m bench engine     # one case only, on two threads
+    SLIPWAY_BENCH_CASES=all python -m bench engine                                 # hours
 
 Prefill and decode are reported apart, and batch 1 never stands alone. Every case has a row for every peer: a ratio,
 below 1 or not, or the reason why there is none. The last rows are versions and settings, as each engine reported them.
@@ -28,7 +29,9 @@ from bench.shapes import checkpoint, linear_sizes
 SHAPE = os.environ.get("SLIPWAY_BENCH_SHAPE", "135m")
 # (prompt tokens, output tokens, at once, rounds)
 CASES = ((32, 64, 1, 2), (32, 64, 8, 1), (32, 64, 32, 1), (512, 32, 1, 1), (512, 32, 8, 1), (512, 32, 32, 1))
-ONLY = os.environ.get("SLIPWAY_BENCH_CASES", "").split()  # 32/64/8 …: only these
+# Without SLIPWAY_BENCH_CASES, which names others (`all`, or some like 32/64/8): an hour in all.
+USUAL = {1: ("32/64/1", "32/64/8", "32/64/32", "512/32/8"), 2: ("32/64/32", "512/32/8")}  # by threads
+ONLY = os.environ.get("SLIPWAY_BENCH_CASES", "").split()
 # Of weights; arithmetic and KV cache are float32 for fp32, else whatever the engine has for bfloat16.
 KINDS = tuple(os.environ.get("SLIPWAY_BENCH_KINDS", "fp32,bf16,int8").split(","))
 CLOCK = os.environ.get("SLIPWAY_BENCH_CLOCK", "wall")  # cpu: see `peers.waves`
@@ -42,10 +45,8 @@ def measure() -> Section:
         raise ValueError(f"SLIPWAY_BENCH_KINDS has {', '.join(sorted(unknown))}: fp32, bf16 and int8 are known")
     figures: list[Figure] = []
     settings: dict[str, tuple[str, float]] = {}
-    cases = [case for case in CASES if not ONLY or f"{case[0]}/{case[1]}/{case[2]}" in ONLY]
-    if not cases:
-        raise ValueError(f"SLIPWAY_BENCH_CASES names none of {', '.join('/'.join(map(str, c[:3])) for c in CASES)}")
     for threads in THREADS:
+        cases = _cases(threads)
         floor = {rows: linear_floor_seconds(rows, threads) for rows in sorted({case[2] for case in cases})}
         for rows, seconds in floor.items():
             name = f"{_threads(threads)}, floor: linears alone, {rows} rows"
@@ -55,6 +56,15 @@ def measure() -> Section:
     for name, (words, seconds) in settings.items():
         figures.append(Figure(f"{name}: longest load and compile, not counted", seconds, "s", words))
     return Section(f"Engine: random weights in the shape of {SHAPE}", tuple(figures))
+
+
+def _cases(threads: int) -> list[tuple[int, int, int, int]]:
+    """Those that are asked for, or the usual ones."""
+    names = {f"{prompt}/{tokens}/{users}": (prompt, tokens, users, rounds) for prompt, tokens, users, rounds in CASES}
+    wanted = ONLY or USUAL.get(threads, USUAL[1])
+    if unknown := set(wanted) - names.keys() - {"all"}:
+        raise ValueError(f"SLIPWAY_BENCH_CASES has {', '.join(unknown)}: all, {', '.join(names)} are known")
+    return [case for name, case in names.items() if name in wanted or "all" in wanted]
 
 
 def _threads(count: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.fake_gpu import Operation, Record
+from bench.figures import Figure, Section
 from bench.gpu_steps import CONFIGS, GREEDY, SAMPLED, a_machine
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.models.config import parse_config
@@ -33,6 +34,7 @@ CARDS = {
     "H200": Card(4.8e12, 989e12, 132, 141e9),
     "B200": Card(8.0e12, 2250e12, 148, 180e9),
 }
+REPORTED, AIM = ("H100", "H200", "B200"), 0.75  # of the roofline
 CONTEXTS, BATCHES, PROMPTS = (1024, 8192, 32_768), (1, 32, 256), (2048, 8192)
 # Shares of bandwidth and peak that such kernels reach when they fill the card: assumed, until `make bench-gpu` says.
 PRODUCTS, DECODE, EXTEND, ELEMENTWISE = (0.85, 0.70), (0.85, 0.50), (0.85, 0.50), (0.80, 1.0)
@@ -117,6 +119,19 @@ def _planned(case: str, record: Record, card: Card, decode_programs: int) -> Pla
 
 def _layers(model: str) -> int:
     return parse_config(CONFIGS[model]).num_layers
+
+
+def measure() -> Section:
+    """Every model on every newer card, as figures; the aim is three quarters of the roofline."""
+    figures = [
+        Figure(
+            f"{model}, {name}, {one.case}: share", one.share, "×", f"{one.seconds * 1e3:.2f} ms expected", at_least=AIM
+        )
+        for model in CONFIGS
+        for name in REPORTED
+        for one in plan(model, CARDS[name])
+    ]  # fmt: skip
+    return Section("GPU steps on paper, their share of the roofline: bf16, nothing was timed", tuple(figures))
 
 
 def table(model: str, card_name: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.fake_gpu import DEVICE, FakeGpu, Operation, Record, fake_gpu
+from bench.figures import Figure, Section
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.kernels.dispatch import kernels_for
@@ -323,6 +324,15 @@ def run_step(name: str, model: str | dict[str, Any] = "Qwen3-0.6B", layers: int 
     settings, (new, computed), more = STEPS[name]
     with a_machine(model, layers, **settings) as machine:
         return machine.step(new, computed, **more)
+
+
+def measure() -> Section:
+    """What the host does for each step: launches, and copies that it waits for."""
+    figures = []
+    for name in STEPS:
+        record = run_step(name)
+        figures.append(Figure(name, record.count("kernel") + record.count("graph"), "launches", record.summary()))
+    return Section("Steps on a GPU that is not there: Qwen3-0.6B with two layers", tuple(figures))
 
 
 def main() -> int:
