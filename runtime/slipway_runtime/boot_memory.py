@@ -1,6 +1,6 @@
 """Checks that a process which has given its model back holds no more memory than at its first start.
 
-The first engine process of a container that has no model yet measures the memory in use: of the GPUs, whoever uses it,
+The first engine process of a container that has no model yet measures the memory in use: of the GPUs, by any process,
 and of itself. The figures are stored in a file of the pod. After DELETE /model a new engine process measures again. If
 more is in use, something of the old model is left, and no service may be given the rest.
 """

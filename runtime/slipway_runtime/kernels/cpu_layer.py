@@ -30,7 +30,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Addresses and sizes of a layer's weights; whoever fills it in keeps the tensors alive."""
+    """Addresses and sizes of a layer's weights; they must stay alive elsewhere."""
 
     _fields_ = (
         ("heads", Matrix),
