@@ -7,6 +7,7 @@ specializations on alignment are those of serving, decided by the code that deci
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,10 +275,24 @@ def _experts(model: Model, dtype: torch.dtype) -> Iterator[str]:
         torch.empty(count, model.hidden, dtype=dtype, device="meta") if model.sinks else None,
         model.limit,
     )
-    for tokens in (1, 256, TOKENS):
-        yield f"tokens {tokens}"
+    in_mxfp4 = ExpertWeights(
+        _no_codes(count, 2 * model.inner, model.hidden, dtype), _no_codes(count, model.hidden, model.inner, dtype),
+        weights.gate_up_bias, weights.down_bias, model.limit,
+    )  # fmt: skip
+    forms = {"": weights, " in MXFP4": in_mxfp4} if model.sinks else {"": weights}  # gpt-oss is published so
+    for tokens, (form, of) in itertools.product((1, 256, TOKENS), forms.items()):
+        yield f"tokens {tokens}{form}"
         x, scores = torch.empty(tokens, model.hidden, dtype=dtype), torch.empty(tokens, count, dtype=dtype)
-        gpu.mix_experts(x, *gpu.choose_experts(scores, per_token, normalize=True), weights)
+        gpu.mix_experts(x, *gpu.choose_experts(scores, per_token, normalize=True), of)
+
+
+def _no_codes(count: int, out_size: int, in_size: int, dtype: torch.dtype) -> Any:
+    from slipway_runtime.kernels.reference_experts import Mxfp4Matrices
+
+    codes, scales = (
+        torch.empty(count, out_size, in_size // columns, dtype=torch.uint8, device="meta") for columns in (2, 32)
+    )
+    return Mxfp4Matrices(codes, scales, dtype)
 
 
 def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.config import ModelConfig, parse_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
+from slipway_runtime.models.quantized_checkpoint import parse_quantization
 from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.host_arena import HostArena
@@ -64,18 +65,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class NoWeights:
     """A checkpoint whose tensors have shapes only."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, *, in_mxfp4: bool) -> None:
+        """in_mxfp4: its experts are codes."""
+        self.dtype = dtype
         self.device = DEVICE
+        self._in_mxfp4 = in_mxfp4
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """None of the tensors that only some checkpoints have."""
-        return False
+        """Of the tensors that only some checkpoints have, the codes of experts."""
+        return self._in_mxfp4 and name.endswith(("_blocks", "_scales"))
+
+    def check_shape(self, name: str, *shape: int) -> None:
+        """As `Checkpoint.check_shape`; any shape is right."""
+        self._shapes[name] = shape
+
+    def take_raw(self, name: str) -> Tensor:
+        """As `Checkpoint.take_raw`, for bytes whose shape was checked."""
+        return torch.empty(self._shapes[name], dtype=torch.uint8, device=DEVICE)
 
     def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As `Checkpoint.take`."""
         first = shape[0] if rows is None else len(range(*rows.indices(shape[0])))
-        return torch.empty((first, *shape[1:]), dtype=dtype or self._dtype, device=DEVICE)
+        return torch.empty((first, *shape[1:]), dtype=dtype or self.dtype, device=DEVICE)
 
     def in_parallel(self, make: Any, count: int) -> list[Any]:
         """As `Checkpoint.in_parallel`."""
@@ -113,7 +125,8 @@ class Machine:
         own = part_of(config, ranks)
         makers = [make(quantization, deterministic=deterministic, device=DEVICE) for make in (matmul_maker, head_maker)]
         with torch.inference_mode():
-            weights: Any = NoWeights(dtype)
+            form = parse_quantization(config.quantization)
+            weights: Any = NoWeights(dtype, in_mxfp4=form is not None and form.method == "mxfp4")
             decoder = load_decoder(
                 config, weights, kernels, longest, dtype, DEVICE, *makers, share, scores_tokens=not pooling
             )

@@ -5,20 +5,55 @@ The inner activation is SwiGLU; gpt-oss clamps it: gate to at most `limit`, up t
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 CLAMPED_SLOPE = 1.702  # of gpt-oss's sigmoid
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Matrices:
+    """Matrices of all experts in MXFP4 (OCP Microscaling Formats 1.0): 32 columns of a row share a power of two."""
+
+    codes: Tensor  # (E, out, in / 2) bytes of two E2M1 codes, low bits first
+    scales: Tensor  # (E, out, in / 32) exponents, 127 more than they mean
+    dtype: torch.dtype  # of the model
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, out, in)."""
+        count, out_size, packed = self.codes.shape
+        return count, out_size, 2 * packed
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """The matrix of one expert as numbers, which bfloat16 holds exactly. (out, in)."""
+        codes = self.codes[expert]
+        return mxfp4_numbers(codes.view(len(codes), -1, 16), self.scales[expert], self.dtype)
+
+
+def mxfp4_numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """MXFP4: (…, groups, 16) bytes of two E2M1 codes, low bits first, (…, groups) exponents -> (…, groups · 32)."""
+    table = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    numbers = torch.ldexp(table[codes.long()], (scales.int() - 127).unsqueeze(-1))
+    return numbers.to(dtype).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Matrices of all experts of a layer; gate and up are the two halves of gate_up's outputs."""
 
-    gate_up: Tensor  # (E, 2I, H)
-    down: Tensor  # (E, H, I)
+    gate_up: Tensor | Mxfp4Matrices  # (E, 2I, H)
+    down: Tensor | Mxfp4Matrices  # (E, H, I)
     gate_up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, H)
     limit: float | None = None  # of the clamped SwiGLU

@@ -13,13 +13,14 @@ A tensor-parallel rank has a part of the inner features of every expert.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.kernels.reference_experts import ExpertWeights
+from slipway_runtime.kernels.reference_experts import ExpertWeights, Mxfp4Matrices
 from slipway_runtime.layers.attention import Attention
 from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
 from slipway_runtime.layers.experts import ExpertsMlp, GroupedExperts, StackedExperts
@@ -31,9 +32,10 @@ from slipway_runtime.layers.rotary import place_turned
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.config_values import ModelRefusedError
-from slipway_runtime.models.quantized_checkpoint import WeightReader, mxfp4_numbers
+from slipway_runtime.models.quantized_checkpoint import WeightReader
 from slipway_runtime.models.sharding import Share, part_of
 
+GROUP: Final = 32  # columns that share a scale in MXFP4
 _Pair = tuple[Weight, Weight]  # gate_up (2I, H) and down (H, I) of an expert
 
 
@@ -52,12 +54,15 @@ def load_experts(
     about, hidden = config.experts, config.hidden_size
     assert about is not None, "a dense model"
     own = share.of(about.intermediate_size)
-    biases = None
+    biases: tuple[Tensor, Tensor] | None = None
+    in_mxfp4: tuple[Mxfp4Matrices, Mxfp4Matrices] | None = None
+    pairs: list[_Pair] = []
     if config.model_type == "gpt_oss":
         router_name = f"{prefix}.mlp.router"
-        pairs, biases = _of_gpt_oss(config, checkpoint, f"{prefix}.mlp.experts", own)
-        if share.rank:
-            biases = biases[0], torch.zeros_like(biases[1])  # only rank 0 adds the biases of down
+        biases = _biases_of_gpt_oss(config, checkpoint, f"{prefix}.mlp.experts", share)
+        in_mxfp4 = _codes_of_gpt_oss(config, checkpoint, f"{prefix}.mlp.experts", own)
+        if in_mxfp4 is None:
+            pairs = _of_gpt_oss(config, checkpoint, f"{prefix}.mlp.experts", own)
     else:
         block = f"{prefix}.block_sparse_moe" if config.model_type == "mixtral" else f"{prefix}.mlp"
         names = ("w1", "w3", "w2") if config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -69,9 +74,13 @@ def load_experts(
     )
     experts: GroupedExperts | StackedExperts
     if checkpoint.device.type == "cuda":
-        stacked = ExpertWeights(
+        gate_ups, downs = in_mxfp4 or (
             torch.stack([dequantized(gate_up) for gate_up, _ in pairs]),
             torch.stack([dequantized(down) for _, down in pairs]),
+        )
+        stacked = ExpertWeights(
+            gate_ups,
+            downs,
             None if biases is None else biases[0],
             None if biases is None else biases[1],
             limit=about.swiglu_limit,
@@ -98,35 +107,71 @@ def _of_one(
     return concatenated([gate, up]), down
 
 
-def _of_gpt_oss(
-    config: ModelConfig, checkpoint: Checkpoint, prefix: str, own: slice
-) -> tuple[list[_Pair], tuple[Tensor, Tensor]]:
-    """All experts of a layer: pairs of matrices, and the biases (E, 2I) and (E, H)."""
+def _gate_up_apart(inner: int, own: slice, device: torch.device) -> Tensor:
+    """The rows of gpt-oss's gate_up_proj that are a rank's: gate and up are interleaved there; here they are halves."""
+    return torch.cat((torch.arange(0, 2 * inner, 2)[own], torch.arange(1, 2 * inner, 2)[own])).to(device)
+
+
+def _biases_of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str, share: Share) -> tuple[Tensor, Tensor]:
+    """Of all experts of a layer: (E, 2I) and (E, H)."""
+    assert config.experts is not None
+    count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
+    gate_up = checkpoint.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
+    down = checkpoint.take(f"{prefix}.down_proj_bias", count, hidden)
+    gate_up = gate_up[:, _gate_up_apart(inner, share.of(inner), gate_up.device)].contiguous()
+    return gate_up, torch.zeros_like(down) if share.rank else down  # only rank 0 adds the biases of down
+
+
+def _of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str, own: slice) -> list[_Pair]:
+    """All experts of a layer as numbers."""
     assert config.experts is not None
     count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
     gate_up = _stacked(checkpoint, f"{prefix}.gate_up_proj", count, 2 * inner, hidden)  # (E, 2I, H)
     down = _stacked(checkpoint, f"{prefix}.down_proj", count, hidden, inner)  # (E, H, I)
-    gate_up_bias = checkpoint.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
-    down_bias = checkpoint.take(f"{prefix}.down_proj_bias", count, hidden)
-    # Gate and up are interleaved in the file; here they are halves.
-    apart = torch.cat((torch.arange(0, 2 * inner, 2)[own], torch.arange(1, 2 * inner, 2)[own])).to(gate_up.device)
-    pairs: list[_Pair] = [
-        (select_rows(gate_up[expert], apart), down[expert][:, own].contiguous()) for expert in range(count)
-    ]
-    return pairs, (gate_up_bias[:, apart].contiguous(), down_bias)
+    apart = _gate_up_apart(inner, own, gate_up.device)
+    return [(select_rows(gate_up[expert], apart), down[expert][:, own].contiguous()) for expert in range(count)]
+
+
+def _codes_of_gpt_oss(
+    config: ModelConfig, checkpoint: Checkpoint, prefix: str, own: slice
+) -> tuple[Mxfp4Matrices, Mxfp4Matrices] | None:
+    """gate_up and down of all experts of a layer in MXFP4, where a GPU multiplies codes.
+
+    None: they are numbers, or a rank's columns of down are no whole groups.
+    """
+    assert config.experts is not None
+    count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
+    if checkpoint.device.type != "cuda" or f"{prefix}.down_proj_blocks" not in checkpoint:
+        return None
+    if own.start % GROUP or own.stop % GROUP:
+        return None
+    gate_up = _in_mxfp4(checkpoint, f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+    down = _in_mxfp4(checkpoint, f"{prefix}.down_proj", count, hidden, inner)
+    apart = _gate_up_apart(inner, own, gate_up.codes.device)
+    codes, scales = slice(own.start // 2, own.stop // 2), slice(own.start // GROUP, own.stop // GROUP)
+    return (
+        replace(gate_up, codes=gate_up.codes[:, apart].contiguous(), scales=gate_up.scales[:, apart].contiguous()),
+        replace(down, codes=down.codes[..., codes].contiguous(), scales=down.scales[..., scales].contiguous()),
+    )
 
 
 def _stacked(checkpoint: Checkpoint, name: str, count: int, out_size: int, in_size: int) -> Tensor:
-    """One matrix of all experts: (E, out, in)."""
+    """One matrix of all experts as numbers: (E, out, in)."""
     if f"{name}_blocks" not in checkpoint:
         return checkpoint.take(name, count, in_size, out_size).transpose(1, 2)
+    matrices = _in_mxfp4(checkpoint, name, count, out_size, in_size)
+    # Dequantize one expert at a time: float32 numbers take eight times the memory of the codes.
+    return torch.stack([matrices[expert] for expert in range(count)])
+
+
+def _in_mxfp4(checkpoint: Checkpoint, name: str, count: int, out_size: int, in_size: int) -> Mxfp4Matrices:
+    """One matrix of all experts as codes."""
     if f"{name}_scales" not in checkpoint:
         raise ModelRefusedError(f"the checkpoint lacks the tensor {name}_scales")
-    checkpoint.check_shape(f"{name}_blocks", count, out_size, in_size // 32, 16)
-    checkpoint.check_shape(f"{name}_scales", count, out_size, in_size // 32)
+    checkpoint.check_shape(f"{name}_blocks", count, out_size, in_size // GROUP, GROUP // 2)
+    checkpoint.check_shape(f"{name}_scales", count, out_size, in_size // GROUP)
     blocks, scales = checkpoint.take_raw(f"{name}_blocks"), checkpoint.take_raw(f"{name}_scales")
-    # Dequantize one expert at a time: float32 numbers take eight times the memory of the codes.
-    return torch.stack([mxfp4_numbers(*of, checkpoint.dtype) for of in zip(blocks, scales, strict=True)])
+    return Mxfp4Matrices(blocks.flatten(2), scales, checkpoint.dtype)
 
 
 # The norms of a layer, before attention and MLP; Gemma has four.

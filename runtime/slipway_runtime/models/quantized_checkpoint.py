@@ -8,7 +8,7 @@
 | …, pack-quantized                | weight_packed, weight_scale, weight_shape, … | 4 or 8 bits: rows or groups     |
 | gptq                             | qweight, qzeros, scales, g_idx               | 4 or 8 bits: groups, any order  |
 | awq, gemm                        | qweight, qzeros, scales                      | 4 bits: groups                  |
-| mxfp4                            | of gpt-oss's experts: …_blocks, …_scales     | numbers (`mxfp4_numbers`)       |
+| mxfp4                            | of gpt-oss's experts: …_blocks, …_scales     | the codes on a GPU, or numbers  |
 
 A matrix in high precision, such as lm_head, is a plain `weight` in the file and is not converted: the file decides for
 each matrix, not the lists of the configuration. Scales of activations and of a KV cache are not needed: rows of x and
@@ -33,8 +33,6 @@ _NOT_NEEDED: Final = re.compile(
     r"|weight_shape|weight_g_idx|g_idx|qzeros)$"
 )
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds output 0, 1, …
-# The 16 values of E2M1: sign, two bits of exponent, one of fraction.
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +296,3 @@ def _by_row(name: str, scales: Tensor, out_size: int, in_size: int) -> tuple[Ten
     raise ModelRefusedError(
         f"{name} has the shape {tuple(scales.shape)}: no scales of a matrix of {(out_size, in_size)}"
     )
-
-
-def mxfp4_numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """MXFP4: (…, groups, 16) bytes of two E2M1 codes, low bits first, (…, groups) exponents -> (…, groups · 32)."""
-    table = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    numbers = torch.ldexp(table[codes.long()], (scales.int() - 127).unsqueeze(-1))
-    return numbers.to(dtype).flatten(-2)

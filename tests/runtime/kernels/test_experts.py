@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.kernels import expert_rows, experts, norms, reference
-from slipway_runtime.kernels.reference_experts import ExpertWeights, choose_experts, gated, mix_experts
+from slipway_runtime.kernels.reference_experts import ExpertWeights, Mxfp4Matrices, choose_experts, gated, mix_experts
 from slipway_runtime.layers.experts import GroupedExperts
 from slipway_runtime.layers.matmul import Dense
 
@@ -60,6 +60,42 @@ def test_experts_compute_what_each_would_alone(kernels, tokens, count, per_token
         biases = None if of.gate_up_bias is None else (of.gate_up_bias, of.down_bias)
         ours = GroupedExperts(pairs, reference, biases=biases, limit=of.limit)(x, weights, chosen)
     torch.testing.assert_close(ours.double(), one_by_one(x, weights, chosen, of), atol=2e-5, rtol=1e-4)
+
+
+def in_mxfp4(count: int, out_size: int, in_size: int) -> Mxfp4Matrices:
+    """All 16 codes, and powers of two around 1."""
+    codes = torch.randint(0, 256, (count, out_size, in_size // 2), dtype=torch.uint8)
+    return Mxfp4Matrices(
+        codes, torch.randint(122, 127, (count, out_size, in_size // 32), dtype=torch.uint8), torch.float32
+    )
+
+
+@pytest.mark.capability("API-21", "QZ-4")
+@pytest.mark.parametrize(
+    ("tokens", "count", "per_token", "inner", "hidden"), [(1, 4, 2, 32, 64), (37, 5, 3, 96, 160), (150, 2, 2, 32, 32)]
+)
+def test_codes_are_multiplied_as_the_numbers_that_they_mean(tokens, count, per_token, inner, hidden):
+    torch.manual_seed(tokens)
+    biases = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+    of = ExpertWeights(in_mxfp4(count, 2 * inner, hidden), in_mxfp4(count, hidden, inner), *biases, 1.0)
+    assert of.nbytes == count * 3 * inner * hidden * 17 // 32 + 4 * count * (2 * inner + hidden)
+    numbers = (torch.stack([matrices[expert] for expert in range(count)]) for matrices in (of.gate_up, of.down))
+    x = torch.randn(tokens, hidden) / hidden**0.5
+    weights, chosen = choose_experts(torch.randn(tokens, count), per_token, normalize=True)
+    expected = one_by_one(x, weights, chosen, ExpertWeights(*numbers, *biases, 1.0))
+    for ours in (experts.mix_experts(x, weights, chosen, of), mix_experts(x, weights, chosen, of)):
+        torch.testing.assert_close(ours.double(), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.capability("QZ-4")
+def test_every_code_has_its_number_at_every_power_of_two():
+    """One expert whose matrix picks a number: x is a unit vector."""
+    powers = torch.tensor([0, 1, 2, 126, 127, 128, 200, 250], dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16).repeat(1, len(powers), 1)
+    matrices = Mxfp4Matrices(codes, powers.repeat_interleave(16).view(1, -1, 1), torch.float32)
+    blocks = expert_rows.sort_by_expert(torch.zeros(32, 1, dtype=torch.int32), 1)
+    found = experts._multiply(torch.eye(32), matrices, None, blocks, 32, 1)
+    assert torch.equal(found.T, matrices[0])
 
 
 @pytest.mark.capability("API-21")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from safetensors.torch import load_file, save_file
 
+from slipway_runtime.kernels.reference_experts import mxfp4_numbers
 from slipway_runtime.layers.matmul import Dense
 from slipway_runtime.layers.matmul_cpu import NativeInt8
 from slipway_runtime.layers.matmul_quantized import DynamicInt8, Int4, ScaledFp8, WeightOnly
@@ -15,7 +16,7 @@ from slipway_runtime.layers.quantized_weight import QuantizedWeight, concatenate
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, parse_config
 from slipway_runtime.models.quantize import choose_dtype, matmul_maker
-from slipway_runtime.models.quantized_checkpoint import WeightReader, mxfp4_numbers, parse_quantization
+from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
 from tests.runtime import quantized_checkpoints as writers
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.models.logits import CPU, Bench, assert_close, oracle, some_tokens
