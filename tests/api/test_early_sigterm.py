@@ -19,7 +19,8 @@ class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.partition(".")[0] not in sys.stdlib_module_names and name not in first:
             print(os.getpid(), name, flush=True)
-            time.sleep(600)
+            for _ in range(6000):  # a signal that comes just before a sleep does not end it
+                time.sleep(0.1)
 sys.meta_path.insert(0, Slow())
 sys.argv = [command]
 __import__(f"{package}.main", fromlist=["main"]).main()
