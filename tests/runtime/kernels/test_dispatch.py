@@ -6,8 +6,12 @@ import sys
 import pytest
 import torch
 
+from slipway_runtime.engine import decide as decide_module
+from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.kernels import attention_plan, fixed_order, gpu
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
+from slipway_runtime.models.config import ModelRefusedError
+from tests.runtime.checkpoints import a_checkpoint
 
 NAMES = [name for name in vars(Kernels) if not name.startswith("_")]
 
@@ -81,3 +85,25 @@ def test_a_runtime_on_a_cpu_never_imports_triton():
         "kernels_for(torch.device('cpu'), torch.float32); sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "sentence"),
+    [
+        ((7, 5), "auto", "a GPU of compute capability 7.5 is not supported"),
+        ((8, 0), "fp8", "a GPU of compute capability 8.0 has no float8: set kvCache.dtype to int8 or auto"),
+    ],
+)
+def test_an_engine_on_a_gpu_that_cannot_compute_it_is_refused_before_anything_loads(
+    capability, kv_dtype, sentence, tmp_path, monkeypatch
+):
+    a_checkpoint(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(decide_module, "default_budget_bytes", lambda device, share: 1 << 30)
+    (tmp_path / "model.safetensors").write_bytes(b"nobody reads this")
+    options = EngineOptions(device="auto", dtype="fp16", kv_cache_dtype=kv_dtype)
+    with pytest.raises(ModelRefusedError, match=sentence):
+        decide_module.decide(tmp_path, options)

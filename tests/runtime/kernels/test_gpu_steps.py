@@ -72,6 +72,33 @@ def test_a_step_of_decode_sends_some_numbers_a_row_and_no_table(name):
     assert sent <= ROWS * BYTES_OF_A_ROW
 
 
+# Launches of the host for two layers; those beyond a graph score and sample.
+BOUNDS = {
+    "prefill": 30,
+    "mixed": 34,
+    "verify": 35,
+    "decode 256": 30,
+    "deterministic": 89,
+    "deterministic, 256 rows": 55,
+    "decode 256 recorded": 10,
+    "decode 256 recorded, int8 weights": 6,
+    "decode 256 recorded, fp8 weights": 6,
+    "decode 256 recorded, int8 KV": 6,
+    "decode 256 recorded, fp8 KV": 6,
+}
+
+
+@pytest.mark.capability("KN-8")
+@pytest.mark.parametrize("name", BOUNDS)
+def test_launches_of_the_host_are_bounded_for_every_kind_of_step(name):
+    record = run_step(name)
+    assert record.count("kernel") <= BOUNDS[name]
+    assert record.count("graph") == ("recorded" in name)
+    assert record.count("upload") <= 3
+    if "recorded" in name:  # no block table among what is sent
+        assert sum(one.nbytes for one in record.operations if one.kind == "upload") <= ROWS * 100
+
+
 @pytest.mark.capability("BS-7", "KN-8")
 @pytest.mark.parametrize("params", [GREEDY, PENALIZED, EVERYTHING], ids=["greedy", "penalties", "everything"])
 def test_sampled_tokens_stay_on_the_device_for_the_next_step(params):
