@@ -139,6 +139,7 @@ def compile_all(
             if target == 90:
                 record(recorder, target, "Llama-3.1-8B", "fp32", "auto", ())
             record_experts(recorder, target, "gpt-oss-20b")
+            record_experts(recorder, target, "Qwen3-30B-A3B")
             record_sampling(recorder, target, "Qwen3-0.6B")
             continue
         for name in (*MODELS, *EDGES):

@@ -166,7 +166,7 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
     for part, steps in (
         (f"{model_name} {dtype_name} KV {kv}", _attention(model, dtype, kv)),
         (f"{model_name} {dtype_name}", _rows(model, dtype)),
-        (f"{model_name} {dtype_name} experts", _experts(model, dtype)),
+        (f"{model_name} {dtype_name} experts", _experts(model, dtype, target)),
         (f"{model_name} {dtype_name} bytes", _byte_products(model, dtype, target) if kv == "auto" else iter(())),
         *((f"{model_name} {dtype_name} rank {rank}", _lora(model, dtype, rank)) for rank in ranks),
     ):
@@ -179,7 +179,7 @@ def record_experts(recorder: Recorder, target: int, model_name: str) -> None:
     """The launches of a mixture of experts, in bfloat16."""
     recorder.for_target(target)
     recorder.case = f"{model_name} bf16 experts "
-    for step in _experts((MODELS | EDGES)[model_name], torch.bfloat16):
+    for step in _experts((MODELS | EDGES)[model_name], torch.bfloat16, target):
         recorder.case = f"{model_name} bf16 experts {step}"
 
 
@@ -260,7 +260,7 @@ def _rows(model: Model, dtype: torch.dtype) -> Iterator[str]:
         gpu.geglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
 
 
-def _experts(model: Model, dtype: torch.dtype) -> Iterator[str]:
+def _experts(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:
     """The products of a mixture of experts, small in all that compilation does not depend on."""
     from slipway_runtime.kernels import gpu
     from slipway_runtime.kernels.reference_experts import ExpertWeights
@@ -275,24 +275,33 @@ def _experts(model: Model, dtype: torch.dtype) -> Iterator[str]:
         torch.empty(count, model.hidden, dtype=dtype, device="meta") if model.sinks else None,
         model.limit,
     )
-    in_mxfp4 = ExpertWeights(
-        _no_codes(count, 2 * model.inner, model.hidden, dtype), _no_codes(count, model.hidden, model.inner, dtype),
-        weights.gate_up_bias, weights.down_bias, model.limit,
-    )  # fmt: skip
-    forms = {"": weights, " in MXFP4": in_mxfp4} if model.sinks else {"": weights}  # gpt-oss is published so
+    sizes = (2 * model.inner, model.hidden), (model.hidden, model.inner)
+    biases = weights.gate_up_bias, weights.down_bias
+    forms = {"": weights}
+    if model.sinks:  # gpt-oss is published so
+        forms[" in MXFP4"] = ExpertWeights(*(_mxfp4(count, *size, dtype) for size in sizes), *biases, model.limit)
+    elif target >= 89:
+        forms[" in FP8 blocks"] = ExpertWeights(*(_float8_blocks(count, *size, dtype) for size in sizes))
     for tokens, (form, of) in itertools.product((1, 256, TOKENS), forms.items()):
         yield f"tokens {tokens}{form}"
         x, scores = torch.empty(tokens, model.hidden, dtype=dtype), torch.empty(tokens, count, dtype=dtype)
         gpu.mix_experts(x, *gpu.choose_experts(scores, per_token, normalize=True), of)
 
 
-def _no_codes(count: int, out_size: int, in_size: int, dtype: torch.dtype) -> Any:
+def _mxfp4(count: int, out_size: int, in_size: int, dtype: torch.dtype) -> Any:
     from slipway_runtime.kernels.reference_experts import Mxfp4Matrices
 
     codes, scales = (
         torch.empty(count, out_size, in_size // columns, dtype=torch.uint8, device="meta") for columns in (2, 32)
     )
     return Mxfp4Matrices(codes, scales, dtype)
+
+
+def _float8_blocks(count: int, out_size: int, in_size: int, dtype: torch.dtype) -> Any:
+    from slipway_runtime.kernels.reference_experts import ByteMatrices
+
+    codes = torch.empty(count, out_size, in_size, dtype=torch.float8_e4m3fn, device="meta")
+    return ByteMatrices(codes, torch.empty(count, out_size, in_size // 128, device="meta"), 128, dtype)
 
 
 def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:

@@ -5,8 +5,10 @@ one expert; a program computes BLOCK_N outputs of a block. The number of blocks 
 alone: the launch has programs for the most blocks possible, and programs without a block exit at once. So the host
 reads nothing back, and CUDA graphs can capture the step.
 
-Matrices in MXFP4 are read as they are in the checkpoint. A byte has the codes of two neighbouring columns, so a tile of
-bytes is multiplied twice: its low halves by the even columns of x, its high halves by the odd ones.
+Quantized matrices are read as they are in the checkpoint, and become numbers in registers. One-byte codes are
+multiplied as they are, and the sum over a tile of columns, which lie in one group, by the group's factor. In MXFP4 a
+byte has the codes of two neighbouring columns, so a tile of bytes is multiplied twice: its low halves by the even
+columns of x, its high halves by the odd ones.
 
 The lower bound of decode is reading the chosen experts; of prefill, the products. Nothing was timed yet.
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from slipway_runtime.kernels.expert_rows import Blocks, sort_by_expert, sum_experts
 from slipway_runtime.kernels.norms import clamped_swiglu, swiglu
-from slipway_runtime.kernels.reference_experts import ExpertWeights, Mxfp4Matrices
+from slipway_runtime.kernels.reference_experts import ByteMatrices, ExpertWeights, Matrices, Mxfp4Matrices
 
 __all__ = ["mix_experts"]
 
@@ -41,12 +43,14 @@ def mix_experts(x: Tensor, weights: Tensor, experts: Tensor, of: ExpertWeights) 
 
 
 def _multiply(
-    x: Tensor, weight: Tensor | Mxfp4Matrices, bias: Tensor | None, blocks: Blocks, num_rows: int, per_token: int
+    x: Tensor, weight: Matrices, bias: Tensor | None, blocks: Blocks, num_rows: int, per_token: int
 ) -> Tensor:
     """Row r of the result is row r // per_token of x times the matrix of its expert. weight: (E, out, in)."""
     num_experts, out_size, in_size = weight.shape
     assert x.stride(1) == 1, "the elements of a row lie side by side"
-    codes, scales = (weight.codes, weight.scales) if isinstance(weight, Mxfp4Matrices) else (weight, weight)
+    codes, scales = (weight, weight) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
+    group = weight.group if isinstance(weight, ByteMatrices) else 0
+    assert group % BLOCK_K == 0 or group == in_size, "a tile of columns lies in one group"
     assert codes.is_contiguous(), "the matrices are addressed without strides"
     assert scales.is_contiguous(), "and so are their scales"
     out = x.new_empty(num_rows, out_size)
@@ -54,7 +58,7 @@ def _multiply(
     _grouped[grid](
         x, codes, scales, out if bias is None else bias, out, blocks.order, blocks.experts, blocks.firsts, blocks.ends,
         x.stride(0), num_experts, PER_TOKEN=per_token, BIAS=bias is not None, OUT_SIZE=out_size, IN_SIZE=in_size,
-        BLOCK_M=blocks.size, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, MXFP4=codes is not scales,
+        BLOCK_M=blocks.size, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, MXFP4=isinstance(weight, Mxfp4Matrices), GROUP=group,
     )  # fmt: skip
     return out
 
@@ -64,6 +68,7 @@ def _grouped(
     x, weight, scales, bias, out, order, experts, firsts, ends, x_stride, num_experts,
     PER_TOKEN: tl.constexpr, BIAS: tl.constexpr, OUT_SIZE: tl.constexpr, IN_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MXFP4: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of one expert × BLOCK_N outputs. Grid: (blocks of outputs, blocks of rows)."""
     block = tl.program_id(1)
@@ -99,7 +104,13 @@ def _grouped(
                 weight + (first + n)[None, :] * IN_SIZE + k[:, None],
                 mask=(n < OUT_SIZE)[None, :] & (k < IN_SIZE)[:, None], other=0.0,
             )  # fmt: skip
-            sums += tl.dot(rows, columns, input_precision=PRECISION)
+            if GROUP:
+                scale = tl.load(
+                    scales + (first + n) * tl.cdiv(IN_SIZE, GROUP) + start // GROUP, mask=n < OUT_SIZE, other=0.0
+                )
+                sums += tl.dot(rows, columns.to(rows.dtype), input_precision=PRECISION) * scale[None, :]
+            else:
+                sums += tl.dot(rows, columns, input_precision=PRECISION)
     if BIAS:
         sums += tl.load(bias + expert * OUT_SIZE + n, mask=n < OUT_SIZE, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None] * OUT_SIZE + n[None, :]

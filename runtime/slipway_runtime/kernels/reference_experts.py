@@ -40,6 +40,34 @@ class Mxfp4Matrices:
         return mxfp4_numbers(codes.view(len(codes), -1, 16), self.scales[expert], self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class ByteMatrices:
+    """Matrices of all experts in one-byte codes: `group` columns of a row share a factor."""
+
+    codes: Tensor  # (E, out, in), int8 or float8_e4m3fn
+    scales: Tensor  # (E, out, in / group), float32
+    group: int
+    dtype: torch.dtype  # of the model
+
+    @property
+    def shape(self) -> torch.Size:
+        """(E, out, in)."""
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """The matrix of one expert as numbers. (out, in)."""
+        scales = self.scales[expert].repeat_interleave(self.group, 1)
+        return (self.codes[expert].float() * scales).to(self.dtype)
+
+
+Matrices = Tensor | Mxfp4Matrices | ByteMatrices
+
+
 def mxfp4_numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """MXFP4: (…, groups, 16) bytes of two E2M1 codes, low bits first, (…, groups) exponents -> (…, groups · 32)."""
     table = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
@@ -52,8 +80,8 @@ def mxfp4_numbers(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 class ExpertWeights:
     """Matrices of all experts of a layer; gate and up are the two halves of gate_up's outputs."""
 
-    gate_up: Tensor | Mxfp4Matrices  # (E, 2I, H)
-    down: Tensor | Mxfp4Matrices  # (E, H, I)
+    gate_up: Matrices  # (E, 2I, H)
+    down: Matrices  # (E, H, I)
     gate_up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, H)
     limit: float | None = None  # of the clamped SwiGLU

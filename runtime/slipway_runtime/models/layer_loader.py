@@ -19,15 +19,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import Kernels
-from slipway_runtime.kernels.reference_experts import ExpertWeights, Mxfp4Matrices
+from slipway_runtime.kernels.dispatch import OLDEST_WITH_FLOAT8, Kernels
+from slipway_runtime.kernels.reference_experts import ByteMatrices, ExpertWeights, Mxfp4Matrices
 from slipway_runtime.layers.attention import Attention
 from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
 from slipway_runtime.layers.experts import ExpertsMlp, GroupedExperts, StackedExperts
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.matmul import MakeMatmul
 from slipway_runtime.layers.norm import RMSNorm
-from slipway_runtime.layers.quantized_weight import Weight, concatenated, dequantized, select_rows
+from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, concatenated, dequantized, select_rows
 from slipway_runtime.layers.rotary import place_turned
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
@@ -36,6 +36,7 @@ from slipway_runtime.models.quantized_checkpoint import WeightReader
 from slipway_runtime.models.sharding import Share, part_of
 
 GROUP: Final = 32  # columns that share a scale in MXFP4
+TILE_COLUMNS: Final = 64  # that the grouped product takes at a time: BLOCK_K of `kernels.experts`
 _Pair = tuple[Weight, Weight]  # gate_up (2I, H) and down (H, I) of an expert
 
 
@@ -74,10 +75,7 @@ def load_experts(
     )
     experts: GroupedExperts | StackedExperts
     if checkpoint.device.type == "cuda":
-        gate_ups, downs = in_mxfp4 or (
-            torch.stack([dequantized(gate_up) for gate_up, _ in pairs]),
-            torch.stack([dequantized(down) for _, down in pairs]),
-        )
+        gate_ups, downs = in_mxfp4 or tuple(stack_experts(matrices) for matrices in zip(*pairs, strict=True))
         stacked = ExpertWeights(
             gate_ups,
             downs,
@@ -92,6 +90,25 @@ def load_experts(
     return ExpertsMlp(
         router, experts, kernels, per_token=about.per_token, normalize=about.normalize, reduce=share.reduce
     )
+
+
+def stack_experts(matrices: Sequence[Weight]) -> Tensor | ByteMatrices:
+    """The matrices of all experts as one; as codes, where they have one byte and the GPU multiplies them."""
+    first = matrices[0]
+    if isinstance(first, QuantizedWeight) and first.zeros is None and first.order is None:
+        alike = [one for one in matrices if isinstance(one, QuantizedWeight) and one.group == first.group]
+        whole = first.scales.shape[1] == 1  # a scale for each row
+        multiplied = first.codes.dtype == torch.int8 or (first.codes.dtype == torch.float8_e4m3fn and has_float8(first))
+        if multiplied and len(alike) == len(matrices) and (whole or first.group % TILE_COLUMNS == 0):
+            codes = torch.stack([one.codes.view(torch.uint8) for one in alike]).view(first.codes.dtype)
+            scales = torch.stack([one.scales for one in alike])
+            return ByteMatrices(codes, scales, first.shape[1] if whole else first.group, first.dtype)
+    return torch.stack([dequantized(one) for one in matrices])
+
+
+def has_float8(weight: QuantizedWeight) -> bool:
+    """Whether kernels for the weight's device read float8."""
+    return weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) >= OLDEST_WITH_FLOAT8
 
 
 def _of_one(

@@ -6,9 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipway_runtime.kernels import expert_rows, experts, norms, reference
-from slipway_runtime.kernels.reference_experts import ExpertWeights, Mxfp4Matrices, choose_experts, gated, mix_experts
+from slipway_runtime.kernels.reference_experts import (
+    ByteMatrices,
+    ExpertWeights,
+    Mxfp4Matrices,
+    choose_experts,
+    gated,
+    mix_experts,
+)
 from slipway_runtime.layers.experts import GroupedExperts
 from slipway_runtime.layers.matmul import Dense
+from slipway_runtime.layers.quantized_weight import QuantizedWeight
+from slipway_runtime.models.layer_loader import stack_experts
 
 
 def some_experts(count: int, inner: int, hidden: int, *, biased: bool, limit: float | None) -> ExpertWeights:
@@ -85,6 +94,45 @@ def test_codes_are_multiplied_as_the_numbers_that_they_mean(tokens, count, per_t
     expected = one_by_one(x, weights, chosen, ExpertWeights(*numbers, *biases, 1.0))
     for ours in (experts.mix_experts(x, weights, chosen, of), mix_experts(x, weights, chosen, of)):
         torch.testing.assert_close(ours.double(), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.capability("API-21", "QZ-4")
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("group", [0, 64, 128])
+def test_one_byte_codes_of_experts_are_multiplied_with_the_factors_of_their_groups(codes, group):
+    """group: 0, a factor for each row."""
+    torch.manual_seed(group)
+    count, inner, hidden, tokens = 3, 128, 256, 21
+
+    def some(out_size: int, in_size: int) -> list[QuantizedWeight]:
+        size = group or in_size
+        return [
+            QuantizedWeight(
+                (torch.randn(out_size, in_size) * 30).clamp(-120, 120).to(codes),
+                torch.rand(out_size, in_size // size) / 300, size, torch.float32,
+            )
+            for _ in range(count)
+        ]  # fmt: skip
+
+    pairs = some(2 * inner, hidden), some(hidden, inner)
+    stacked = [stack_experts(matrices) for matrices in pairs]
+    assert all(isinstance(one, ByteMatrices) and one.codes.dtype == codes for one in stacked)
+    of = ExpertWeights(*stacked)
+    assert of.nbytes < count * 3 * inner * hidden * 1.07
+    numbers = ExpertWeights(*(torch.stack([one.dequantized() for one in matrices]) for matrices in pairs))
+    x = torch.randn(tokens, hidden)
+    weights, chosen = choose_experts(torch.randn(tokens, count), 2, normalize=True)
+    expected = one_by_one(x, weights, chosen, numbers)
+    for ours in (experts.mix_experts(x, weights, chosen, of), mix_experts(x, weights, chosen, of)):
+        torch.testing.assert_close(ours.double(), expected, atol=2e-4, rtol=1e-3)
+
+
+def test_experts_whose_codes_are_not_multiplied_become_numbers():
+    plain = torch.randn(2, 64)
+    in_four_bits = QuantizedWeight(torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 2), 32, torch.float32, bits=4)
+    small_groups = QuantizedWeight(torch.zeros(2, 64, dtype=torch.int8), torch.ones(2, 2), 32, torch.float32)
+    for matrices in ([plain, plain], [in_four_bits] * 2, [small_groups] * 2, [small_groups, plain]):
+        assert isinstance(stack_experts(matrices), torch.Tensor)
 
 
 @pytest.mark.capability("QZ-4")
