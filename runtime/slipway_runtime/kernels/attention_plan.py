@@ -9,12 +9,9 @@ arithmetic depends on its own sequence only, never on the rest of the batch.
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from slipway_runtime.kernels.upload import upload
-
-Ints = npt.NDArray[np.int64]
+from slipway_runtime.kernels.upload import Ints, upload
 
 SPLIT = 256  # tokens of a sequence that one decode split reads at least
 MAX_SPLITS = 32  # of a decode row: longer ones have longer splits

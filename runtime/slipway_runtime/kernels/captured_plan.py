@@ -18,11 +18,11 @@ from slipway_runtime.kernels.attention_plan import (
     MAX_SPLITS,
     SPLIT,
     ChunkWork,
-    Ints,
     Plan,
     divide_splits,
     num_splits,
 )
+from slipway_runtime.kernels.upload import Ints
 
 Int32s = npt.NDArray[np.int32]
 StaticChunks = tuple[Ints, Int32s, Int32s, Int32s, Int32s]  # rows, lengths, chunk starts, split work, merges

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
 from slipway_runtime.kernels.reference_experts import choose_experts, mix_experts
 from slipway_runtime.kernels.reference_lora import LoraWeights
 from slipway_runtime.kernels.reference_sampling import apply_bitmask, penalize_rows, sample
+from slipway_runtime.kernels.upload import Ints
 
 __all__ = [
     "add_lora",
@@ -34,8 +34,6 @@ __all__ = [
     "sample",
     "swiglu",
 ]
-
-Ints = npt.NDArray[np.int64]
 
 QUERIES = 16  # tokens of a sequence per tile, which share each read of a key; as in attention.cpp
 TOKENS = 4  # tokens of an adapter per tile, which share each read of its matrices; as in lora.cpp

@@ -5,8 +5,6 @@ Shapes: T tokens of the step, Hq query heads on Hkv key-value heads of size D, V
 
 from typing import Any, Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,8 +13,8 @@ from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
 from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
 from slipway_runtime.kernels.reference_experts import ExpertWeights
 from slipway_runtime.kernels.reference_lora import LoraWeights
+from slipway_runtime.kernels.upload import Ints
 
-Ints = npt.NDArray[np.int64]
 OLDEST, OLDEST_WITH_FLOAT8 = (8, 0), (8, 9)  # compute capabilities
 LARGEST_HEAD = 256  # largest head_dim of the GPU kernels
 AttentionPlan = Any  # made by `plan_attention`, used by `paged_attention` of the same implementation

@@ -11,7 +11,6 @@ The rest of the reference works row by row and is the same here. Sums are float3
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
@@ -32,6 +31,7 @@ from slipway_runtime.kernels.reference import (
     swiglu,
 )
 from slipway_runtime.kernels.reference_attention import Scoring
+from slipway_runtime.kernels.upload import Ints
 
 __all__ = [
     "add_lora",
@@ -49,8 +49,6 @@ __all__ = [
     "sample",
     "swiglu",
 ]
-
-Ints = npt.NDArray[np.int64]
 
 QUERIES = 8  # positions of a tile of queries
 KEYS = 64  # positions of a tile of keys, rounded up to whole blocks

@@ -28,11 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipway_runtime.kernels.reference_lora import LoraWeights
-from slipway_runtime.kernels.upload import upload
+from slipway_runtime.kernels.upload import Ints, upload
 
 __all__ = ["add_lora", "plan_lora", "plan_lora_for_capture", "update_static_lora_inputs"]
-
-Ints = npt.NDArray[np.int64]
 
 CHUNK = 16  # tokens of a tile: the least that tl.dot takes
 SPLIT = 1024  # inputs that one shrink program reads

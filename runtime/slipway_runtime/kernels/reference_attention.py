@@ -12,15 +12,13 @@ On a CPU it is bound by memory and by the overhead of calls. Hence:
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.reference_norms import rms_norm
-
-Ints = npt.NDArray[np.int64]
+from slipway_runtime.kernels.upload import Ints
 
 HeadNorms = tuple[Tensor, Tensor, float] | None  # weights (D,) of queries and of keys, and eps
 TILE = 128  # rows of a chunk that share a mask

@@ -16,14 +16,13 @@ Tokens without an adapter are in no group: their outputs are unchanged, bit for 
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
-__all__ = ["LoraWeights", "add_lora", "lora_expand", "lora_shrink", "plan_lora"]
+from slipway_runtime.kernels.upload import Ints
 
-Ints = npt.NDArray[np.int64]
+__all__ = ["LoraWeights", "add_lora", "lora_expand", "lora_shrink", "plan_lora"]
 
 ALONE = 12  # an adapter with so many tokens in a step is multiplied alone
 FEW = 3  # up to so many adapters in a step are multiplied alone, however few their tokens

@@ -20,6 +20,7 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes: kernels read 128 bits at a time where an address allows it
 
 Arrays = Sequence[npt.NDArray[Any]]
+Ints = npt.NDArray[np.int64]
 
 
 def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:

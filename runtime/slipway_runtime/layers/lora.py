@@ -6,17 +6,14 @@ and captured CUDA graphs stay valid.
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels, LoraPlan
 from slipway_runtime.kernels.reference_lora import LoraWeights
+from slipway_runtime.kernels.upload import Ints
 from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.step import StepContext
-
-Ints = npt.NDArray[np.int64]
 
 TILE = 16  # rows of one matrix product in deterministic mode
 

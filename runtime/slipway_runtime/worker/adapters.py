@@ -7,15 +7,13 @@ step reads it. If a row's slot was reloaded with another adapter, the step fails
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from slipway_runtime.kernels.dispatch import LoraPlan
+from slipway_runtime.kernels.upload import Ints
 from slipway_runtime.layers.lora import LoraBank
 from slipway_runtime.messages import SchedulerOutput
 from slipway_runtime.models.adapters import HostAdapter
-
-Ints = npt.NDArray[np.int64]
 
 
 class AdapterSlots:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
 from slipway_runtime.kernels.dispatch import AttentionPlan
-from slipway_runtime.kernels.upload import static_buffer, upload_into
+from slipway_runtime.kernels.upload import Ints, static_buffer, upload_into
 from slipway_runtime.worker.capture import Capture, CapturedGraph, SharedBuffers, StepHidden
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs
 
 Padded = npt.NDArray[Any]

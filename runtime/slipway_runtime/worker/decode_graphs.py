@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import ArrayLike
 
-from slipway_runtime.kernels.upload import static_buffer, upload, upload_into
+from slipway_runtime.kernels.upload import Ints, static_buffer, upload, upload_into
 from slipway_runtime.worker.capture import Capture, CapturedGraph, SharedBuffers, StepHidden
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs
 
 Padded = npt.NDArray[Any]

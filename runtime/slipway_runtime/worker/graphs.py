@@ -19,11 +19,11 @@ from slipway_api.memory import WEIGHT_BYTES, ModelShape, Needs, activation_bytes
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.kernels.captured_plan import chunk_capacity
 from slipway_runtime.kernels.dispatch import CapturableKernels
-from slipway_runtime.kernels.upload import upload
+from slipway_runtime.kernels.upload import Ints, upload
 from slipway_runtime.worker.capture import Capture, Compute, SharedBuffers, StepHidden
 from slipway_runtime.worker.chunk_graphs import ChunkGraphs
 from slipway_runtime.worker.decode_graphs import DecodeGraphs
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs
 
 # Numbers of tokens. From about 512 on, even a model of 0.6 B parameters computes for as long as its launches take.

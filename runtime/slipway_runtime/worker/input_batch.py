@@ -7,13 +7,11 @@ queued before the host knows the token. `tokens` gets it when the host has read 
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from slipway_runtime.kernels.reference_sampling import GREEDY_BELOW
 from slipway_runtime.messages import NewSequence, SchedulerOutput
 
-Ints = npt.NDArray[np.int64]
 _CPU = torch.device("cpu")
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.upload import upload
+from slipway_runtime.kernels.upload import Ints, upload
 from slipway_runtime.messages import SchedulerOutput
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from slipway_runtime.kernels.upload import download, upload
+from slipway_runtime.kernels.upload import Ints, download, upload
 from slipway_runtime.messages import SchedulerOutput, TokenLogprobs
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs
 
 _SCORES_AT_ONCE = 1 << 23  # logits of prompt tokens: 32 MB of float32 for any prompt and vocabulary

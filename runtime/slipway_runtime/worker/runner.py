@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import AttentionPlan, Kernels, LoraPlan, capturable
-from slipway_runtime.kernels.upload import Download
+from slipway_runtime.kernels.upload import Download, Ints
 from slipway_runtime.layers.attention import StepContext
 from slipway_runtime.messages import SchedulerOutput, StepResult
 from slipway_runtime.models.decoder import Decoder
@@ -17,7 +17,7 @@ from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.capture import Capture, StepHidden
 from slipway_runtime.worker.graphs import StepGraphs
 from slipway_runtime.worker.host_arena import HostArena
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, upload_inputs
 from slipway_runtime.worker.logprobs import prompt_tiles, score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from slipway_runtime.kernels.dispatch import Kernels
 from slipway_runtime.kernels.reference_sampling import PENALIZED_AT_ONCE
-from slipway_runtime.kernels.upload import Download, upload
+from slipway_runtime.kernels.upload import Download, Ints, upload
 from slipway_runtime.messages import SchedulerOutput, TokenLogprobs, TokenMasks
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.logprobs import as_logprobs, score
 from slipway_runtime.worker.token_counts import TokenCounts
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels.reference_sampling import IN_PROMPT
-from slipway_runtime.kernels.upload import upload
-from slipway_runtime.worker.input_batch import InputBatch, Ints
+from slipway_runtime.kernels.upload import Ints, upload
+from slipway_runtime.worker.input_batch import InputBatch
 
 
 class TokenCounts:
