@@ -156,7 +156,7 @@ class Recorder:
             known.cases.append(self.case)
 
 
-DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_grouped", "_times_int8"})  # they multiply matrices
+DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_grouped", "_times_codes"})  # they multiply matrices
 
 
 def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
@@ -306,7 +306,7 @@ def _float8_blocks(count: int, out_size: int, in_size: int, dtype: torch.dtype) 
 
 def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:
     """Products with one-byte weights; float8 on cards that have it."""
-    from slipway_runtime.kernels.byte_products import rows_as_float8, times_int8
+    from slipway_runtime.kernels.byte_products import numbers_of_codes, rows_as_float8, times_codes
 
     if dtype == torch.float32:
         return
@@ -317,9 +317,12 @@ def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[st
         for tokens in (1, 32, 256):
             yield f"{name} {tokens}"
             codes, scales = torch.empty(out, size, dtype=torch.int8), torch.empty(out, dtype=dtype)
-            times_int8(torch.empty(tokens, size, dtype=dtype), codes, scales)
+            times_codes(torch.empty(tokens, size, dtype=dtype), codes, scales)
             if target >= 89:  # `ScaledFp8.fits`
                 rows_as_float8(torch.empty(tokens, size, dtype=dtype))
+                blocks = codes.to(torch.float8_e4m3fn), torch.empty(out, -(-size // 128))
+                times_codes(torch.empty(tokens, size, dtype=dtype), *blocks, 128)
+                numbers_of_codes(*blocks, 128, dtype)
 
 
 def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:

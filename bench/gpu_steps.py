@@ -65,24 +65,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class NoWeights:
     """A checkpoint whose tensors have shapes only."""
 
-    def __init__(self, dtype: torch.dtype, *, in_mxfp4: bool) -> None:
-        """in_mxfp4: its experts are codes."""
+    def __init__(self, dtype: torch.dtype, config: ModelConfig) -> None:
+        """Of a model whose experts may be MXFP4, or its layers float8 in blocks of 128 × 128."""
+        form = parse_quantization(config.quantization)
         self.dtype = dtype
         self.device = DEVICE
-        self._in_mxfp4 = in_mxfp4
+        self._in_mxfp4 = form is not None and form.method == "mxfp4"
+        self._in_float8 = lora_modules(config) if form is not None and form.method == "fp8" else {}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Of the tensors that only some checkpoints have, the codes of experts."""
-        return self._in_mxfp4 and name.endswith(("_blocks", "_scales"))
+        """Every matrix; of the tensors that only some checkpoints have, codes and scales."""
+        module, _, leaf = name.rpartition(".")
+        is_scale = module in self._in_float8 and leaf == "weight_scale_inv"
+        return leaf == "weight" or is_scale or (self._in_mxfp4 and name.endswith(("_blocks", "_scales")))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """As `Checkpoint.dtype_of`."""
+        return torch.float8_e4m3fn if name.removesuffix(".weight") in self._in_float8 else self.dtype
 
     def check_shape(self, name: str, *shape: int) -> None:
         """As `Checkpoint.check_shape`; any shape is right."""
         self._shapes[name] = shape
 
-    def take_raw(self, name: str) -> Tensor:
-        """As `Checkpoint.take_raw`, for bytes whose shape was checked."""
-        return torch.empty(self._shapes[name], dtype=torch.uint8, device=DEVICE)
+    def take_raw(self, name: str, *, taken: bool = True) -> Tensor:
+        """As `Checkpoint.take_raw`, for codes and scales."""
+        module, _, leaf = name.rpartition(".")
+        if module not in self._in_float8:
+            return torch.empty(self._shapes[name], dtype=torch.uint8, device=DEVICE)
+        out_size, in_size = self._in_float8[module]
+        if leaf == "weight":
+            return torch.empty(out_size, in_size, dtype=torch.float8_e4m3fn, device=DEVICE)
+        return torch.empty(-(-out_size // 128), -(-in_size // 128), device=DEVICE)
 
     def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As `Checkpoint.take`."""
@@ -125,8 +139,7 @@ class Machine:
         own = part_of(config, ranks)
         makers = [make(quantization, deterministic=deterministic, device=DEVICE) for make in (matmul_maker, head_maker)]
         with torch.inference_mode():
-            form = parse_quantization(config.quantization)
-            weights: Any = NoWeights(dtype, in_mxfp4=form is not None and form.method == "mxfp4")
+            weights: Any = NoWeights(dtype, config)
             decoder = load_decoder(
                 config, weights, kernels, longest, dtype, DEVICE, *makers, share, scores_tokens=not pooling
             )

@@ -1,9 +1,11 @@
-"""int8 weight-only matmul (W8A16) and float8 quantization of rows on a GPU, in Triton.
+"""One-byte weight-only matmul (W8A16) and float8 quantization of rows on a GPU, in Triton.
 
 Tested against `layers.matmul_quantized`.
-- times_int8: x times int8 codes, read once as bytes and converted in registers; the sums are float32, multiplied by a
-  scale per output and rounded once, so float16 does not overflow. A decode step reads half the bytes of a product in 16
-  bits; converting the codes beforehand reads and writes five bytes a weight, 2.5 times as many.
+- times_codes: x times int8 or float8 codes, read once as bytes and converted in registers; the sums are float32,
+  multiplied by a scale per output, or per output and group of inputs, and rounded once, so float16 does not overflow.
+  A decode step reads half the bytes of a product in 16 bits; converting the codes beforehand reads and writes five
+  bytes a weight, 2.5 times as many.
+- numbers_of_codes: the codes of groups as numbers, for products of many rows.
 - rows_as_float8: quantizes rows of x to float8 with a scale each, in one launch; with torch operators it took six.
 
 The compiled kernels are described in docs/gpu-ledger.md; nothing was timed on a GPU yet.
@@ -23,7 +25,7 @@ from slipway_runtime.kernels.rounding import LARGEST_CODE, SMALLEST_SCALE
 
 _LARGEST = LARGEST_CODE[torch.float8_e4m3fn]
 
-__all__ = ["MOST_ROWS", "compile_times_int8", "rows_as_float8", "times_int8"]
+__all__ = ["MOST_ROWS", "compile_times_codes", "numbers_of_codes", "rows_as_float8", "times_codes"]
 
 # With more rows, a product is compute-bound: then codes are converted once, and the library multiplies.
 MOST_ROWS = 256
@@ -32,27 +34,39 @@ MOST_ROWS = 256
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 4, 4)))
 
 
-def times_int8(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """x: (T, in), T ≤ MOST_ROWS  codes: (out, in) int8  scales: (out,) -> (T, out), in the type of x."""
+def times_codes(x: Tensor, codes: Tensor, scales: Tensor, group: int = 0) -> Tensor:
+    """x: (T, in), T ≤ MOST_ROWS  codes: (out, in) of one byte -> (T, out), in the type of x.
+
+    scales: (out,), or (out, groups) for groups of so many inputs, a multiple of 64.
+    """
     rows, inputs = x.shape
     outputs = codes.shape[0]
     x = x.contiguous()
     assert codes.is_contiguous(), "a row of codes lies side by side"
     y = x.new_empty(rows, outputs)
     block_m, block_n, block_k, warps, stages = next(tile for most, tile in _TILES if rows <= most)
-    _times_int8[(triton.cdiv(outputs, block_n), triton.cdiv(rows, block_m))](
-        x, codes, scales, y, rows, OUT=outputs, IN=inputs, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps, num_stages=stages,
+    block_k = min(block_k, group & -group) if group else block_k  # a tile's inputs lie in one group
+    _times_codes[(triton.cdiv(outputs, block_n), triton.cdiv(rows, block_m))](
+        x, codes, scales, y, rows, OUT=outputs, IN=inputs, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
 
-def compile_times_int8(codes: Tensor, scales: Tensor) -> None:
-    """Compile the kernel for every tile shape of these weights, whichever batch sizes the warm-up runs."""
+def compile_times_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype, group: int = 0) -> None:
+    """Compile the kernel for every tile shape of these weights, whichever batch sizes the warm-up runs. dtype: of x."""
     for most, (block_m, *_) in _TILES:
-        times_int8(
-            torch.zeros(min(most, block_m), codes.shape[1], dtype=scales.dtype, device=codes.device), codes, scales
-        )
+        x = torch.zeros(min(most, block_m), codes.shape[1], dtype=dtype, device=codes.device)
+        times_codes(x, codes, scales, group)
+
+
+def numbers_of_codes(codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """codes: (out, in) of one byte  scales: (out, groups) -> (out, in)."""
+    outputs, inputs = codes.shape
+    numbers = codes.new_empty(outputs, inputs, dtype=dtype)
+    block = 1024
+    _numbers[(outputs, triton.cdiv(inputs, block))](codes, scales, numbers, IN=inputs, GROUP=group, BLOCK=block)
+    return numbers
 
 
 def rows_as_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +83,10 @@ def rows_as_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _times_int8(
+def _times_codes(
     x, codes, scales, y, rows,
-    OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of outputs, blocks of rows)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -82,11 +97,27 @@ def _times_int8(
     for start in range(0, IN, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(of_row + k[None, :], mask=(m < rows)[:, None] & (k < IN)[None, :], other=0.0)
-        b = tl.load(of_output + k[None, :], mask=(n < OUT)[:, None] & (k < IN)[None, :], other=0)
-        acc += tl.dot(a, tl.trans(b.to(tl.float32).to(a.dtype)))
-    acc *= tl.load(scales + n, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(of_output + k[None, :], mask=(n < OUT)[:, None] & (k < IN)[None, :], other=0.0)
+        product = tl.dot(a, tl.trans(b.to(tl.float32).to(a.dtype)))
+        if GROUP:
+            own = tl.load(scales + n * tl.cdiv(IN, GROUP) + start // GROUP, mask=n < OUT, other=0.0)
+            acc += product * own.to(tl.float32)[None, :]
+        else:
+            acc += product
+    if not GROUP:
+        acc *= tl.load(scales + n, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
     place = y + m.to(tl.int64)[:, None] * OUT + n[None, :]
     tl.store(place, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (n < OUT)[None, :])
+
+
+@triton.jit
+def _numbers(codes, scales, numbers, IN: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (outputs, blocks of inputs)."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(codes + row * IN + k, mask=k < IN, other=0.0).to(tl.float32)
+    scale = tl.load(scales + row * tl.cdiv(IN, GROUP) + k // GROUP, mask=k < IN, other=0.0)
+    tl.store(numbers + row * IN + k, (code * scale).to(numbers.dtype.element_ty), mask=k < IN)
 
 
 @triton.jit

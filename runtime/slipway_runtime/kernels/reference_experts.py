@@ -61,7 +61,7 @@ class ByteMatrices:
 
     def __getitem__(self, expert: int) -> Tensor:
         """The matrix of one expert as numbers. (out, in)."""
-        scales = self.scales[expert].repeat_interleave(self.group, 1)
+        scales = self.scales[expert].repeat_interleave(self.group, 1)[:, : self.shape[2]]
         return (self.codes[expert].float() * scales).to(self.dtype)
 
 

@@ -4,8 +4,9 @@
 - `DynamicInt8` (W8A8) also quantizes the rows of x to int8, each by its own scale, and multiplies bytes with exact
   integer sums (VNNI on a CPU): the fastest that a CPU has. A row's scale depends on no other row.
 - `ScaledFp8` does the same in float8 on GPUs that multiply float8.
+- `GroupedFp8` (W8A16) has a scale for each group of inputs, as checkpoints in blocks of 128 × 128 do.
 - `Int4` (W4A16) has a scale and a zero for each group of inputs, and is multiplied by torch's int4 kernels.
-Each but the last takes an unquantized matrix, which it quantizes, or one that the checkpoint has in the same format.
+Each but the last two takes an unquantized matrix, which it quantizes, or one that the checkpoint has in its format.
 """
 
 import warnings
@@ -39,17 +40,20 @@ class WeightOnly:
         self.scales = scales.to(weight.dtype)
         self._on_gpu = dtype == torch.int8 and weight.device.type == "cuda" and weight.dtype.itemsize == 2
         if self._on_gpu:
-            from slipway_runtime.kernels.byte_products import compile_times_int8  # Triton, which a CPU never imports
+            from slipway_runtime.kernels.byte_products import compile_times_codes  # Triton, which a CPU never imports
 
-            compile_times_int8(self.codes, self.scales)
+            compile_times_codes(self.codes, self.scales, self.scales.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
         if self._on_gpu:
-            from slipway_runtime.kernels.byte_products import MOST_ROWS, times_int8  # Triton, which a CPU never imports
+            from slipway_runtime.kernels.byte_products import (  # Triton, which a CPU never imports
+                MOST_ROWS,
+                times_codes,
+            )
 
             if len(x) <= MOST_ROWS:
-                return times_int8(x, self.codes, self.scales)
+                return times_codes(x, self.codes, self.scales)
         if x.dtype == torch.float16:  # codes are 100 times as large as weights: their sums would overflow
             return F.linear(x, self.codes.to(x.dtype).mul_(self.scales[:, None]))
         return F.linear(x, self.codes.to(x.dtype)).mul_(self.scales)
@@ -131,6 +135,42 @@ class ScaledFp8:
     def fits(weight: Tensor | OneScaleRows) -> bool:
         """Whether this device multiplies float8 matrices of this shape."""
         if weight.device.type != "cuda" or weight.shape[0] % 16 or weight.shape[1] % 16:
+            return False
+        return torch.cuda.get_device_capability(weight.device) >= (8, 9)
+
+
+class GroupedFp8:
+    """float8 weights of a checkpoint with a scale for each group of inputs, multiplied in the dtype of x, on GPUs."""
+
+    __slots__ = ("_codes", "_group", "_scales", "in_features", "out_features")
+    rows_are_independent = False
+
+    def __init__(self, weight: QuantizedWeight) -> None:  # (out, in)
+        from slipway_runtime.kernels.byte_products import compile_times_codes  # Triton, which a CPU never imports
+
+        self.out_features, self.in_features = weight.shape
+        self._codes, self._scales, self._group = weight.codes, weight.scales, weight.group
+        compile_times_codes(self._codes, self._scales, weight.dtype, self._group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (T, in) -> (T, out)."""
+        from slipway_runtime.kernels.byte_products import MOST_ROWS, numbers_of_codes, times_codes
+
+        if len(x) <= MOST_ROWS:
+            return times_codes(x, self._codes, self._scales, self._group)
+        return F.linear(x, numbers_of_codes(self._codes, self._scales, self._group, x.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    @staticmethod
+    def fits(weight: QuantizedWeight) -> bool:
+        """Whether this is such a weight on a GPU that reads float8."""
+        if weight.codes.dtype != torch.float8_e4m3fn or weight.zeros is not None or weight.order is not None:
+            return False
+        if weight.device.type != "cuda" or weight.group % 64 or weight.dtype.itemsize != 2:
             return False
         return torch.cuda.get_device_capability(weight.device) >= (8, 9)
 

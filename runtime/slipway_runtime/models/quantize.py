@@ -12,7 +12,7 @@ quantization is requested, they are dequantized and quantized again.
     codes                      on a CPU                                      on a GPU
     int8, a scale for a row    bytes × bytes, if its inputs were rounded     as int8 above
     float8, a scale for a row  dequantized at load                           float8 × float8, or dequantized each step
-    float8, blocks of 128      dequantized at load                           dequantized at load
+    float8, blocks of 128      dequantized at load                           codes converted in the kernel
     4 bits, groups             4 bits × bfloat16 (`matmul_quantized`)        4 bits × bfloat16, for a bfloat16 model
     4 bits, one group a row    dequantized at load                           dequantized at load
 
@@ -44,7 +44,7 @@ from slipway_runtime.kernels import native
 from slipway_runtime.kernels.kv_pages import KV_DTYPES
 from slipway_runtime.layers.matmul import MakeMatmul, Matmul, RowsDifferError, Tiled
 from slipway_runtime.layers.matmul_cpu import NativeBf16, NativeInt8, computes_bf16, prepacked
-from slipway_runtime.layers.matmul_quantized import DynamicInt8, Int4, ScaledFp8, WeightOnly
+from slipway_runtime.layers.matmul_quantized import DynamicInt8, GroupedFp8, Int4, ScaledFp8, WeightOnly
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import parse_quantization
@@ -142,7 +142,7 @@ def _keep(weight: QuantizedWeight, *, dynamic: bool) -> Matmul | None:
     if weight.bits == 4:
         return Int4(weight) if Int4.fits(weight) else None
     if (codes := weight.as_one_scale_rows()) is None:
-        return None
+        return GroupedFp8(weight) if GroupedFp8.fits(weight) else None
     if weight.device.type == "cpu":
         if codes.codes.dtype != torch.int8 or not dynamic:
             return None

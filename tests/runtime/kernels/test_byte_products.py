@@ -6,7 +6,8 @@ import torch
 from bench.gpu_steps import a_machine
 from slipway_runtime.kernels import byte_products
 from slipway_runtime.kernels.rounding import quantize
-from slipway_runtime.layers.matmul_quantized import WeightOnly
+from slipway_runtime.layers.matmul_quantized import GroupedFp8, WeightOnly
+from slipway_runtime.layers.quantized_weight import QuantizedWeight
 
 
 @pytest.mark.capability("QZ-1")
@@ -20,10 +21,30 @@ def test_int8_weights_are_multiplied_as_their_numbers_are(rows, inputs, outputs,
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     plain = WeightOnly(weight, torch.int8)
     exact = x.double() @ (plain.codes.double() * plain.scales.double()[:, None]).T
-    y = byte_products.times_int8(x.to(device), plain.codes.to(device), plain.scales.to(device)).cpu()
+    y = byte_products.times_codes(x.to(device), plain.codes.to(device), plain.scales.to(device)).cpu()
     assert y.dtype == dtype
     tolerance = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
     torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=1e-3 * exact.abs().max().item())
+
+
+@pytest.mark.capability("QZ-4")
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group"), [(1, 256, 32, 128), (17, 200, 45, 128), (65, 384, 70, 192)]
+)
+def test_codes_of_groups_are_multiplied_as_their_numbers_are(rows, inputs, outputs, group, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    generator = torch.Generator().manual_seed(rows)
+    codes = (torch.randn(outputs, inputs, generator=generator) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(outputs, -(-inputs // group), generator=generator) / 3000
+    weight = QuantizedWeight(codes, scales, group, dtype)
+    assert not GroupedFp8.fits(weight), "it is not on a GPU"
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    moved = codes.to(device), scales.to(device)
+    y = byte_products.times_codes(x.to(device), *moved, group).cpu()
+    exact = x.double() @ (codes.double() * scales.double().repeat_interleave(group, 1)[:, :inputs]).T
+    tolerance = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=1e-3 * exact.abs().max().item())
+    assert torch.equal(byte_products.numbers_of_codes(*moved, group, dtype).cpu(), weight.dequantized())
 
 
 @pytest.mark.capability("QZ-1")
@@ -33,7 +54,7 @@ def test_sums_of_codes_do_not_overflow_float16(device):
     x = torch.full((2, 4096), 1.0, dtype=torch.float16)
     plain = WeightOnly(weight, torch.int8)
     assert torch.finfo(torch.float16).max < 127 * 4096
-    y = byte_products.times_int8(x.to(device), plain.codes.to(device), plain.scales.to(device)).cpu()
+    y = byte_products.times_codes(x.to(device), plain.codes.to(device), plain.scales.to(device)).cpu()
     torch.testing.assert_close(y, torch.full_like(y, 40.96), rtol=5e-3, atol=0)
 
 
@@ -61,7 +82,7 @@ def test_one_byte_weights_on_a_gpu_are_read_as_bytes_and_rows_are_rounded_at_onc
     """Findings C13, C14: five bytes moved for each int8 weight; some 24 launches a layer for float8."""
     with a_machine(layers=1, rows=8, quantization="int8") as machine:
         record = machine.step([1] * 8, [100] * 8)
-    assert record.names()["_times_int8"] == 4 + 1, "the layer's products and the head"
+    assert record.names()["_times_codes"] == 4 + 1, "the layer's products and the head"
     weights = machine.config.num_parameters
     assert record.nbytes < 1.2 * weights
     with a_machine(layers=1, rows=8, quantization="fp8") as machine:

@@ -36,13 +36,15 @@ def test_a_step_stays_on_its_device_and_waits_once(name, record_property):
     assert record.count("download") <= samples or name == "prompt logprobs"
 
 
-# Experts, their routers and sinks; norms of outputs and caps; merged projections. Kernels of a captured layer.
+# Experts, their routers and sinks; norms of outputs and caps; merged projections; layers in float8 blocks. Kernels of a
+# captured layer.
 OTHER_MODELS = {
     "mixtral-8x7b-instruct-v0.1": 15,
     "qwen3-30b-a3b": 15,
     "gpt-oss-20b": 18,
     "gemma-2-2b": 12,
     "phi-4-mini-instruct": 10,
+    "qwen3-8b-fp8": 10,
 }
 
 
