@@ -84,7 +84,8 @@ def check_victims(made: Plan, observed: Observed) -> None:
         return  # it has no spare GPU: all go before the new ones start
     status, strategy = observed.service.status, observed.service.spec.rollout.strategy
     splits = strategy in (RolloutStrategy.CANARY, RolloutStrategy.BLUE_GREEN) and status.canary is not None
-    if victims and victims[0].uid in serving and splits:
+    wants_any = bool(made.status.desired_replicas)  # a suspended service lets the last one go too
+    if victims and victims[0].uid in serving and splits and wants_any:
         (victim,) = [one for one in observed.replicas if one.uid == victims[0].uid]
         left = [one for one in observed.replicas if one.uid in serving and one.revision == victim.revision]
         weight = next((one.weight for one in status.revisions if one.hash == victim.revision), 0)

@@ -141,6 +141,7 @@ def end(world):
 @pytest.mark.capability("EV-1", "EV-2", "EV-3", "OP-7")
 @LIVES
 @example(replicas=1, limits=(1, 0), life=[("edit", 1), ("wait", 30), ("vanish", 0), ("wait", 10)])
+@example(replicas=2, limits=(1, 0), life=[("suspend", 0), ("edit", 1)])
 @example(replicas=3, limits=(1, 0), life=[("edit", 2), ("wait", 20), ("kill operator", 1), ("edit", 3), ("wait", 9)])
 @given(
     replicas=st.integers(1, 4),
@@ -157,6 +158,7 @@ def test_no_life_of_a_canary_breaks_a_law_and_each_comes_to_an_end(replicas, lim
 
 @pytest.mark.capability("EV-5", "OP-7")
 @LIVES
+@example(strategy="BlueGreen", replicas=2, life=[("suspend", 0), ("edit", 1)])
 @given(
     strategy=st.sampled_from(["BlueGreen", "Recreate", "RollingUpdate"]),
     replicas=st.integers(1, 3),
