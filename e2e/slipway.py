@@ -192,6 +192,19 @@ class Slipway:
         items = self.access.api("GET", path)["items"]
         return sorted(map(Event.of, items), key=lambda event: event.at)
 
+    def wait_events(self, name: str, *reasons: str, kind: str = "InferenceService") -> list[Event]:
+        """All its events, oldest first, once each of these reasons is among them: they are posted after the status."""
+
+        def look() -> list[Event] | None:
+            events = self.events(name, kind=kind)
+            return events if set(reasons) <= {event.reason for event in events} else None
+
+        return wait_for(f"the events {', '.join(reasons)} of {name}", look)
+
+    def notes(self, name: str, reason: str) -> list[str]:
+        """The notes of the service's events with this reason, oldest first, once there is one."""
+        return [event.note for event in self.wait_events(name, reason) if event.reason == reason]
+
     def story(self, name: str) -> str:
         """Status and events in a few lines, for a failure message."""
         status = self.service(name).get("status", {})

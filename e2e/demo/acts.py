@@ -203,11 +203,8 @@ class Acts:
         wait_for(what, lambda: self.slipway.service(CANARY)["status"].get(field) == revision, timeout=150)
 
     def event(self, name: str, reason: str) -> str:
-        """The note of the service's newest event with this reason; it is posted a moment after the status."""
-        return wait_for(
-            f"the event {reason} of {name}",
-            lambda: next((one.note for one in reversed(self.slipway.events(name)) if one.reason == reason), None),
-        )
+        """The note of the service's newest event with this reason."""
+        return self.slipway.notes(name, reason)[-1]
 
     def models(self) -> list[str]:
         return sorted(model.id for model in self.slipway.openai().models.list())

@@ -81,8 +81,8 @@ def test_an_adapter_comes_to_three_running_replicas_survives_a_restart_changes_i
 
     clean.access.kubectl("delete", "lora", "sailor", "-n", USER_NAMESPACE, "--timeout=60s")
     assert routed(clean, "many", "sailor") == set()
-    expected = {"AdapterDownloaded", "AdapterLoaded", "AdapterSwapped", "AdapterUnloaded"}
-    wait_for("its events", lambda: expected <= {one.reason for one in clean.events("sailor", kind="LoRAAdapter")})
+    expected = ("AdapterDownloaded", "AdapterLoaded", "AdapterSwapped", "AdapterUnloaded")
+    clean.wait_events("sailor", *expected, kind="LoRAAdapter")
 
 
 @pytest.mark.capability("ML-2", "ML-8")
@@ -112,7 +112,7 @@ def test_an_adapter_on_demand_is_loaded_by_its_first_request_and_makes_room_for_
         timeout=90,
     )
     assert routed(clean, "few", "json") == {pod.metadata.name}
-    assert "AdapterEvicted" in {event.reason for event in clean.events("sailor", kind="LoRAAdapter")}
+    clean.wait_events("sailor", "AdapterEvicted", kind="LoRAAdapter")
     assert asked(clean, "sailor"), "and comes back with the next request"
     for name in ("sailor", "json"):
         clean.access.kubectl("delete", "lora", name, "-n", USER_NAMESPACE, "--timeout=60s")

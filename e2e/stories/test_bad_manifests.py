@@ -92,4 +92,4 @@ def test_an_image_that_cannot_be_pulled_is_one_reason_and_one_warning_through_ev
 
     assert {(reason, stalled) for reason, _, stalled in seen} == {("ImagePullFailed", "ImagePullFailed")}
     assert len(seen) == 1, seen
-    assert len([event for event in clean.events("steady") if event.reason == "ReplicaUnhealthy"]) == 1
+    assert len(clean.notes("steady", "ReplicaUnhealthy")) == 1

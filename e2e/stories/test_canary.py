@@ -7,7 +7,7 @@ import pytest
 
 from e2e.canary import edit, manifest, wait_served, weights
 from e2e.manifests import as_yaml
-from e2e.slipway import USER_NAMESPACE, Event, Json, Slipway, wait_for
+from e2e.slipway import USER_NAMESPACE, Json, Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -17,13 +17,6 @@ def serve(slipway: Slipway, spec: Json) -> str:
     """Apply it and wait until its revision has served completely; the hash."""
     slipway.apply(as_yaml(spec))
     return wait_served(slipway, spec["metadata"]["name"])
-
-
-def rolled_back(slipway: Slipway, name: str) -> list[Event]:
-    """The events CanaryRolledBack of the service; they are posted after the status is written."""
-    return wait_for(
-        "CanaryRolledBack", lambda: [one for one in slipway.events(name) if one.reason == "CanaryRolledBack"]
-    )
 
 
 def ask(slipway: Slipway, name: str, pin: str = "") -> httpx.Response:
@@ -55,8 +48,7 @@ def test_a_canary_takes_its_share_and_is_promoted_by_hand(clean: Slipway) -> Non
         "annotate", "infsvc", "share", "-n", USER_NAMESPACE, f"{names.ANNOTATION_PROMOTE}={new}", "--overwrite"
     )
     wait_for("it serves alone", lambda: clean.service("share")["status"]["currentRevision"] == new, timeout=90)
-    reasons = {event.reason for event in clean.events("share")}
-    assert {"CanaryStepCompleted", "CanaryPromoted", "RolloutCompleted"} <= reasons
+    clean.wait_events("share", "CanaryStepCompleted", "CanaryPromoted", "RolloutCompleted")
 
 
 @pytest.mark.capability("EV-4")
@@ -69,8 +61,8 @@ def test_a_canary_that_answers_a_smoke_test_wrongly_gets_no_request(clean: Slipw
     wait_for("it is rolled back", lambda: clean.service("wrong")["status"].get("failedRevision") == new, timeout=90)
 
     assert weights(clean, "wrong") == {old: 100, new: 0}
-    (event,) = rolled_back(clean, "wrong")
-    assert "smoke test 1 of 1" in event.note
+    (note,) = clean.notes("wrong", "CanaryRolledBack")
+    assert "smoke test 1 of 1" in note
     wait_for("it is gone", lambda: len(clean.pods("wrong")) == 1)
     assert ask(clean, "wrong").headers[names.HEADER_REVISION] == old
 
@@ -88,8 +80,8 @@ def test_a_slow_canary_is_rolled_back_and_not_tried_again(clean: Slipway) -> Non
     finally:
         load.stop()
 
-    (event,) = rolled_back(clean, "slow")
-    assert "TTFTP95" in event.note
-    assert " against " in event.note
+    (note,) = clean.notes("slow", "CanaryRolledBack")
+    assert "TTFTP95" in note
+    assert " against " in note
     wait_for("the canary is gone", lambda: len(clean.pods("slow")) == 1, timeout=90)
     assert weights(clean, "slow")[old] == 100

@@ -129,7 +129,7 @@ def test_a_model_comes_to_each_node_once_before_replicas_that_then_download_noth
     assert by_pulls > status["bytes"] > 100_000
     # Each replica asks what the address means now, a byte of each file; the files themselves do not come again.
     assert by_replicas < 200, slipway.access.kubectl("logs", "origin")
-    assert "ModelCached" in {event.reason for event in slipway.events("first")}
+    slipway.wait_events("first", "ModelCached")
     pulls = slipway.core.list_namespaced_pod("default", label_selector=f"{names.LABEL_PRE_PULL}=first").items
     assert {pod.spec.node_name for pod in pulls} == {"node-a", "node-b"}
     print(f"pulled {by_pulls} bytes to 2 nodes; 2 replicas then downloaded {by_replicas} bytes")

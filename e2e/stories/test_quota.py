@@ -65,7 +65,7 @@ def test_a_quota_stops_the_second_replica_says_so_and_it_comes_when_the_quota_is
         checks.wait_serving(clean, "within", count=3)
         ready = clean.condition("within", "Ready") or {}
         assert (ready["status"], ready["reason"]) == ("True", "Degraded"), "one of two"
-        notes = [event.note for event in clean.events("within") if event.reason == "ScalingLimited"]
+        notes = clean.notes("within", "ScalingLimited")
         assert any("exceeded quota: gpus" in note and WHAT_TO_DO in note for note in notes), notes
 
         before = refused_creations(clean, began)

@@ -43,7 +43,7 @@ def test_a_spec_edit_surges_one_drains_one_and_drops_no_stream(
     assert report.failed == 0, report.failures
     checks.no_request_lost(report, ledger)
     assert max(most) <= 3, "never more than desired + maxSurge"
-    assert {"RolloutStarted", "RolloutCompleted"} <= {event.reason for event in clean.events("roll")}
+    clean.wait_events("roll", "RolloutStarted", "RolloutCompleted")
     assert len(report.revisions) == 2
 
 

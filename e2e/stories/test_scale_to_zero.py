@@ -29,7 +29,7 @@ def test_an_idle_service_goes_to_zero_and_the_first_request_is_held_and_answered
 
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert len(clean.pods(name)) == 1
-    events = {event.reason: event.note for event in clean.events(name)}
+    events = {event.reason: event.note for event in clean.wait_events(name, "ScaledToZero", "Activated")}
     assert "no request at the gateways" in events["ScaledToZero"]
     assert events["Activated"].startswith("0→1: 1 request waits at the gateways")
     print(f"the first request after zero was answered in {waited:.1f} s")
