@@ -61,11 +61,14 @@ def main() -> int:
     console, machine = Console(width=None if sys.stdout.isatty() else 120), this_machine()
     console.print(f"[bold]{machine}[/]", soft_wrap=True)
     console.print("Figures of different machines, or of busy ones, cannot be compared; ratios are within this run.\n")
-    results = run(options.benchmarks or BENCHMARKS, _measure, console)
-    if options.json:
-        sections = [asdict(one.section) | {"seconds": one.seconds} for one in results if one.section is not None]
-        body = {"machine": asdict(machine), "sections": sections}
-        options.json.write_text(json.dumps(body, indent=2) + "\n")
+
+    def keep(results: Sequence[Result]) -> None:
+        """Write the figures so far: a run of hours that is cut off keeps them."""
+        if options.json:
+            sections = [asdict(one.section) | {"seconds": one.seconds} for one in results if one.section is not None]
+            options.json.write_text(json.dumps({"machine": asdict(machine), "sections": sections}, indent=2) + "\n")
+
+    results = run(options.benchmarks or BENCHMARKS, _measure, console, keep)
     return 1 if any(one.section is None for one in results) else 0
 
 
@@ -79,8 +82,16 @@ class Result:
     failure: str = ""
 
 
-def run(names: Sequence[str], measure: Callable[[str], Section], console: Console) -> list[Result]:
-    """Run benchmarks one after another; print each section, and at the end how long each took and which failed."""
+def run(
+    names: Sequence[str],
+    measure: Callable[[str], Section],
+    console: Console,
+    keep: Callable[[Sequence[Result]], None] = lambda results: None,
+) -> list[Result]:
+    """Run benchmarks one after another; print each section, and at the end how long each took and which failed.
+
+    `keep` gets the results so far after each of them.
+    """
     results: list[Result] = []
     for name in names:
         section, failure, begun = None, "", time.monotonic()
@@ -90,6 +101,7 @@ def run(names: Sequence[str], measure: Callable[[str], Section], console: Consol
             except Exception as error:  # noqa: BLE001  one benchmark that cannot run must not hide the others
                 failure = f"{type(error).__name__}: {error}"
         results.append(Result(name, time.monotonic() - begun, section, failure))
+        keep(results)
         if section is not None:
             console.print(section.table(), "")
         else:

@@ -37,6 +37,7 @@ MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 class Samples:
     """The samples of one path, over all rounds."""
 
+    version: str = ""  # of a peer's program
     short: list[float] = field(default_factory=list)  # seconds of a request that is not streamed
     delay: list[float] = field(default_factory=list)  # seconds from written to read, of each chunk
     cpu: float = 0.0  # of the server's process, for the streams
@@ -65,7 +66,8 @@ def measure(rounds: int = ROUNDS, streams: int = STREAMS, seconds: float = SECON
         ways = {"direct": (upstream, Samples())}
         for name, start in starts.items():
             try:
-                ways[name] = (stack.enter_context(start()), Samples())
+                server = stack.enter_context(start())
+                ways[name] = (server, Samples(server.version))
             except (NoProgramError, ServerFailedError) as missing:
                 print(f"without {name}: {missing}")
         for _ in range(rounds):
@@ -146,5 +148,5 @@ def _section(ways: dict[str, Samples], rounds: int, streams: int, seconds: float
     for name, samples in ways.items():
         if samples is not gateway:
             share = samples.cpu_per_chunk / gateway.cpu_per_chunk
-            figures.append(Figure(f"gateway's chunks a second ÷ {name}'s", share, "×", "same run, by CPU"))
+            figures.append(Figure(f"gateway's chunks a second ÷ {name}'s", share, "×", samples.version))
     return Section("Capacity of the gateway: 100 requests a second, and 1,000 streams on one core", tuple(figures))

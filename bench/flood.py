@@ -53,6 +53,7 @@ NGINX_LIMITS = f"""
 class Samples:
     """The samples of one path to a runtime, by phase."""
 
+    version: str = ""  # of a peer's program
     ttft: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     failed: Counter[str] = field(default_factory=Counter)  # requests of B, by phase
     of_a: Counter[str] = field(default_factory=Counter)  # answers to the flood, by status
@@ -84,7 +85,7 @@ def measure(rounds: int = ROUNDS, seconds: float = SECONDS) -> Section:
             print(f"without nginx: {missing}")
         for number in range(rounds):
             for name, server in servers.items():
-                path = paths.setdefault(name, Samples())
+                path = paths.setdefault(name, Samples(server.version))
                 for phase, rate in PHASES.items():
                     _run_phase(server, path, phase, rate, seconds, seed=number)
     return _section(paths, rounds, seconds)
@@ -157,7 +158,7 @@ def _section(paths: Mapping[str, Samples], rounds: int, seconds: float) -> Secti
     for name, path in paths.items():
         alone, flooded = path.p95("alone"), path.p95("flooded")
         beside = path.p95("beside")
-        aim = f"aim {AIM}" if name == "gateway" else "peer, same run"
+        aim = f"aim {AIM}" if name == "gateway" else path.version or "peer, same run"
         figures += [
             Figure(f"{name}: B's P95 TTFT alone", alone, "ms", how),
             Figure(f"{name}: B's P95 TTFT beside A", path.p95("beside"), "ms", f"A: {USUAL_RATE:.0f} requests/s"),

@@ -42,6 +42,7 @@ PEERS: dict[str, Callable[[str], AbstractContextManager[Server]]] = {
 class Samples:
     """The samples of one path (direct, proxy or gateway), over all rounds."""
 
+    version: str = ""  # of a peer's program
     first: list[float] = field(default_factory=list)  # seconds to the first event
     delay: list[float] = field(default_factory=list)  # seconds from written to read, per event
     short: list[float] = field(default_factory=list)  # seconds of a request that is not streamed
@@ -60,7 +61,8 @@ def measure(rounds: int = ROUNDS, streams: int = STREAMS) -> Section:
         ways = {"direct": (upstream, Samples()), "bare": (bare, Samples()), "through": (gateway, Samples())}
         for name, start in PEERS.items():
             try:
-                ways[name] = (stack.enter_context(start(upstream.url)), Samples())
+                server = stack.enter_context(start(upstream.url))
+                ways[name] = (server, Samples(server.version))
             except (NoProgramError, ServerFailedError) as missing:
                 print(f"without {name}: {missing}")
         for _ in range(rounds):
@@ -146,7 +148,7 @@ def _section(
     ]
     for peer, its in peers.items():
         figures += [
-            Figure(f"CPU per chunk of {peer}", its.cpu_streams / chunks * 1e6, "µs", "same run"),
+            Figure(f"CPU per chunk of {peer}", its.cpu_streams / chunks * 1e6, "µs", its.version),
             Figure(f"CPU per chunk ÷ {peer}", through.cpu_streams / max(its.cpu_streams, 0.01), "×", "same run"),
             Figure(f"CPU per request ÷ {peer}", through.cpu_requests / max(its.cpu_requests, 0.01), "×", "same run"),
         ]

@@ -79,6 +79,7 @@ def _measure_one(
             output, _ = client.communicate(timeout=60)
             still_open += int(output.split()[0])
         how = f"{still_open:,} of {count:,} open at the end, {(during - before) / 2**20:.0f} MiB"
+        how += f"; {server.version}" if server.version else ""
         if count < each * CLIENTS:
             how += f"; {each * CLIENTS - count} failed: {opened[0].strip()}"
         return [Figure(name, (during - before) / max(1, count) / 1024, "KiB", how)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.packages import CACHE, NoProgramError
+from bench.packages import CACHE, NoProgramError, version_of
 from bench.servers import MODEL_NAME, Server, free_ports, served_by
 
 REQUIREMENT = "litellm[proxy]>=1.80,<2"  # 580 MB with what it needs
@@ -54,5 +54,8 @@ def a_litellm(upstream: str) -> Iterator[Server]:
         }
         log = Path(folder) / "litellm.log"
         ready = "/health/liveliness"
-        with served_by([str(command), *arguments], log, environment, (port, port), ready=ready) as server:
+        version = f"LiteLLM {version_of(command, '--version')}"
+        with served_by(
+            [str(command), *arguments], log, environment, (port, port), ready=ready, version=version
+        ) as server:
             yield server

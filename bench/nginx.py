@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.packages import program
+from bench.packages import program, version_of
 from bench.servers import Server, free_ports, served_by
 
 # What `docs/gateway.md` recommends is in `location /`; buffering is left at nginx's default, which is on.
@@ -59,5 +59,6 @@ def an_nginx(upstream: str, *directives: str, http: str = "", connections: int =
         )
         command = [str(binary), "-c", str(config), "-e", f"{folder}/error.log"]
         subprocess.run([*command, "-t", "-q"], check=True)
-        with served_by(command, Path(folder) / "output.log", {}, (port, admin_port)) as server:
+        version = f"nginx {version_of(binary, '-v')}"
+        with served_by(command, Path(folder) / "output.log", {}, (port, admin_port), version=version) as server:
             yield server

@@ -1,6 +1,7 @@
 """Programs from Debian packages, unpacked into the cache and not installed: peers of benchmarks and tests."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -30,6 +31,13 @@ def program(package: str, path: str) -> Path:
     if (broken := _missing_libraries(unpacked)) != "":
         raise NoProgramError(f"{package} needs libraries that this machine lacks: {broken}")
     return unpacked
+
+
+def version_of(*command: str | Path) -> str:
+    """The first version number that a program prints when it is asked for it; empty when it prints none."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"\d+\.\d+[\w.+-]*", done.stdout + done.stderr)
+    return found[0] if found else ""
 
 
 def _missing_libraries(binary: Path) -> str:

@@ -9,18 +9,19 @@ this model: they compare strategies, and promise no time on a GPU.
 
 import heapq
 import random
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from bench.figures import Figure, Section
+from bench.figures import Figure, Section, seconds_each
 from bench.plan import Percentiles
 from slipway_api.inference_service import RoutingStrategy
 from slipway_gateway.fleet import Fleet, Lease
 from slipway_gateway.picker.endpoints import Endpoint, Service
 from slipway_gateway.picker.pick import Picked
-from slipway_gateway.picker.prefix import TOKENS_OF_BLOCK, block_hashes
+from slipway_gateway.picker.prefix import TOKENS_OF_BLOCK, PrefixIndex, block_hashes
 from slipway_gateway.picker.scorers import RoutingRequest
 from slipway_gateway.request_body import OUTPUT_WEIGHT
 
@@ -245,7 +246,28 @@ def measure() -> Section:
             if mix == "conversations":
                 outcome = simulate(mix, RoutingStrategy.PREFIX_CACHE, replicas, with_sessions=True)
                 figures += _figures(f"{where}, PrefixCache with session ids", outcome, base)
-    return Section("Routing: simulated replicas behind the gateway's own picker", tuple(figures))
+    return Section("Routing: simulated replicas behind the gateway's own picker", (*figures, *_cpu_figures()))
+
+
+def _cpu_figures() -> Iterator[Figure]:
+    """The CPU time of the parts of a pick, and the memory of its index."""
+    text = random.Random(0).randbytes(64 * 1024)
+    for size in (10, 64):
+        seconds = seconds_each(lambda size=size: block_hashes([text[: size * 1024]]))
+        yield Figure(f"hashing a prompt of {size} KiB", seconds * 1e6, "µs", "no more than 64 KiB are hashed")
+    for replicas in (8, 50, 200):
+        simulation = Simulation(RoutingStrategy.PREFIX_CACHE, replicas)
+        fleet = simulation.fleets[0]
+        route = fleet.table.resolve("chat")
+        assert route is not None
+        request = RoutingRequest("chat", blocks=block_hashes([text[:4096]]), prompt_tokens=1024, prompt_bytes=4096)
+        seconds = seconds_each(lambda fleet=fleet, route=route, request=request: fleet.pick(route, request))
+        yield Figure(f"a pick among {replicas} replicas", seconds * 1e6, "µs", "a prompt of 16 blocks")
+    index, blocks = PrefixIndex(), 8192
+    tracemalloc.start()
+    index.add("ns/p0", [random.Random(number).getrandbits(64) for number in range(blocks)])
+    yield Figure("memory of a block in the index", tracemalloc.get_traced_memory()[0] / blocks, "B", f"of {blocks:,}")
+    tracemalloc.stop()
 
 
 def _figures(name: str, outcome: Outcome, base: Outcome) -> list[Figure]:

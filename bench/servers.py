@@ -33,6 +33,7 @@ class Server:
     port: int
     admin_port: int
     log: Path
+    version: str = ""  # of a peer's program
 
     @property
     def url(self) -> str:
@@ -92,7 +93,13 @@ def _serving(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
 
 @contextmanager
 def served_by(
-    command: Sequence[str], log: Path, environment: Mapping[str, str], ports: tuple[int, int], *, ready: str = "/ready"
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    ports: tuple[int, int],
+    *,
+    ready: str = "/ready",
+    version: str = "",
 ) -> Iterator[Server]:
     """Any command that answers on these two ports, with the path `ready` on the second one, once it is ready."""
     port, admin_port = ports
@@ -102,7 +109,7 @@ def served_by(
         process = subprocess.Popen(
             [*tied, *command], env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
         )
-    server = Server(process, port, admin_port, log)
+    server = Server(process, port, admin_port, log, version)
     try:
         _await_ready(server, ready)
         yield server
