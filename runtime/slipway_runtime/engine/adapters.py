@@ -134,7 +134,8 @@ class AdapterLoader:
             work = (self._to_read, self._was_read, self._read, weakref.ref(self))
             self._thread = threading.Thread(target=_read_all, args=work, name="adapters", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._to_read.put, None)
+            # Not at exit: a thread that frees tensors while the interpreter ends would abort the process.
+            weakref.finalize(self, self._to_read.put, None).atexit = False
         self._to_read.put((digest, self._paths[digest]))
 
 
