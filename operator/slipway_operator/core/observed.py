@@ -38,6 +38,8 @@ class Capacity:
     bytes_per_token: int
     startup: StartupTimes = field(default_factory=StartupTimes)
     """Where the time of its start went; the same until the engine starts again."""
+    warnings: tuple[str, ...] = ()
+    """What costs quality or speed in the way that the model is loaded; sentences."""
 
     @classmethod
     def of(cls, state: State) -> "Capacity | None":
@@ -53,6 +55,7 @@ class Capacity:
             kv_blocks=state.blocks.total,
             bytes_per_token=state.bytes_per_token,
             startup=state.startup,
+            warnings=state.warnings,
         )
 
 

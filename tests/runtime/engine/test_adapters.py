@@ -1,6 +1,8 @@
 """Adapters through the whole engine: read, queued for, given a slot, computed beside others, and gone again."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,3 +176,22 @@ def test_as_many_adapters_as_were_asked_for_stay_in_memory_at_the_largest_rank(r
             residency.loading(f"adapter-{number}")
             residency.loaded(f"adapter-{number}", num_bytes=size, rank=rank)
         assert residency.take_dropped() == ()
+
+
+def test_a_process_whose_engine_read_an_adapter_ends_with_its_own_exit_status(base):
+    """The reading thread holds the model: were it to end during the interpreter's end, freeing tensors would abort."""
+    path, _, folders = base
+    code = """
+import sys
+from pathlib import Path
+from tests.runtime.engine.test_adapters import Served
+
+served = Served(Path(sys.argv[1]))
+served.load(Path(sys.argv[2]))
+sys.exit(3)
+"""
+    ended = [
+        subprocess.run([sys.executable, "-c", code, path, folders["a"]], cwd=REPOSITORY, timeout=120).returncode
+        for _ in range(2)
+    ]
+    assert ended == [3, 3]

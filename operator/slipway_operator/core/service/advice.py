@@ -1,13 +1,20 @@
-"""Finds settings of a spec that work and are likely to be regretted; each becomes one event, Advice, per generation."""
+"""Finds what works and is likely to be regretted; each becomes an event, Advice.
 
-from collections.abc import Iterator
+About a setting of the spec it comes once for each generation. About the way in which a model was loaded (weights that
+were rounded twice, for example) it comes with each start that is measured, and the recorder counts repetitions.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from slipway_api.conditions import EventReason
 from slipway_api.gpu_catalogue import find_gpu
 from slipway_api.inference_service import InferenceService, InferenceServiceSpec
+from slipway_api.inference_status import InferenceServiceStatus
 from slipway_api.memory import utilization_warning
 from slipway_operator.core.actions import Event
+from slipway_operator.core.health import Member
+from slipway_operator.core.service.performance import newest_cold_start
 
 SLOW_TOKEN_SECONDS: Final = 0.1  # between two tokens; twice what a reader notices
 _SHARED_RESOURCE: Final = ".shared"  # nvidia.com/gpu.shared: time slices, named so by the device plugin
@@ -19,6 +26,20 @@ def find_advice(service: InferenceService) -> tuple[Event, ...]:
         return ()
     return tuple(
         Event(reason=EventReason.ADVICE, action="Plan", message=sentence) for sentence in _sentences(service.spec)
+    )
+
+
+def find_load_advice(
+    before: InferenceServiceStatus, after: InferenceServiceStatus, members: Sequence[Member]
+) -> tuple[Event, ...]:
+    """What the replica warns of whose cold start is in the status since this pass."""
+    newest = newest_cold_start(members)
+    if newest is None or before.performance == after.performance:
+        return ()
+    replica, capacity = newest
+    return tuple(
+        Event(reason=EventReason.ADVICE, action="Load", message=f"spec.model.uri: {sentence}", pod=replica.name)
+        for sentence in capacity.warnings
     )
 
 

@@ -15,7 +15,7 @@ from slipway_api.names import STATE_DRAINING
 from slipway_operator.core.actions import Event
 from slipway_operator.core.health import Member
 from slipway_operator.core.observed import Observed, Replica
-from slipway_operator.core.service.advice import find_advice
+from slipway_operator.core.service.advice import find_advice, find_load_advice
 from slipway_operator.core.service.problems import describe_replica
 from slipway_operator.core.service.scaling_status import scaling_events
 from slipway_operator.core.service.status import Decided
@@ -33,6 +33,7 @@ def find_events(observed: Observed, after: InferenceServiceStatus, decided: Deci
         *_ready_events(before, observed.ready_before, decided),
         *find_warnings(before, after),
         *find_advice(observed.service),
+        *find_load_advice(before, after, decided.members),
     )
 
 

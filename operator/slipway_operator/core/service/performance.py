@@ -10,25 +10,30 @@ from decimal import Decimal
 
 from slipway_api.inference_status import ColdStart, PerformanceStatus
 from slipway_operator.core.health import Member
+from slipway_operator.core.observed import Capacity, Replica
 
 
-def measure_performance(members: Sequence[Member]) -> PerformanceStatus | None:
-    """The cold start of the newest replica that has reported it; None where none has.
+def newest_cold_start(members: Sequence[Member]) -> tuple[Replica, Capacity] | None:
+    """The newest replica that was started cold and has reported its capacity; None where none has.
 
     A replica that was claimed from a WarmPool, or whose container was started again, tells nothing about a cold start.
     """
     measured = [
-        one.replica
+        (one.replica, one.replica.sample.capacity)
         for one in members
         if one.is_ready and not one.replica.claimed_at and not one.replica.restarts
         if one.replica.sample is not None and one.replica.sample.capacity is not None
     ]
-    if not measured:
+    return max(measured, key=lambda one: (one[0].created_at, one[0].name), default=None)
+
+
+def measure_performance(members: Sequence[Member]) -> PerformanceStatus | None:
+    """The cold start of the newest replica that has reported it; None where none has."""
+    newest = newest_cold_start(members)
+    if newest is None:
         return None
-    replica = max(measured, key=lambda one: (one.created_at, one.name))
-    assert replica.sample is not None
-    assert replica.sample.capacity is not None
-    startup = replica.sample.capacity.startup
+    replica, capacity = newest
+    startup = capacity.startup
     if startup.load_seconds is None:
         return None
     cold = ColdStart(

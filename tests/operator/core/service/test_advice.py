@@ -1,10 +1,15 @@
 """Settings that work and are likely to be regretted give one event each, once for each generation of the spec."""
 
+from dataclasses import replace
+
 import pytest
 
+from slipway_api.conditions import EventReason
+from slipway_api.runtime_api import StartupTimes
+from slipway_operator.core.observed import Capacity, Sample
 from slipway_operator.core.service.advice import find_advice
 from slipway_operator.core.service.plan import plan
-from tests.builders import T0, a_service, promised, seen
+from tests.builders import T0, a_pod, a_service, promised, seen
 
 PINNED = {"gpu": {"count": 1, "product": "NVIDIA-H100-80GB-HBM3"}}
 
@@ -79,3 +84,25 @@ def test_advice_is_an_event_of_the_first_pass_over_a_generation_and_of_no_later_
 
     assert [one.reason for one in first.events if one.reason == "Advice"] == ["Advice"]
     assert [one for one in later.events if one.reason == "Advice"] == []
+
+
+@pytest.mark.capability("QZ-4")
+def test_weights_that_were_quantized_twice_are_named_once_by_the_replica_that_loaded_them():
+    twice = "the weights were made from org/model-bnb-4bit, which looks like bitsandbytes NF4, and are quantized again"
+    service = promised(a_service(), 1)
+    capacity = Capacity(
+        max_sequences=4, kv_blocks=9, bytes_per_token=9, startup=StartupTimes(load_seconds=4), warnings=(twice,)
+    )
+    loading = Sample(at=T0, kv_usage=0, running=0, waiting=0)
+    pod = a_pod(service=service).ready()
+
+    def told(pod, service) -> list[tuple[str, str]]:
+        made = plan(seen(service, pod), T0)
+        return [(one.message, one.pod) for one in made.events if one.reason is EventReason.ADVICE and one.pod]
+
+    loaded = pod.but(sample=replace(loading, capacity=capacity))
+    after = plan(seen(service, loaded), T0).status
+
+    assert told(pod.but(sample=loading), service) == []
+    assert told(loaded, service) == [(f"spec.model.uri: {twice}", loaded.replica.name)]
+    assert told(loaded, service.model_copy(update={"status": after})) == [], "it was told in the pass before"
