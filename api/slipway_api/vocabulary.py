@@ -142,7 +142,7 @@ EVENTS: Final = {
     EventReason.SLO_EXCEEDED: "The last hour is above a limit of spec.slo; which, with its numbers.",
     EventReason.ERROR_BUDGET_BURNING: "An error budget is spent much faster than it lasts; the burn rates.",
     EventReason.ERROR_BUDGET_EXHAUSTED: "An error budget is spent: new revisions wait, or are promoted by hand.",
-    EventReason.ADVICE: "A setting or a model is likely to be regretted; in mode Advisory: the number that Slipway would set.",
+    EventReason.ADVICE: "A setting or a model is likely to be regretted; in mode Advisory: the number to set.",
     EventReason.PROGRESS_DEADLINE_EXCEEDED: "A rollout or first start made no progress for progressDeadlineSeconds.",
 }
 

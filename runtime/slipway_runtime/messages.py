@@ -91,6 +91,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     embedding: bytes = b""  # float32, of length 1: set on the only Output of an engine that computes embeddings
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; set on the first Output
+    draft_tokens: int = 0  # that were verified in the step
+    accepted_tokens: int = 0  # of these; after them comes one more token
     queued_at: float | None = None  # when the request entered the queue; set on the first Output
     scheduled_at: float | None = None  # when the request left the queue; set on the first Output
     first_token_at: float | None = None  # when prefill ended; set on the first Output

@@ -57,7 +57,7 @@ from slipway_runtime.scheduling.prefix_cache import (
 from slipway_runtime.scheduling.request_table import RequestTable
 from slipway_runtime.scheduling.residency import Residency
 from slipway_runtime.scheduling.scheduler_output import InFlightBatch, Scheduled, SchedulerOutputBuilder
-from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_embedding
+from slipway_runtime.scheduling.sequence import Sequence, State, accept, with_drafts, with_embedding
 from slipway_runtime.scheduling.speculation import Drafter, Speculation
 from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
@@ -225,6 +225,8 @@ class Scheduler:
                 output = accept(sequence, token_ids, logprobs, self._eos, now)
                 if result.embeddings:
                     output = with_embedding(output, result.embeddings[index])
+                if row.drafts:
+                    output = with_drafts(output, len(row.drafts), len(token_ids) - 1)
                 table.counters.generated_tokens += len(output.token_ids)
                 sequence.share.charge(output=len(output.token_ids))
                 outputs.append(output)

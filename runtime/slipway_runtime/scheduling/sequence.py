@@ -191,6 +191,11 @@ def with_embedding(output: Output, embedding: bytes) -> Output:
     return msgspec.structs.replace(output, embedding=embedding, token_ids=(), stop_token_id=None)
 
 
+def with_drafts(output: Output, drafted: int, accepted: int) -> Output:
+    """The output of a step that verified so many draft tokens, and how many of them were right."""
+    return msgspec.structs.replace(output, draft_tokens=drafted, accepted_tokens=accepted)
+
+
 def ended(sequence: Sequence, reason: FinishReason, error: str, now: float) -> Output:
     """The final output of an answer that ended without a sampled token, as by an abort."""
     told = sequence.first_token_at is not None

@@ -45,6 +45,8 @@ class Record:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    draft_tokens: int = 0  # verified for its answers
+    accepted_tokens: int = 0  # of these
     max_tokens: int
     finish_reason: FinishReason
     arrived: float
@@ -148,6 +150,7 @@ class Generation:
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = 0
+        self.draft_tokens = self.accepted_tokens = 0
         self.choices = choices  # in the order of the engine's indices
         self._outputs = outputs
         self._max_tokens = max_tokens
@@ -199,6 +202,8 @@ class Generation:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self.completion_tokens,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             max_tokens=self._max_tokens,
             finish_reason=(broken or reasons)[-1],
             arrived=self._arrived,
@@ -218,6 +223,8 @@ class Generation:
         if self._scheduled_at is None and output.scheduled_at is not None:
             self._scheduled_at = output.scheduled_at
             self.cached_tokens = output.cached_tokens
+        self.draft_tokens += output.draft_tokens
+        self.accepted_tokens += output.accepted_tokens
         if not output.token_ids:
             return
         if self._first_token_at is None:

@@ -374,6 +374,8 @@ class Metrics:
             "cached": record.cached_tokens,
             "output": record.completion_tokens,
         }
+        if record.draft_tokens:
+            kinds |= {"draft": record.draft_tokens, "accepted": record.accepted_tokens}
         for kind, count in kinds.items():
             self._tokens_by_tenant.labels(*self._values, *labels, kind).inc(count)
 

@@ -190,6 +190,35 @@ async def test_gateways_see_the_adapters_in_the_metrics(replica: Running, folder
     assert "m" in paid
 
 
+@pytest.mark.capability("SD-2", "OB-2")
+async def test_acceptance_of_drafts_is_counted_for_each_adapter(folders: Path):
+    async with a_replica(max_adapters=1, max_rank=8, adapter_roots=(folders,), speculation="promptLookup") as drafting:
+        assert (
+            await drafting.admin("/adapters", "POST", json={"name": "m", "uri": f"file://{folders}/one"})
+        ).is_success
+        await drafting.until(lambda _: drafting.models[0].adapters.info("m").state != "loading")
+        for model in ("tiny", "m"):
+            body = {
+                "model": model,
+                "prompt": "one two three four one two three four one two",
+                **GREEDY,
+                "max_tokens": 40,
+            }
+            assert (await drafting.post("/v1/completions", body)).is_success
+        page = (await drafting.http.get(f"{drafting.url}/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+
+    counted = {
+        (s.labels["adapter"], s.labels["kind"]): s.value
+        for s in families["slipway:tokens"].samples
+        if s.labels["kind"] in ("draft", "accepted")
+    }
+    for kind in ("draft", "accepted"):
+        [sample] = families[f"vllm:spec_decode_num_{kind}_tokens"].samples
+        assert counted["", kind] + counted["m", kind] == sample.value
+    assert counted["", "draft"] > 0 < counted["m", "draft"]
+
+
 async def test_adapters_are_off_unless_asked_for():
     async with a_replica() as off:
         hidden = await load(off, "x", "/x")
