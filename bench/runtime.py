@@ -7,21 +7,26 @@ the same run; both make the same number of tokens for every prompt.
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from bench.figures import Figure, Section
+import aiohttp
+
+from bench.figures import Figure, Section, share_of
 from bench.load import run_load
 from bench.plan import LoadPlan, LoadReport, Percentiles
 from bench.prompts import Share
 from bench.servers import EMBEDDED_MODEL, MODEL_NAME, a_runtime
+from bench.stream import chat_stream
 from bench.workload import SMALL_MIXED_MIX, Workload
 
 CONCURRENCY = (1, 8, 32)
 MAX_TOKENS = 64
 ROUNDS = 3  # answers per user
 PEER_SECONDS = 600
+STARTS, REQUESTS_OF_A_START = 5, 20
 # Of ten requests one has a prompt of twelve steps, as 50,000 tokens at 4,096 a step: the embedded model has 2,048.
 STEP_TOKENS = 128
 BESIDE_LONG_PROMPTS = (Share(0.9, 10, 20), Share(0.1, 1300, 1400))
@@ -42,8 +47,33 @@ def measure(concurrency: Sequence[int] = CONCURRENCY, rounds: int = ROUNDS) -> S
         base_url = f"{server.url}/v1"
         asyncio.run(_load(base_url, 1, 1))
         figures += _beside_long_prompts(asyncio.run(_load_beside_long_prompts(base_url)))
+    figures.append(_first_requests())
     title = f"Runtime: embedded model, fp32, {MAX_TOKENS} tokens an answer, 1 thread"
     return Section(title, tuple(figures))
+
+
+def _first_requests() -> Figure:
+    """TTFT of the first request to a replica that has just become ready ÷ that of later ones, which are as long."""
+    firsts, steady = [], []
+    for start in range(STARTS):
+        with a_runtime("--dtype", "fp32") as server:
+            first, *later = asyncio.run(_one_by_one(f"{server.url}/v1", start))
+        firsts.append(first)
+        steady += later[len(later) // 2 :]
+    usual, ratio = share_of(steady, 0.5), share_of(firsts, 0.5) / share_of(steady, 0.5)
+    note = f"{usual * 1e3:.1f} ms; of {STARTS} starts " + ", ".join(f"{first / usual:.2f}" for first in firsts)
+    return Figure("TTFT of the first request ÷ of later ones", ratio, "×", note, at_most=1.2)
+
+
+async def _one_by_one(base_url: str, seed: int) -> list[float]:
+    """TTFT of requests one after the other, each on a connection of its own, none with the prefix of another."""
+    draw, found = random.Random(seed), []
+    for _ in range(REQUESTS_OF_A_START):
+        text = " ".join(str(draw.randrange(1000)) for _ in range(60))
+        body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": 4}
+        async with aiohttp.ClientSession() as session:
+            found.append((await chat_stream(session, base_url, body)).ttft)
+    return found
 
 
 async def _load(base_url: str, users: int, rounds: int) -> LoadReport:

@@ -96,6 +96,7 @@ class EngineProcess:
         self.pid = process.pid
         self._process = process
         self._pipe = pipe
+        pipe.connect()
         self._encoder = msgspec.msgpack.Encoder()
         self._watcher: asyncio.Task[None] | None = None
 
@@ -178,13 +179,16 @@ class _Pipe:
         self._context = zmq.Context()
         self.requests = self._context.socket(zmq.PUSH)
         self.requests.set_hwm(0)  # never blocks, never drops: the messages are bounded by admitted requests
-        self.requests.connect(f"ipc://{self.directory}/requests")
         self._news = self._context.socket(zmq.PULL)
         self._news.set_hwm(0)
         self._news.bind(f"ipc://{self.directory}/news")
         self._descriptor = int(self._news.getsockopt(zmq.FD))
         self._decoder = msgspec.msgpack.Decoder(News)
         self._listener: Callable[[News], None] | None = None
+
+    def connect(self) -> None:
+        """Connect to the socket of an engine that is loaded. Before it is bound, a connection is tried each 100 ms."""
+        self.requests.connect(f"ipc://{self.directory}/requests")
 
     def listen(self, listener: Callable[[News], None]) -> None:
         """Call the listener for each message from now on; it takes the place of an earlier one."""

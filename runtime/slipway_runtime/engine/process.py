@@ -79,9 +79,14 @@ def _serve(
         return EngineFailed(str(refused))
     except Exception as error:  # noqa: BLE001  whatever a strange checkpoint does is reported
         return EngineFailed(f"{type(error).__name__}: {error}", traceback.format_exc())
-    tell(Loaded(engine.facts, engine.stats(time.monotonic())))
     loop = StepLoop(engine, time.monotonic)
-    threading.Thread(target=_read, args=(context, start.directory, loop), name="read", daemon=True).start()
+    # Bound before the parent hears that it may connect: else the first request would wait for a connection's retry.
+    requests = context.socket(zmq.PULL)
+    requests.set_hwm(0)
+    requests.linger = 0
+    requests.bind(f"ipc://{start.directory}/requests")
+    tell(Loaded(engine.facts, engine.stats(time.monotonic())))
+    threading.Thread(target=_read, args=(requests, loop), name="read", daemon=True).start()
     try:
         loop.run(tell)
     except RankDiedError as died:
@@ -91,12 +96,9 @@ def _serve(
     return EngineFailed("the step loop ended without a reason")
 
 
-def _read(context: "zmq.Context[zmq.Socket[bytes]]", directory: str, loop: StepLoop) -> None:
+def _read(requests: "zmq.Socket[bytes]", loop: StepLoop) -> None:
     try:
-        with context.socket(zmq.PULL) as requests:
-            requests.set_hwm(0)
-            requests.linger = 0
-            requests.bind(f"ipc://{directory}/requests")
+        with requests:
             decoder = msgspec.msgpack.Decoder(Message)
             while True:
                 loop.send(decoder.decode(requests.recv()))

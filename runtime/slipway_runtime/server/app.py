@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
 import slipway_api
+from slipway_api import names
 from slipway_runtime.server import (
     about,
     adapter_routes,
@@ -84,6 +85,32 @@ class _Server(uvicorn.Server):
         yield
 
 
+async def _build_routes(app: ASGIApp) -> None:
+    """Send a request through the application: FastAPI builds its routes at the first one, which takes 10 ms."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": names.PATH_HEALTH,
+        "raw_path": names.PATH_HEALTH.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "client": None,
+        "server": None,
+    }
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        pass
+
+    await app(scope, receive, send)
+
+
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
     """Serve an application; yields its port once it listens. The exit waits a short time for open responses."""
@@ -113,6 +140,7 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
                 task.result()
                 raise RuntimeError(f"the server on port {port} ended before it began")
             await asyncio.sleep(0.005)
+        await _build_routes(app)
         yield bound.getsockname()[1]
     finally:
         server.should_exit = True

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import Draining, EngineClient, EngineDead, OutputStream, Refused
@@ -76,6 +78,32 @@ async def until(client: EngineClient, condition: Callable[[EngineStats], bool]) 
 
 async def idle(client: EngineClient) -> EngineStats:
     return await until(client, lambda s: s.running == s.waiting == s.blocks_live == 0)
+
+
+@pytest.mark.capability("KN-4")
+async def test_the_first_request_of_a_process_waits_for_no_second_try_to_connect(monkeypatch: pytest.MonkeyPatch):
+    """Of a socket that is not bound yet, another try comes 100 ms later."""
+    monitors: list[zmq.Socket[bytes]] = []
+    real = zmq.Socket.connect
+
+    def connect(self: "zmq.Socket[bytes]", address: str) -> object:
+        if address.startswith("ipc:"):  # a monitor is connected too
+            monitors.append(self.get_monitor_socket())
+        return real(self, address)
+
+    monkeypatch.setattr(zmq.Socket, "connect", connect)
+    client = EngineClient(await EngineProcess.launch(TINY, OPTIONS))
+    await client.start()
+    assert len(await text(ask(client, "first", 2))) == 2
+    [monitor] = monitors
+    happened = []
+    while monitor.poll(0):
+        happened.append(parse_monitor_message(monitor.recv_multipart())["event"])
+    monitor.close()
+    await client.stop()
+
+    assert zmq.EVENT_CONNECTED in happened
+    assert zmq.EVENT_CONNECT_RETRIED not in happened
 
 
 async def test_the_same_text_whatever_else_runs(client):
