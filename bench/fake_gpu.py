@@ -36,7 +36,7 @@ DEVICE = torch.device("cuda", 1)
 _FREE = frozenset({"lift_fresh", "detach", "alias", "empty", "empty_strided", "new_empty", "new_empty_strided", "set_",
                    "empty_like", "_unsafe_view", "resize_"})  # fmt: skip
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})  # read what they give, not all that they have
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "_scaled_mm", "linear"})
+_PRODUCTS = {"mm": 1, "addmm": 2, "bmm": 1, "_scaled_mm": 1, "linear": 1}  # which operand the weights are
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,20 @@ class Operation:
     nbytes: int = 0  # read and written, of device memory; of an upload or download what travels
     flops: int = 0
     programs: int = 0  # of a Triton launch; 0: an operator of torch
+    needed: int = 0  # of these bytes, weights, keys and values: no other way to compute the step reads fewer
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launch of an attention kernel moves and computes: its operands are whole caches, and do not tell."""
+
+    nbytes: int
+    flops: int = 0
+    needed: int = 0
+
+    def operation(self, name: str, programs: int) -> Operation:
+        """The launch."""
+        return Operation("kernel", name, self.nbytes, self.flops, programs, self.needed)
 
 
 @dataclass
@@ -94,7 +108,7 @@ class FakeGpu:
         self._pinned: dict[int, Any] = {}  # storages of pinned memory, kept so that no other gets their number
         self.compiled: set[tuple[object, ...]] = set()  # what Triton would have compiled by now
         self.caches: set[int] = set()  # storages of KV, of which a launch touches a part
-        self.attention: dict[str, tuple[int, int]] = {}  # bytes and operations of a launch of these kernels
+        self.attention: dict[str, Launched] = {}  # of the step
         self.is_loading = True  # weights are read: host and device may wait for each other
 
     @contextmanager
@@ -118,9 +132,7 @@ class FakeGpu:
                 self._captured = None
             self.record.operations.append(Operation("graph", f"graph of {len(captured)}"))
             self.record.inside += [
-                Operation("kernel", one.name, *self.attention[one.name], one.programs)
-                if one.name in self.attention
-                else one
+                self.attention[one.name].operation(one.name, one.programs) if one.name in self.attention else one
                 for one in captured
             ]
 
@@ -132,10 +144,16 @@ class FakeGpu:
         if strangers:
             raise RuntimeError(f"{name} is launched on {DEVICE} with operands on {sorted(strangers)}")
         if name in self.attention:
-            self._add(Operation("kernel", name, *self.attention[name], programs))
+            self._add(self.attention[name].operation(name, programs))
             return
         touched = {one.untyped_storage()._cdata: one.nbytes for one in tensors}
-        self._add(Operation("kernel", name, sum(touched[key] for key in touched.keys() - self.caches), 0, programs))
+        nbytes = sum(touched[key] for key in touched.keys() - self.caches)
+        flops = needed = 0
+        if name == "_times_codes":  # inputs (T, in), codes (out, in), scales, outputs (T, out)
+            codes = max((one for one in tensors if one.itemsize == 1), key=lambda one: one.nbytes)
+            [inputs, *_] = (one for one in tensors if one.itemsize == 2)
+            flops, needed = 2 * len(inputs) * codes.numel(), codes.nbytes
+        self._add(Operation("kernel", name, nbytes, flops, programs, needed))
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator of torch, after it ran."""
@@ -161,7 +179,8 @@ class FakeGpu:
         read = given[1:] if name in _GATHERS else given  # `index_put_`: counted too high, by the table
         nbytes = sum({one.untyped_storage()._cdata: one.nbytes for one in read}.values())
         nbytes += sum(one.nbytes for one in made) * (2 if name in _GATHERS else 1)
-        self._add(Operation("kernel", name, nbytes, _flops(name, given, made)))
+        weights = given[_PRODUCTS[name]].nbytes if name in _PRODUCTS else 0
+        self._add(Operation("kernel", name, nbytes, _flops(name, given, made), needed=weights))
 
     def queue_event(self, device: torch.device) -> Callable[[], object]:
         """In the place of `upload.queue_event`: a wait belongs to the record of the moment when it happens."""

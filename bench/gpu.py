@@ -1,24 +1,31 @@
-"""Benchmark of the GPU kernels, `python -m bench.gpu`: each against the GPU's measured limits, and the floor of a step.
+"""Benchmark of GPU kernels and whole steps, `python -m bench.gpu`: measured beside what the plan on paper says.
 
-Prefill and decode are told apart. Bandwidth and peak are those of a copy and of cuBLAS in the same run, not the data
-sheet's. The ledger of a decode step is its floor: bytes of weights and KV over the bandwidth, plus a launch for each
-kernel; what a step takes beyond it is work to do.
+The plan (`bench.gpu_plan`) is made for this card: its bandwidth and peak are those of a copy and of cuBLAS in the same
+run, not the data sheet's. So a ratio above 1 is a share of bandwidth or peak that was assumed too high, or time between
+kernels. Prefill and decode are told apart. Steps are the runtime's own, with weights that mean nothing, each launched
+before the one before it is read.
 """
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from bench.figures import Figure, Section
+from bench.gpu_plan import CARDS, Card, Forms, Planned, decode, layers_of, prefill, table
+from bench.gpu_steps import CONFIGS, Machine, plan_after, with_layers
+from slipway_runtime.models.config import parse_config
+from slipway_runtime.worker.capture import CudaCapture
 
-LAUNCH_SECONDS = 1.8e-6  # of a kernel inside a graph
-KERNELS_PER_LAYER = 10  # 2 norms, 4 products, rotation with KV write, attention, merge, SwiGLU
+STEPS_TIMED = 16
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,9 @@ class Shape:
     head_dim: int
     vocabulary: int
 
-    def weight_bytes(self) -> int:
-        """In bf16; the head counts, the embedding does not: of it a step reads a few rows."""
-        attention = self.hidden * (2 * self.q_heads + 2 * self.kv_heads) * self.head_dim
-        return 2 * (self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden)
-
     def kv_bytes(self, rows: int, context: int) -> int:
         """In bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim * rows * context
-
-    def floor_seconds(self, rows: int, context: int, bandwidth: float) -> float:
-        """Of one decode step. bandwidth: bytes a second."""
-        moved = self.weight_bytes() + self.kv_bytes(rows, context)
-        return moved / bandwidth + self.layers * KERNELS_PER_LAYER * LAUNCH_SECONDS
 
 
 SHAPES = (
@@ -54,6 +51,7 @@ SHAPES = (
     Shape("Llama-3.1-8B", 32, 4096, 14_336, 32, 8, 128, 128_256),
 )
 STEPS = ((1, 1024), (1, 8192), (32, 2048), (256, 1024))  # rows, context
+PROMPTS = (2048, 8192)
 
 
 def measure() -> Section:
@@ -66,12 +64,74 @@ def measure() -> Section:
     for shape in SHAPES:
         for rows, context in STEPS:
             figures += _decode(shape, rows, context, bandwidth)
-            floor = shape.floor_seconds(rows, context, bandwidth)
-            figures.append(Figure(f"{shape.name} floor of a step, {rows} × {context}", floor * 1e3, "ms", "ledger"))
         for length in (512, 2048, 8192):
             figures += _prefill(shape, length, peak)
         figures += _rowwise(shape, bandwidth)
+        figures += whole_steps(shape.name, torch.device("cuda"), card_here(bandwidth, peak), STEPS, PROMPTS)
     return Section(f"kernels on {torch.cuda.get_device_name()}", tuple(figures))
+
+
+def card_here(bandwidth: float, peak: float) -> Card:
+    """This machine's GPU, with these bytes and operations a second."""
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Card(bandwidth, peak, facts.multi_processor_count, facts.total_memory)
+
+
+def whole_steps(
+    model: str,
+    device: torch.device,
+    card: Card,
+    steps: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    **settings: Any,
+) -> Iterator[Figure]:
+    """Decode steps (rows, context) and prompts (tokens) of a model, each ÷ its plan. settings: of the machine."""
+    for rows, context in steps:
+        planned = decode(model, card, rows, context)
+        yield _beside(planned, step_seconds(a_real_machine(model, device, rows, context, **settings), rows, context))
+    for tokens in prompts:
+        planned = prefill(model, card, tokens)
+        yield _beside(planned, prompt_seconds(a_real_machine(model, device, 1, tokens, **settings), tokens))
+
+
+def _beside(planned: Planned, measured: float) -> Figure:
+    note = f"measured {measured * 1e3:.2f} ms, planned {planned.seconds * 1e3:.2f}"
+    return Figure(f"{planned.model}, {planned.case}: measured ÷ planned", measured / planned.seconds, "×", note)
+
+
+def a_real_machine(model: str, device: torch.device, rows: int, context: int, **settings: Any) -> Machine:
+    """The model with all its layers, and room for the steps that are timed; on a GPU its steps are captured."""
+    config = with_layers(parse_config(CONFIGS[model]), layers_of(model))
+    machine = Machine(config, device, rows=rows, longest=context + 2 * STEPS_TIMED, **settings)
+    if device.type == "cuda":
+        with torch.inference_mode():
+            machine.runner.capture_graphs(CudaCapture())
+    return machine
+
+
+def step_seconds(machine: Machine, rows: int, context: int) -> float:
+    """Of a decode step, the mean of STEPS_TIMED, each launched before anything of the one before is read."""
+    plan = machine.prepare([1] * rows, [context - 1] * rows)
+    machine.runner.execute(plan)
+    begun, pending = time.perf_counter(), []
+    for _ in range(STEPS_TIMED):
+        plan = plan_after(plan)
+        pending.append(machine.runner.launch(plan))
+        if len(pending) == 2:
+            pending.pop(0)()
+    pending.pop()()
+    return (time.perf_counter() - begun) / STEPS_TIMED
+
+
+def prompt_seconds(machine: Machine, tokens: int) -> float:
+    """Of a prompt and its first sample, the best of three."""
+    best = math.inf
+    for _ in range(3):
+        plan = machine.prepare([tokens], [0])
+        begun = time.perf_counter()
+        machine.runner.execute(plan)
+        best = min(best, time.perf_counter() - begun)
+    return best
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -163,14 +223,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--plan", nargs=2, metavar=("MODEL", "CARD"), help="a roofline on paper; needs no GPU")
+    parser.add_argument("--weights", choices=("none", "int8", "fp8"), default="none", help="of --plan")
+    parser.add_argument("--kv", choices=("auto", "fp8", "int8"), default="auto", help="of --plan")
     options = parser.parse_args()
     if options.plan:
-        from bench.gpu_plan import CARDS, CONFIGS, table
-
         model, card = options.plan
         if model not in CONFIGS or card not in CARDS:
             parser.error(f"--plan takes one of {', '.join(CONFIGS)} and one of {', '.join(CARDS)}")
-        print(table(model, card))
+        print(table(model, card, Forms(options.weights, options.kv)))
         return 0
     if not torch.cuda.is_available():
         print("There is no GPU here that torch can use: nothing was measured.")

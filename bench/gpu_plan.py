@@ -1,13 +1,14 @@
-"""The roofline of a step on paper: `python -m bench.gpu --plan MODEL CARD`.
+"""The roofline of a step on paper: `python -m bench.gpu --plan MODEL CARD [--weights int8] [--kv fp8]`.
 
 Bytes, operations, launches and copies are those that the runtime's own code asks of a GPU (`bench.gpu_steps`); nothing
 is timed. The time of a launch is the longest of its bytes over the bandwidth, its operations over the peak, and a
 launch; bandwidth and peak are reduced to what kernels of that kind reach, by the table below. The roofline is what the
-step cannot avoid (weights and KV once, its products) at the full bandwidth and peak of the card.
+step cannot avoid (weights and KV once, its products; no activations) at the full bandwidth and peak of the card.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,16 +39,44 @@ REPORTED, AIM = ("H100", "H200", "B200"), 0.75  # of the roofline
 CONTEXTS, BATCHES, PROMPTS = (1024, 8192, 32_768), (1, 32, 256), (2048, 8192)
 # Shares of bandwidth and peak that such kernels reach when they fill the card: assumed, until `make bench-gpu` says.
 PRODUCTS, DECODE, EXTEND, ELEMENTWISE = (0.85, 0.70), (0.85, 0.50), (0.85, 0.50), (0.80, 1.0)
-SHARES = {"linear": PRODUCTS, "_scaled_mm": PRODUCTS, "_decode": DECODE, "_extend": EXTEND}
+CODES = (0.80, 0.50)  # products that take their weights' codes apart
+SHARES = {
+    "linear": PRODUCTS, "mm": PRODUCTS, "addmm": PRODUCTS, "_scaled_mm": PRODUCTS, "_times_codes": CODES,
+    "_decode": DECODE, "_extend": EXTEND,
+}  # fmt: skip
 PROGRAM_SHARE = 2.5  # of the card's bandwidth by its multiprocessors, that one of them can draw alone
 IN_GRAPH, OUTSIDE = 1.8e-6, 5e-6  # seconds of a launch: the gap between two kernels, and the host's call
 COPY = 8e-6  # seconds of a small copy; for the last one the host waits
 
 
 @dataclass(frozen=True)
+class Forms:
+    """How weights and KV are held: as for `--quantization` and `--kv-cache-dtype`."""
+
+    weights: str = "none"
+    kv: str = "auto"
+
+    @property
+    def bytes_of_weight(self) -> int:
+        return 2 if self.weights == "none" else 1
+
+    @property
+    def bytes_of_kv(self) -> int:
+        return 2 if self.kv == "auto" else 1
+
+    def __str__(self) -> str:
+        weights, kv = ("bf16" if form in ("none", "auto") else form for form in (self.weights, self.kv))
+        return f"weights {weights}, KV {kv}"
+
+
+BF16 = Forms()
+
+
+@dataclass(frozen=True)
 class Planned:
     """A step on paper."""
 
+    model: str
     case: str
     launches: int  # of the host: kernels outside of graphs, and graphs
     kernels: int  # all of them
@@ -63,31 +92,40 @@ class Planned:
         return self.roofline_seconds / self.seconds
 
 
-def decode(model: str, card: Card, rows: int, context: int) -> Planned:
+def decode(model: str, card: Card, rows: int, context: int, forms: Forms = BF16) -> Planned:
     """A recorded step of so many rows."""
-    with a_machine(model, layers=_layers(model), rows=rows, longest=context, graphs=True) as machine:
+    settings: dict[str, Any] = {"quantization": forms.weights, "kv_dtype": forms.kv}
+    with a_machine(model, layers=layers_of(model), rows=rows, longest=context, graphs=True, **settings) as machine:
         record = machine.step([1] * rows, [context - 1] * rows, SAMPLED)
         config = machine.config
     splits = int(num_splits(np.array(context), SPLIT, MAX_SPLITS))
-    return _planned(f"decode {rows} × {context}", record, card, rows * config.num_kv_heads * splits)
+    return _planned(model, f"decode {rows} × {context}", record, card, rows * config.num_kv_heads * splits)
 
 
-def prefill(model: str, card: Card, tokens: int) -> Planned:
+def prefill(model: str, card: Card, tokens: int, forms: Forms = BF16) -> Planned:
     """A prompt of so many tokens, alone."""
-    with a_machine(model, layers=_layers(model), rows=1, longest=tokens) as machine:
+    settings: dict[str, Any] = {"quantization": forms.weights, "kv_dtype": forms.kv}
+    with a_machine(model, layers=layers_of(model), rows=1, longest=tokens, **settings) as machine:
         record = machine.step([tokens], [0], GREEDY)
-    return _planned(f"prefill {tokens}", record, card, 0)
+    return _planned(model, f"prefill {tokens}", record, card, 0)
 
 
-def plan(model: str, card: Card) -> Iterator[Planned]:
+def plan(model: str, card: Card, forms: Forms = BF16) -> Iterator[Planned]:
     """All cases that the card's memory holds."""
+    for rows, context in cases(model, card, forms):
+        yield decode(model, card, rows, context, forms)
+    for tokens in PROMPTS:
+        yield prefill(model, card, tokens, forms)
+
+
+def cases(model: str, card: Card, forms: Forms = BF16) -> Iterator[tuple[int, int]]:
+    """Rows and context of the decode steps that the card's memory holds."""
     config = parse_config(CONFIGS[model])
+    weights = forms.bytes_of_weight * config.num_parameters
     for context in CONTEXTS:
         for rows in BATCHES:
-            if 2 * config.num_parameters + rows * context * config.kv_bytes_per_token(2) < 0.9 * card.memory:
-                yield decode(model, card, rows, context)
-    for tokens in PROMPTS:
-        yield prefill(model, card, tokens)
+            if weights + rows * context * config.kv_bytes_per_token(forms.bytes_of_kv) < 0.9 * card.memory:
+                yield rows, context
 
 
 def seconds(one: Operation, card: Card, gap: float) -> float:
@@ -98,7 +136,7 @@ def seconds(one: Operation, card: Card, gap: float) -> float:
     return max(one.nbytes / (card.bandwidth * bandwidth_share), one.flops / (card.peak * peak_share)) + gap
 
 
-def _planned(case: str, record: Record, card: Card, decode_programs: int) -> Planned:
+def _planned(model: str, case: str, record: Record, card: Card, decode_programs: int) -> Planned:
     def busy(one: Operation) -> Operation:  # a recorded grid has programs that find nothing to do
         return replace(one, programs=min(one.programs, decode_programs)) if one.name == "_decode" else one
 
@@ -109,16 +147,20 @@ def _planned(case: str, record: Record, card: Card, decode_programs: int) -> Pla
     eager = sum(seconds(busy(one), card, IN_GRAPH) for one in outside)
     total += max(eager, len(outside) * OUTSIDE) if not record.inside else eager
     total += COPY * copies
-    needed = [one for one in (*outside, *record.inside) if one.name in SHARES]
-    floor = max(sum(one.nbytes for one in needed) / card.bandwidth, sum(one.flops for one in needed) / card.peak)
+    needed = (*outside, *record.inside)
+    floor = max(sum(one.needed for one in needed) / card.bandwidth, sum(one.flops for one in needed) / card.peak)
     return Planned(
-        case, len(outside) + record.count("graph"), len(outside) + len(record.inside), copies, record.nbytes,
+        model, case, len(outside) + record.count("graph"), len(outside) + len(record.inside), copies, record.nbytes,
         record.flops, total, floor,
     )  # fmt: skip
 
 
-def _layers(model: str) -> int:
+def layers_of(model: str) -> int:
+    """As published."""
     return parse_config(CONFIGS[model]).num_layers
+
+
+QUANTIZED = (Forms(kv="fp8"), Forms(kv="int8"), Forms(weights="int8"), Forms(weights="fp8", kv="fp8"))
 
 
 def measure() -> Section:
@@ -131,13 +173,20 @@ def measure() -> Section:
         for name in REPORTED
         for one in plan(model, CARDS[name])
     ]  # fmt: skip
-    return Section("GPU steps on paper, their share of the roofline: bf16, nothing was timed", tuple(figures))
+    for forms in QUANTIZED:
+        for rows, context in ((1, 1024), (32, 8192), (256, 1024)):
+            one = decode("Llama-3.1-8B", CARDS["H100"], rows, context, forms)
+            note = f"{one.seconds * 1e3:.2f} ms expected"
+            figures.append(
+                Figure(f"Llama-3.1-8B, H100, {forms}, {one.case}: share", one.share, "×", note, at_least=AIM)
+            )
+    return Section("GPU steps on paper, their share of the roofline: nothing was timed", tuple(figures))
 
 
-def table(model: str, card_name: str) -> str:
+def table(model: str, card_name: str, forms: Forms = BF16) -> str:
     """As Markdown."""
     lines = [
-        f"{model} on {card_name}, bf16, on paper",
+        f"{model} on {card_name}, {forms}, on paper",
         "",
         "| step | launches of the host | kernels | copies | GB moved | TFLOP | expected ms | share of the roofline |",
         "|---|---|---|---|---|---|---|---|",
@@ -145,6 +194,6 @@ def table(model: str, card_name: str) -> str:
     lines += [
         f"| {one.case} | {one.launches} | {one.kernels} | {one.copies} | {one.nbytes / 1e9:.2f} | "
         f"{one.flops / 1e12:.3f} | {one.seconds * 1e3:.2f} | {one.share:.0%} |"
-        for one in plan(model, CARDS[card_name])
+        for one in plan(model, CARDS[card_name], forms)
     ]
     return "\n".join(lines)

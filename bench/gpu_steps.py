@@ -7,7 +7,7 @@ and waits of each step, and exits with 1 where one has a fault: a device mismatc
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.fake_gpu import DEVICE, FakeGpu, Operation, Record, fake_gpu
+from bench.fake_gpu import DEVICE, FakeGpu, Launched, Record, fake_gpu
 from bench.figures import Figure, Section
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
@@ -63,13 +63,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class NoWeights:
-    """A checkpoint whose tensors have shapes only."""
+    """A checkpoint whose tensors have shapes, and on a real device numbers that mean nothing."""
 
-    def __init__(self, dtype: torch.dtype, config: ModelConfig) -> None:
+    def __init__(self, dtype: torch.dtype, config: ModelConfig, device: torch.device = DEVICE) -> None:
         """Of a model whose experts may be MXFP4, or its layers float8 in blocks of 128 × 128."""
         form = parse_quantization(config.quantization)
         self.dtype = dtype
-        self.device = DEVICE
+        self.device = device
         self._in_mxfp4 = form is not None and form.method == "mxfp4"
         self._in_float8 = lora_modules(config) if form is not None and form.method == "fp8" else {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -92,16 +92,17 @@ class NoWeights:
         """As `Checkpoint.take_raw`, for codes and scales."""
         module, _, leaf = name.rpartition(".")
         if module not in self._in_float8:
-            return torch.empty(self._shapes[name], dtype=torch.uint8, device=DEVICE)
+            return torch.empty(self._shapes[name], dtype=torch.uint8, device=self.device)
         out_size, in_size = self._in_float8[module]
         if leaf == "weight":
-            return torch.empty(out_size, in_size, dtype=torch.float8_e4m3fn, device=DEVICE)
-        return torch.empty(-(-out_size // 128), -(-in_size // 128), device=DEVICE)
+            return torch.empty(out_size, in_size, dtype=torch.float8_e4m3fn, device=self.device)
+        return torch.empty(-(-out_size // 128), -(-in_size // 128), device=self.device)
 
     def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As `Checkpoint.take`."""
         first = shape[0] if rows is None else len(range(*rows.indices(shape[0])))
-        return torch.empty((first, *shape[1:]), dtype=dtype or self.dtype, device=DEVICE)
+        # Small: sums of many products stay finite, and no branch of sampling meets a NaN.
+        return torch.empty((first, *shape[1:]), dtype=dtype or self.dtype, device=self.device).fill_(0.01)
 
     def in_parallel(self, make: Any, count: int) -> list[Any]:
         """As `Checkpoint.in_parallel`."""
@@ -115,12 +116,12 @@ class NoWeights:
 
 
 class Machine:
-    """A runner on the fake GPU; row n has the blocks of its own."""
+    """A runner whose weights mean nothing; row n has the blocks of its own."""
 
     def __init__(
         self,
-        gpu: FakeGpu,
         config: ModelConfig,
+        device: torch.device,
         *,
         rows: int = 256,
         longest: int = 2048,
@@ -129,46 +130,46 @@ class Machine:
         kv_dtype: str = "auto",
         deterministic: bool = False,
         adapters: int = 0,
-        graphs: bool = False,
-        ranks: int = 1,
+        share: Share = WHOLE,
         pooling: str = "",
     ) -> None:
-        self.gpu, self.config, self.rows, self.longest = gpu, config, rows, longest
-        kernels = kernels_for(DEVICE, dtype, deterministic=deterministic)
-        share = WHOLE if ranks == 1 else Share(1, ranks, self._sum, self._gather)
-        own = part_of(config, ranks)
-        makers = [make(quantization, deterministic=deterministic, device=DEVICE) for make in (matmul_maker, head_maker)]
+        self.config, self.rows, self.longest = config, rows, longest
+        self._device = device
+        kernels = kernels_for(device, dtype, deterministic=deterministic)
+        own = part_of(config, share.size)
+        makers = [make(quantization, deterministic=deterministic, device=device) for make in (matmul_maker, head_maker)]
         with torch.inference_mode():
-            weights: Any = NoWeights(dtype, config)
+            weights: Any = NoWeights(dtype, config, device)
             decoder = load_decoder(
-                config, weights, kernels, longest, dtype, DEVICE, *makers, share, scores_tokens=not pooling
+                config, weights, kernels, longest, dtype, device, *makers, share, scores_tokens=not pooling
             )
             self._slots = self._adapters(own, decoder, kernels, adapters, dtype, deterministic) if adapters else None
             size = CacheSize(rows * -(-longest // BLOCK), BLOCK, 0)
-            caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, dtype), DEVICE)
-        gpu.caches = {cache.untyped_storage()._cdata for cache in caches}
-        self._kv_dtype = caches[0].dtype
+            self.caches = allocate_cache(own, size, choose_kv_dtype(kv_dtype, dtype), device)
         self.runner = Runner(
-            decoder, caches, kernels, block_size=BLOCK, max_num_seqs=rows, max_model_len=longest,
-            eos_token_ids=config.eos_token_ids, device=DEVICE, adapters=self._slots,
+            decoder, self.caches, kernels, block_size=BLOCK, max_num_seqs=rows, max_model_len=longest,
+            eos_token_ids=config.eos_token_ids, device=device, adapters=self._slots,
         )  # fmt: skip
         if pooling:
-            self.runner.pooler = Pooler(pooling, rows, config.hidden_size, DEVICE)
-        self.runner.host = HostArena(2, 1 << 20, config.num_layers, DEVICE)
-        if graphs:
-            self.runner.capture_graphs(gpu.capture)
+            self.runner.pooler = Pooler(pooling, rows, config.hidden_size, device)
+        self.runner.host = HostArena(2, 1 << 20, config.num_layers, device)
 
-    def step(self, new: list[int], computed: list[int], params: SamplingParams = GREEDY, **more: Any) -> Record:
-        """Rows 0, 1, … get so many new tokens after so many computed ones; what that asked of the device.
+    def prepare(
+        self,
+        new: list[int],
+        computed: list[int],
+        params: SamplingParams = GREEDY,
+        *,
+        run: Callable[[SchedulerOutput], object] | None = None,
+        slot: int = -1,
+        grammar: bool = False,
+        **more: Any,
+    ) -> SchedulerOutput:
+        """Bring rows 0, 1, … to so many computed tokens; the plan of a step that gives them so many new ones.
 
-        more: fields of the plan; `slot`, of every row's adapter; `without_sampling`: as a rank that samples nothing.
+        run: executes what comes before it. slot: of every row's adapter. more: fields of the plan.
         """
-        slot, without_sampling, grammar = (
-            more.pop("slot", -1),
-            more.pop("without_sampling", False),
-            more.pop("grammar", False),
-        )
-        run = self.runner.execute_without_sampling if without_sampling else self.runner.execute
+        run = run or self.runner.execute
         order = sorted(range(len(new)), key=lambda row: new[row] != 1)
         drafts = more.get("drafts")
         known = [computed[row] + new[row] - (len(drafts[row]) if drafts else 0) for row in range(len(new))]
@@ -203,34 +204,85 @@ class Machine:
             samples=(True,) * len(new),
             **more,
         )
+        run(before)
+        run(last)
+        return plan
+
+    def _adapters(
+        self, own: ModelConfig, decoder: Any, kernels: Any, count: int, dtype: torch.dtype, deterministic: bool
+    ) -> AdapterSlots:
+        bank = LoraBank(
+            [linear for layer in decoder.layers for linear in layer.linears], kernels,
+            num_slots=count, max_rank=16, dtype=dtype, device=self._device, deterministic=deterministic,
+        )  # fmt: skip
+        slots = AdapterSlots(bank, self.rows)
+        matrices = {
+            name: (torch.empty(16, columns, dtype=dtype), torch.empty(16, rows, dtype=dtype))
+            for name, (rows, columns) in lora_modules(own).items()
+        }
+        for slot in range(count):
+            slots.keep(HostAdapter(digest=f"adapter-{slot}", rank=16, matrices=matrices, bytes=0))
+        return slots
+
+
+def plan_after(plan: SchedulerOutput, chunk: int = 1) -> SchedulerOutput:
+    """The step after that one: decode, but for the last row, which gets `chunk` tokens; with several it has no sample.
+
+    Its rows have their blocks already.
+    """
+    others = len(plan.rows) - 1
+    return SchedulerOutput(
+        step=plan.step + 1, rows=plan.rows, num_new=(*(1,) * others, chunk),
+        samples=(*(True,) * others, chunk == 1),
+        num_computed=tuple(sum(one) for one in zip(plan.num_computed, plan.num_new, strict=True)),
+        new_blocks=((),) * len(plan.rows),
+    )  # fmt: skip
+
+
+class FakeMachine(Machine):
+    """A machine on the fake GPU, which records what each step asks of it."""
+
+    def __init__(
+        self, gpu: FakeGpu, config: ModelConfig, *, graphs: bool = False, ranks: int = 1, **settings: Any
+    ) -> None:
+        self.gpu = gpu
+        share = WHOLE if ranks == 1 else Share(1, ranks, self._sum, self._gather)
+        super().__init__(config, DEVICE, share=share, **settings)
+        gpu.caches = {cache.untyped_storage()._cdata for cache in self.caches}
+        if graphs:
+            self.runner.capture_graphs(gpu.capture)
+
+    def step(
+        self,
+        new: list[int],
+        computed: list[int],
+        params: SamplingParams = GREEDY,
+        *,
+        without_sampling: bool = False,
+        **more: Any,
+    ) -> Record:
+        """What a step with so many new tokens for rows 0, 1, … asks of the device.
+
+        without_sampling: as a rank that samples nothing. more: as for `prepare`.
+        """
+        run = self.runner.execute_without_sampling if without_sampling else self.runner.execute
         keys, products = self._attention(new, computed, decode=True)
         parts = self._parts(new, computed)
         self.gpu.attention = {
-            "_decode": (keys + parts, products),
-            "_merge": (parts, 0),
-            "_extend": self._attention(new, computed, decode=False),
+            "_decode": Launched(keys + parts, products, keys),
+            "_merge": Launched(parts),
+            "_extend": Launched(*self._attention(new, computed, decode=False)),
         }
-        run(before)
-        run(last)
+        self._last = self.prepare(new, computed, params, run=run, **more)
         with self.gpu.step() as record:
-            run(plan)
-        self._last = plan
+            run(self._last)
         return record
 
     def ahead(self, steps: int, chunk: int = 1) -> list[Record]:
-        """So many steps after the last step, each launched before anything of the one before is read.
-
-        Decode, but for the last row, which gets `chunk` tokens; with several it does not sample.
-        """
+        """So many steps after the last step (`plan_after`), each launched before anything of the one before is read."""
         records, pending, plan = [], [], self._last
         for _ in range(steps):
-            others = len(plan.rows) - 1
-            plan = SchedulerOutput(
-                step=plan.step + 1, rows=plan.rows, num_new=(*(1,) * others, chunk),
-                samples=(*(True,) * others, chunk == 1),
-                num_computed=tuple(sum(one) for one in zip(plan.num_computed, plan.num_new, strict=True)),
-                new_blocks=((),) * len(plan.rows),
-            )  # fmt: skip
+            plan = plan_after(plan, chunk)
             with self.gpu.step() as record:
                 pending.append(self.runner.launch(plan))
             records.append(record)
@@ -243,7 +295,7 @@ class Machine:
     def _attention(self, new: list[int], computed: list[int], *, decode: bool) -> tuple[int, int]:
         """Bytes of keys and values, and operations, of one layer; each key is counted once, queries see half of new."""
         config, rows = self.config, [pair for pair in zip(new, computed, strict=True) if (pair[0] == 1) == decode]
-        of_a_token = 2 * config.num_kv_heads * kv_pages.head_bytes(config.head_dim, self._kv_dtype)
+        of_a_token = 2 * config.num_kv_heads * kv_pages.head_bytes(config.head_dim, self.caches[0].dtype)
         seen = sum(count * (past + (count + 1) // 2) for count, past in rows)
         return of_a_token * sum(map(sum, rows)), 4 * config.num_q_heads * config.head_dim * seen
 
@@ -261,22 +313,6 @@ class Machine:
         parts = x.new_empty(len(x), 2 * x.shape[1])
         self.gpu.launch("all_gather", [x, parts])
         return parts
-
-    def _adapters(
-        self, own: ModelConfig, decoder: Any, kernels: Any, count: int, dtype: torch.dtype, deterministic: bool
-    ) -> AdapterSlots:
-        bank = LoraBank(
-            [linear for layer in decoder.layers for linear in layer.linears], kernels,
-            num_slots=count, max_rank=16, dtype=dtype, device=DEVICE, deterministic=deterministic,
-        )  # fmt: skip
-        slots = AdapterSlots(bank, self.rows)
-        matrices = {
-            name: (torch.empty(16, columns, dtype=dtype), torch.empty(16, rows, dtype=dtype))
-            for name, (rows, columns) in lora_modules(own).items()
-        }
-        for slot in range(count):
-            slots.keep(HostAdapter(digest=f"adapter-{slot}", rank=16, matrices=matrices, bytes=0))
-        return slots
 
 
 def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
@@ -343,11 +379,11 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
 
 
 @contextmanager
-def a_machine(model: str | dict[str, Any] = "Qwen3-0.6B", layers: int = 2, **settings: Any) -> Iterator[Machine]:
+def a_machine(model: str | dict[str, Any] = "Qwen3-0.6B", layers: int = 2, **settings: Any) -> Iterator[FakeMachine]:
     """A machine of a published model with fewer layers. model: a name in CONFIGS, or a config.json."""
     config = CONFIGS[model] if isinstance(model, str) else model
     with fake_gpu() as gpu:
-        yield Machine(gpu, with_layers(parse_config(config), layers), **settings)
+        yield FakeMachine(gpu, with_layers(parse_config(config), layers), **settings)
 
 
 def run_step(name: str, model: str | dict[str, Any] = "Qwen3-0.6B", layers: int = 2) -> Record:
@@ -381,8 +417,6 @@ def main() -> int:
         faulty += bool(record.faults)
     return int(bool(faulty))
 
-
-__all__ = ["CONFIGS", "STEPS", "Machine", "Operation", "a_machine", "main", "run_step", "with_layers"]
 
 if __name__ == "__main__":
     sys.exit(main())

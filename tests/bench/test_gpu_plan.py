@@ -1,17 +1,19 @@
 """The roofline on paper: bytes, operations and launches are those of the runtime's own code."""
 
 import pytest
+import torch
 
 from bench import gpu, gpu_plan
 from bench.fake_gpu import Operation
-from bench.gpu_plan import CARDS, decode, prefill, seconds
+from bench.gpu_plan import CARDS, Forms, decode, prefill, seconds
 
 QWEN, LAYERS = "Qwen3-0.6B", 2
 
 
 @pytest.fixture(autouse=True)
 def _few_layers(monkeypatch):
-    monkeypatch.setattr(gpu_plan, "_layers", lambda model: LAYERS)
+    for module in (gpu_plan, gpu):
+        monkeypatch.setattr(module, "layers_of", lambda model: LAYERS)
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1024), (32, 1024), (32, 8192)])
@@ -48,3 +50,32 @@ def test_a_card_with_more_bandwidth_is_faster_and_what_does_not_fit_is_left_out(
     assert "decode 256 × 1024" in told
     assert "decode 256 × 32768" not in told, "940 GB of keys and values"
     assert decode(QWEN, CARDS["B200"], 1, 1024).seconds < decode(QWEN, CARDS["H100"], 1, 1024).seconds
+
+
+def test_codes_of_one_byte_halve_what_a_step_must_read():
+    plain, codes = (decode(QWEN, CARDS["H100"], 32, 8192, forms) for forms in (Forms(), Forms("int8", "int8")))
+    assert codes.nbytes < 0.65 * plain.nbytes
+    assert codes.roofline_seconds < 0.65 * plain.roofline_seconds
+    assert codes.flops == pytest.approx(plain.flops, rel=0.01), "the same products, whatever kernel makes them"
+
+
+def test_the_roofline_counts_no_activations():
+    """A step of one row and one of 256 read the same weights; the second one also writes 256 rows of hidden states."""
+    one, many = (decode(QWEN, CARDS["H100"], rows, 16) for rows in (1, 256))
+    keys = 2 * 2 * LAYERS * 8 * 128 * 16
+    assert (many.roofline_seconds - one.roofline_seconds) * CARDS["H100"].bandwidth == pytest.approx(255 * keys)
+
+
+def test_measured_steps_stand_beside_the_plan(monkeypatch):
+    """The code that times steps on a GPU, here on the CPU with a small model: every case has both numbers."""
+    small = gpu_plan.CONFIGS[QWEN] | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+    monkeypatch.setitem(gpu_plan.CONFIGS, QWEN, small)
+    found = list(
+        gpu.whole_steps(QWEN, torch.device("cpu"), CARDS["H100"], [(1, 64), (4, 64)], [32], dtype=torch.float32)
+    )
+    assert [one.name.partition(", ")[2] for one in found] == [
+        "decode 1 × 64: measured ÷ planned",
+        "decode 4 × 64: measured ÷ planned",
+        "prefill 32: measured ÷ planned",
+    ]
+    assert all(one.value > 0 and "measured" in one.note and "planned" in one.note for one in found)
