@@ -43,6 +43,18 @@ GAINS = (
         "bound by the bytes of B; rank 256 spilled 13 KB",
     ),
     (
+        "`_shrink`, one row, 4096 inputs",
+        "12 programs, each of which waits for 16 loads in turn; `_expand` reads partial sums one after the other",
+        "24 programs and 4 loads of twice the size; `_expand` has four sums under way",
+        "3 µs a layer with adapters: 0.4 ms of a step of an 8B, which takes 6",
+    ),
+    (
+        "scores of an odd vocabulary (Qwen3: 151,669)",
+        "32-bit loads",
+        "128-bit loads of the columns that the padded head has",
+        "a quarter of the loads in each kernel that samples",
+    ),
+    (
         "threshold of a sample",
         "one block reads the row up to 60 times: about 1 ms",
         "many blocks read it once, one searches 64 candidates a tile in registers",

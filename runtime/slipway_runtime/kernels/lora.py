@@ -33,8 +33,9 @@ from slipway_runtime.kernels.upload import Ints, upload
 __all__ = ["add_lora", "plan_lora", "plan_lora_for_capture", "update_static_lora_inputs"]
 
 CHUNK = 16  # tokens of a tile: the least that tl.dot takes
-SPLIT = 1024  # inputs that one shrink program reads
-BLOCK_IN = 64
+SPLIT = 512  # inputs that one shrink program reads: fewer wait less for memory, and leave expand more sums to read
+BLOCK_IN = 128  # of these at a time, up to WIDE_RANK; beyond it BLOCK_IN_WIDE bytes, or registers would not suffice
+WIDE_RANK, BLOCK_IN_WIDE = 64, 128
 BLOCK_OUT = 128
 BLOCK_RANK = 64  # rows of B that one step of expand multiplies
 
@@ -105,7 +106,8 @@ def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, plan: Plan) -> None:
     block_r = max(16, triton.next_power_of_2(max_rank))
     _shrink[(num_chunks, num_parts, num_splits)](
         x, weights.a, weights.ranks_on_device, plan.order, plan.work, shrunk, x.stride(0), num_tokens,
-        IN=in_size, SPLIT_IN=SPLIT, BLOCK_K=BLOCK_IN, BLOCK_M=CHUNK, BLOCK_R=block_r, **shape,
+        IN=in_size, SPLIT_IN=SPLIT, BLOCK_M=CHUNK, BLOCK_R=block_r, **shape,
+        BLOCK_K=BLOCK_IN if block_r <= WIDE_RANK else BLOCK_IN_WIDE // x.itemsize,
     )  # fmt: skip
     _expand[(num_chunks, num_parts, triton.cdiv(widest, BLOCK_OUT))](
         shrunk, weights.b, weights.ranks_on_device, weights.columns_on_device, plan.order, plan.work, y,
@@ -176,7 +178,7 @@ def _expand(
         r = begin + tl.arange(0, BLOCK_R)
         ours = (m < count)[:, None] & (r < rank)[None, :]
         sums = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-        for split in range(NUM_SPLITS):
+        for split in tl.range(NUM_SPLITS, loop_unroll_factor=4):  # so that several loads are under way
             place = ((split * tl.num_programs(1) + part).to(tl.int64) * num_tokens + first + m) * MAX_RANK
             sums += tl.load(shrunk + place[:, None] + r[None, :], mask=ours, other=0.0)
         row = (r.to(tl.int64) * NUM_SLOTS + slot) * OUT

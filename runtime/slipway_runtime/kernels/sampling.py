@@ -38,6 +38,18 @@ LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
 GREEDY = tl.constexpr(GREEDY_BELOW)
 
 
+def readable_columns(logits: Tensor) -> int:
+    """The vocabulary, or a multiple of 16 above it where each row goes on that far: then loads have 128 bits.
+
+    Some vocabularies are odd (Qwen3 has 151,669 tokens), and their head is padded. logits: (R, V)
+    """
+    rows, vocabulary = logits.shape
+    padded = triton.cdiv(vocabulary, 16) * 16
+    behind = logits.untyped_storage().nbytes() // logits.itemsize - logits.storage_offset()
+    goes_on = padded <= logits.stride(0) and (rows - 1) * logits.stride(0) + padded <= behind
+    return padded if goes_on else vocabulary
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -58,7 +70,7 @@ def sample(
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     _best_of_tiles[(num_rows, tiles)](
         logits, temperature, seeds, positions, thresholds, best, where, logits.stride(0),
-        V=vocabulary, BLOCK=block, num_warps=8,
+        V=vocabulary, READ=readable_columns(logits), BLOCK=block, num_warps=8,
     )  # fmt: skip
     _best_of_rows[(num_rows,)](best, where, tokens, TILES=tiles, BLOCK=triton.next_power_of_2(tiles))
     return tokens
@@ -79,10 +91,11 @@ def find_thresholds(
     counts = torch.empty(num_rows, tiles, dtype=torch.int32, device=logits.device)
     thresholds = logits.new_empty(num_rows)
     found = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    filters = temperature, top_k, top_p, min_p
+    filters, readable = (temperature, top_k, top_p, min_p), readable_columns(logits)
     _find_candidates[(num_rows, tiles)](
-        logits, *filters, candidates, stats, counts, logits.stride(0), V=vocabulary, BLOCK=block, KEPT=kept
-    )
+        logits, *filters, candidates, stats, counts, logits.stride(0), V=vocabulary, READ=readable, BLOCK=block,
+        KEPT=kept,
+    )  # fmt: skip
     _threshold_of_candidates[(num_rows,)](
         candidates, stats, counts, *filters, thresholds, found,
         TILES=tiles, KEPT=kept, BLOCK_T=triton.next_power_of_2(tiles),
@@ -90,7 +103,7 @@ def find_thresholds(
     )  # fmt: skip
     _threshold_of_rows[(num_rows,)](
         logits, *filters, thresholds, found, logits.stride(0),
-        V=vocabulary, BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
+        V=vocabulary, READ=readable, BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocabulary)), num_warps=8,
     )  # fmt: skip
     return thresholds, found
 
@@ -132,8 +145,15 @@ def _unkey(key):
 
 
 @triton.jit
-def _scores(row, token, temperature, V: tl.constexpr):
-    return tl.div_rn(tl.load(row + token, mask=token < V, other=float("-inf")), temperature)
+def _scores(row, token, temperature, V: tl.constexpr, READ: tl.constexpr):
+    return tl.div_rn(_logits(row, token, V, READ), temperature)
+
+
+@triton.jit
+def _logits(row, token, V: tl.constexpr, READ: tl.constexpr):
+    """-inf beyond the vocabulary, also where there are columns to READ."""
+    x = tl.load(row + token, mask=token < READ, other=float("-inf"))
+    return tl.where(token < V, x, float("-inf")) if READ > V else x
 
 
 @triton.jit
@@ -149,7 +169,7 @@ def _filters(index, temperatures, top_ks, top_ps, min_ps):
 @triton.jit
 def _find_candidates(
     logits, temperatures, top_ks, top_ps, min_ps, candidates, stats, counts, stride,
-    V: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    V: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Keys of a tile's top KEPT tokens, the likeliest first; its maximum, mass and count. Grid: (R, tiles)."""
     index = tl.program_id(0).to(tl.int64)
@@ -160,7 +180,7 @@ def _find_candidates(
         return
     # Tiles interleave runs of RUN tokens, so that the likely tokens of a row are spread over all tiles.
     n = tl.arange(0, BLOCK)
-    x = _scores(logits + index * stride, ((n // RUN) * tiles + tile) * RUN + n % RUN, temperature, V)
+    x = _scores(logits + index * stride, ((n // RUN) * tiles + tile) * RUN + n % RUN, temperature, V, READ)
     maximum = tl.max(x, 0)
     real = x > float("-inf")
     mass = tl.sum(tl.where(real, tl.exp(x - maximum), 0.0), 0)
@@ -196,12 +216,12 @@ def _threshold_of_candidates(
         if min_p > 0.0:
             low = tl.minimum(_key(maximum + tl.log(min_p)), _key(maximum)) - 1
             if low >= cut:
-                kept, mass = _above(x, row, 1.0, low, maximum, True, TILES, BLOCK)
+                kept, mass = _above(x, row, 1.0, low, maximum, True, TILES, TILES, BLOCK)
             else:  # the count that min-p keeps is unknown; not needed if top-k keeps no more than the candidates
-                count, _ = _above(x, row, 1.0, cut, maximum, True, TILES, BLOCK)
+                count, _ = _above(x, row, 1.0, cut, maximum, True, TILES, TILES, BLOCK)
                 resolved = (k > 0) & (count >= k)
                 kept = count + 1
-        low, complete = _last_not_kept(x, row, 1.0, maximum, k, p, low, kept, mass, cut, True, TILES, BLOCK)
+        low, complete = _last_not_kept(x, row, 1.0, maximum, k, p, low, kept, mass, cut, True, TILES, TILES, BLOCK)
         resolved = resolved & complete
         if low > LOWEST_KEY:
             threshold = tl.min(tl.where(_key(x) > low, x, float("inf")), 0)
@@ -211,7 +231,8 @@ def _threshold_of_candidates(
 
 @triton.jit
 def _threshold_of_rows(
-    logits, temperatures, top_ks, top_ps, min_ps, thresholds, found, stride, V: tl.constexpr, BLOCK: tl.constexpr
+    logits, temperatures, top_ks, top_ps, min_ps, thresholds, found, stride,
+    V: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For rows whose threshold was not found among the candidates. Grid: (R,)."""
     index = tl.program_id(0).to(tl.int64)
@@ -222,15 +243,15 @@ def _threshold_of_rows(
     x = tl.zeros([BLOCK], dtype=tl.float32)  # not read
     maximum = float("-inf")
     for start in range(0, V, BLOCK):
-        maximum = tl.maximum(maximum, tl.max(_scores(row, start + tl.arange(0, BLOCK), temperature, V), 0))
+        maximum = tl.maximum(maximum, tl.max(_scores(row, start + tl.arange(0, BLOCK), temperature, V, READ), 0))
     low = tl.zeros_like(_key(maximum)) + LOWEST_KEY  # the last key that is not kept
     if min_p > 0.0:
         low = tl.minimum(_key(maximum + tl.log(min_p)), _key(maximum)) - 1
-    kept, mass = _above(x, row, temperature, low, maximum, False, V, BLOCK)
-    low, _ = _last_not_kept(x, row, temperature, maximum, k, p, low, kept, mass, low, False, V, BLOCK)
+    kept, mass = _above(x, row, temperature, low, maximum, False, V, READ, BLOCK)
+    low, _ = _last_not_kept(x, row, temperature, maximum, k, p, low, kept, mass, low, False, V, READ, BLOCK)
     least = float("inf")  # the least score with a greater key, the score of some token
     for start in range(0, V, BLOCK):
-        scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
+        scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V, READ)
         least = tl.minimum(least, tl.min(tl.where(_key(scores) > low, scores, float("inf")), 0))
     tl.store(thresholds + index, least)
 
@@ -238,7 +259,7 @@ def _threshold_of_rows(
 @triton.jit
 def _last_not_kept(
     x, row, temperature, maximum, k, p, low, kept, mass, cut,
-    IN_REGISTERS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    IN_REGISTERS: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The greatest key that top-k and top-p drop, and whether all tokens that they keep are above `cut`.
 
@@ -249,7 +270,7 @@ def _last_not_kept(
     complete = True
     count_above, mass_above = kept, mass
     if IN_REGISTERS:
-        count_above, mass_above = _above(x, row, temperature, tl.maximum(cut, low), maximum, True, V, BLOCK)
+        count_above, mass_above = _above(x, row, temperature, tl.maximum(cut, low), maximum, True, V, READ, BLOCK)
     if (k > 0) & (k < kept):
         complete = count_above >= k
         low = tl.maximum(low, cut)
@@ -259,7 +280,7 @@ def _last_not_kept(
         fewer = 0
         while (high.to(tl.int64) - low > 1) & (kept - fewer > 1) & (kept > k):
             middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
-            count, over = _above(x, row, temperature, middle, maximum, IN_REGISTERS, V, BLOCK)
+            count, over = _above(x, row, temperature, middle, maximum, IN_REGISTERS, V, READ, BLOCK)
             enough = count >= k
             low = tl.where(enough, middle, low)
             kept = tl.where(enough, count, kept)
@@ -278,7 +299,7 @@ def _last_not_kept(
         fewer = 0
         while (high.to(tl.int64) - low > 1) & (kept - fewer > 1):
             middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
-            count, over = _above(x, row, temperature, middle, maximum, IN_REGISTERS, V, BLOCK)
+            count, over = _above(x, row, temperature, middle, maximum, IN_REGISTERS, V, READ, BLOCK)
             less = over < goal
             high = tl.where(less, middle, high)
             fewer = tl.where(less, count, fewer)
@@ -289,7 +310,8 @@ def _last_not_kept(
 
 @triton.jit
 def _above(
-    x, row, temperature, key, maximum, IN_REGISTERS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+    x, row, temperature, key, maximum,
+    IN_REGISTERS: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Number of tokens with a greater key, and their mass relative to the likeliest token's."""
     count = 0
@@ -300,7 +322,7 @@ def _above(
         mass += tl.sum(tl.where(over, tl.exp(x - maximum), 0.0), 0)
     else:
         for start in range(0, V, BLOCK):
-            scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V)
+            scores = _scores(row, start + tl.arange(0, BLOCK), temperature, V, READ)
             over = _key(scores) > key
             count += tl.sum(over.to(tl.int32), 0)
             mass += tl.sum(tl.where(over, tl.exp(scores - maximum), 0.0), 0)
@@ -309,7 +331,8 @@ def _above(
 
 @triton.jit
 def _best_of_tiles(
-    logits, temperatures, seeds, positions, thresholds, best, where, stride, V: tl.constexpr, BLOCK: tl.constexpr
+    logits, temperatures, seeds, positions, thresholds, best, where, stride,
+    V: tl.constexpr, READ: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (R, blocks of the vocabulary)."""
     index = tl.program_id(0).to(tl.int64)
@@ -317,9 +340,9 @@ def _best_of_tiles(
     temperature = tl.load(temperatures + index)
     row = logits + index * stride
     if temperature < GREEDY:
-        x = tl.load(row + token, mask=token < V, other=float("-inf"))
+        x = _logits(row, token, V, READ)
     else:
-        x = _scores(row, token, temperature, V)
+        x = _scores(row, token, temperature, V, READ)
         noise = _gumbel(tl.load(seeds + index), tl.load(positions + index), token)
         x = tl.where(x >= tl.load(thresholds + index), x + noise, float("-inf"))
     highest = tl.max(x, 0)

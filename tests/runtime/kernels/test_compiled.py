@@ -106,6 +106,17 @@ def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
         assert one["loads"].get("128", 0) > 0
 
 
+@pytest.mark.capability("KN-6")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kernel", ["_find_candidates", "_threshold_of_rows", "_best_of_tiles"])
+def test_scores_of_an_odd_vocabulary_are_read_with_the_widest_loads(sample, kernel):
+    """Finding 13: 151,669 tokens were read 32 bits at a time, because a mask ended within a load."""
+    for one in of(sample, kernel, "Qwen3-0.6B"):
+        assert int(one["constants"]["V"]) % 16
+        assert one["loads"].get("128", 0) > 0
+        assert one["loads"].get("32", 0) < 8, "what belongs to the row: temperature, threshold and the like"
+
+
 @pytest.mark.capability("KN-8")
 @pytest.mark.kernels
 @pytest.mark.timeout(7200)

@@ -62,9 +62,11 @@ def test_draws_what_the_reference_draws_in_one_mixed_batch(vocabulary, device, m
     monkeypatch.setattr(sampling, "BLOCK", 256)  # two tiles, the last not full
     torch.manual_seed(0)
     kinds = list(KINDS.values())
-    logits = torch.randn(len(kinds), vocabulary + 3) * 2
+    logits = torch.randn(len(kinds), vocabulary + 20) * 2
     logits[:, 2] = float("-inf")  # as a grammar leaves it
-    logits = logits[:, :vocabulary]  # of a padded vocabulary, as the worker cuts it
+    logits[:, vocabulary:] = 100.0  # of a padded vocabulary, as the worker cuts it: read, and never drawn
+    logits = logits[:, :vocabulary]
+    assert sampling.readable_columns(logits) % 16 == 0
     expected = reference_sampling.sample(logits, **columns(kinds))
     sampled = sampling.sample(logits.to(device), **columns(kinds, device)).cpu()
     assert sampled.dtype == torch.int64
@@ -91,6 +93,17 @@ def test_keeps_the_tokens_that_the_reference_keeps(name, candidates, device, mon
     expected = set(ids[0, ~kept[0].isneginf()].tolist())
     assert set(np.flatnonzero((scaled[0] >= thresholds.cpu()[0]).numpy()).tolist()) == expected
     assert 1 < len(expected) < 100
+
+
+@pytest.mark.parametrize(("columns", "padding", "readable"), [(5, 0, 5), (5, 10, 5), (5, 11, 16), (32, 0, 32)])
+def test_no_row_is_read_beyond_its_padding(columns, padding, readable):
+    assert sampling.readable_columns(torch.zeros(3, columns + padding)[:, :columns]) == readable
+
+
+def test_the_last_row_is_not_read_beyond_its_memory():
+    rows = torch.zeros(2 * 16 + 5).as_strided((3, 5), (16, 1))
+    assert sampling.readable_columns(rows[:2]) == 16
+    assert sampling.readable_columns(rows) == 5
 
 
 @pytest.mark.capability("KN-6")
