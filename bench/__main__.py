@@ -1,7 +1,6 @@
 """The command `python -m bench [gateway] [runtime] …`: runs the named benchmarks, or all, and prints figures."""
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from bench.figures import Section
 from bench.machine import this_machine
+from bench.processes import measure_in_process
 
 BENCHMARKS = (
     "gateway",
@@ -68,7 +68,7 @@ def main() -> int:
             sections = [asdict(one.section) | {"seconds": one.seconds} for one in results if one.section is not None]
             options.json.write_text(json.dumps({"machine": asdict(machine), "sections": sections}, indent=2) + "\n")
 
-    results = run(options.benchmarks or BENCHMARKS, _measure, console, keep)
+    results = run(options.benchmarks or BENCHMARKS, measure_in_process, console, keep)
     return 1 if any(one.section is None for one in results) else 0
 
 
@@ -115,11 +115,6 @@ def run(
         table.add_row(one.name, f"{one.seconds:,.0f}", outcome)
     console.print(table)
     return results
-
-
-def _measure(name: str) -> Section:
-    section: Section = importlib.import_module(f"bench.{name}").measure()
-    return section
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ EDGES = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = ("auto", "fp8", "int8")
-RANKS = (8, 16, 64, 128, 256)
+RANKS = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from starlette.requests import Request
 
+from slipway_runtime.server import about
 from slipway_runtime.server.request_context import LONGEST_DEADLINE_SECONDS, Caller
 from tests.runtime.server.serving import Running, a_replica
 
@@ -186,15 +187,22 @@ async def test_a_body_that_is_no_request_is_a_400(replica: Running, content: byt
 async def test_unknown_paths_and_methods_answer_in_the_same_shape(replica: Running):
     nothing = await replica.http.get(f"{replica.url}/v1/nothing/{'x' * 5000}")
     wrong = await replica.http.get(f"{replica.url}/v1/chat/completions")
-    others = [await replica.post(path, {"input": "x"}) for path in ("/v1/embeddings", "/v1/rerank", "/pooling")]
 
     assert nothing.status_code == 404
     assert len(error_of(nothing)["message"]) < 200
     assert wrong.status_code == 405
     error_of(wrong)
-    for other in others:
-        assert other.status_code == 404
-        error_of(other)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_every_endpoint_of_vllm_that_is_not_here_is_a_404_that_names_it(replica: Running, method: str):
+    for path in about._OTHER_SERVICES:
+        other = await replica.http.request(method, f"{replica.url}{path}", json={"input": "x"})
+        assert other.status_code == 404, path
+        assert "not served here" in error_of(other)["message"], path
+    embeddings = await replica.post("/v1/embeddings", {"input": "x"})  # of a service that generates text
+    assert embeddings.status_code == 404
+    error_of(embeddings)
 
 
 async def test_a_body_beyond_the_limit_is_a_413_however_it_is_sent(replica: Running):
