@@ -96,7 +96,7 @@ bench: setup ## measure, and print ratios against named peers; a part that canno
 	-@$(BIN)/python -m bench.peers.environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench
 
-bench-gpu: setup ## measure the kernels against this GPU's own bandwidth and peak
+bench-gpu: setup ## measure kernels and whole steps on this GPU, beside the plan on paper
 	@$(BIN)/python -m bench.gpu
 
 up: cluster-binary ## a local cluster that stays up; `make down` ends it

@@ -21,7 +21,7 @@ import torch
 
 from bench.figures import Figure, Section
 from bench.gpu_plan import CARDS, Card, Forms, Planned, decode, layers_of, prefill, table
-from bench.gpu_steps import CONFIGS, Machine, plan_after, with_layers
+from bench.gpu_steps import CONFIGS, SAMPLED, Machine, plan_after, with_layers
 from slipway_runtime.models.config import parse_config
 from slipway_runtime.worker.capture import CudaCapture
 
@@ -111,7 +111,7 @@ def a_real_machine(model: str, device: torch.device, rows: int, context: int, **
 
 def step_seconds(machine: Machine, rows: int, context: int) -> float:
     """Of a decode step, the mean of STEPS_TIMED, each launched before anything of the one before is read."""
-    plan = machine.prepare([1] * rows, [context - 1] * rows)
+    plan = machine.prepare([1] * rows, [context - 1] * rows, SAMPLED)  # as planned
     machine.runner.execute(plan)
     begun, pending = time.perf_counter(), []
     for _ in range(STEPS_TIMED):

@@ -112,13 +112,13 @@ def prefill(model: str, card: Card, tokens: int, forms: Forms = BF16) -> Planned
 
 def plan(model: str, card: Card, forms: Forms = BF16) -> Iterator[Planned]:
     """All cases that the card's memory holds."""
-    for rows, context in cases(model, card, forms):
+    for rows, context in _cases(model, card, forms):
         yield decode(model, card, rows, context, forms)
     for tokens in PROMPTS:
         yield prefill(model, card, tokens, forms)
 
 
-def cases(model: str, card: Card, forms: Forms = BF16) -> Iterator[tuple[int, int]]:
+def _cases(model: str, card: Card, forms: Forms = BF16) -> Iterator[tuple[int, int]]:
     """Rows and context of the decode steps that the card's memory holds."""
     config = parse_config(CONFIGS[model])
     weights = forms.bytes_of_weight * config.num_parameters

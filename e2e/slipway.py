@@ -150,6 +150,16 @@ class Slipway:
         conditions = self.service(name, namespace).get("status", {}).get("conditions", [])
         return next((condition for condition in conditions if condition["type"] == kind), None)
 
+    def wait_condition(self, name: str, type: str, status: str, reason: str = "") -> Json:
+        """The service's condition once it has this status, and this reason where one is given."""
+
+        def look() -> Json | None:
+            found = self.condition(name, type) or {}
+            is_so = found.get("status") == status and reason in ("", found.get("reason"))
+            return found if is_so else None
+
+        return wait_for(f"{type}={status} {reason} of {name}", look)
+
     def wait_ready(self, name: str, replicas: int | None = None, timeout: float = 120) -> Json:
         """The service once it is Ready for its newest generation, with `replicas` ready when that is given."""
 

@@ -67,7 +67,7 @@ def test_an_adapter_comes_to_three_running_replicas_survives_a_restart_changes_i
     first, second, _ = sorted(pods)
     as_sailor = said(clean, first, "sailor")
     assert as_sailor != said(clean, first, "many")
-    assert clean.condition("many", "AdaptersReady")["status"] == "True"  # type: ignore[index]
+    clean.wait_condition("many", "AdaptersReady", "True")
 
     cluster.kill_container(USER_NAMESPACE, first)
     wait_for("it was restarted", lambda: restarts(clean, first) == 1, timeout=60)

@@ -173,8 +173,8 @@ def test_one_replica_survives_kubectl_drain_and_a_suspension_and_a_restart_keep_
 
     clean.apply(as_yaml(static("single", 1, suspend=True)))
     wait_for("no replica is left", lambda: clean.pods("single") == [], timeout=120)
-    conditions = {one["type"]: one for one in clean.service("single")["status"]["conditions"]}
-    assert (conditions["Suspended"]["status"], conditions["Ready"]["reason"]) == ("True", "ScaledToZero")
+    clean.wait_condition("single", "Suspended", "True")
+    clean.wait_condition("single", "Ready", "True", "ScaledToZero")
 
 
 def broken_spec() -> dict[str, object]:

@@ -18,8 +18,7 @@ def test_an_idle_service_goes_to_zero_and_the_first_request_is_held_and_answered
     assert clean.openai().chat.completions.create(model=name, messages=messages, max_tokens=8).choices
 
     wait_for("no pod is left", lambda: not clean.pods(name), timeout=150)
-    ready = clean.condition(name, "Ready") or {}
-    assert (ready["status"], ready["reason"]) == ("True", "ScaledToZero")
+    clean.wait_condition(name, "Ready", "True", "ScaledToZero")
     assert clean.service(name)["status"]["desiredReplicas"] == 0
     assert name in {model.id for model in clean.openai().models.list()}, "it is still there for clients"
 

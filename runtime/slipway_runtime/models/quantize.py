@@ -70,8 +70,7 @@ def choose_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch
     form = parse_quantization(config.quantization)
     if form is not None and form.name == "int4":
         return torch.bfloat16  # the int4 kernel supports no other dtype; AWQ's and GPTQ's config files have float16
-    own = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    return own.get(config.dtype, torch.bfloat16)
+    return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

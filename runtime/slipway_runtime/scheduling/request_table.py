@@ -100,7 +100,7 @@ class RequestTable:
     def add(self, request: Request, now: float) -> None:
         """Add all answers of a request."""
         assert request.id not in self._requests, "an id runs once"
-        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "refused at the door"
+        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "refused before it is queued"
         refusal = self._refusal(request.adapter)
         answers = [self._new(request, index, "" if refusal else request.adapter, now) for index in range(request.n)]
         self._requests[request.id] = answers.copy()

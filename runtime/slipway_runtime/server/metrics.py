@@ -273,7 +273,7 @@ class Metrics:
         self._n = self._histogram("request_params_n", "n of a request.", (1, 2, 5, 10, 20))
         self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in one step.", _ITERATION)
         self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
-        self._refused = self._counter("admission_rejections", "Requests refused at the door, by reason.", "reason")
+        self._refused = self._counter("admission_rejections", "Requests refused before the queue, by reason.", "reason")
         self._computed_kv = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens computed.", tokens)
         self._schedule = Histogram(
             "slipway:schedule_seconds",
@@ -288,7 +288,7 @@ class Metrics:
             "requests_by_latency", "Finished requests, by the smallest bounds that hold for them.", "ttft_le", "tpot_le"
         )
         self._tokens_by_tenant = self._own_counter(
-            "tokens", "Tokens, by who asked and what answered.", "tenant", "adapter", "kind"
+            "tokens", "Tokens: input, cached, output; draft, accepted.", "tenant", "adapter", "kind"
         )
         self._token_labels: set[tuple[str, str]] = set()
         for reason in FinishReason:

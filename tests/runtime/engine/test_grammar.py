@@ -139,7 +139,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_a_sentence(name, comp
 
 @pytest.mark.capability("SO-2")
 def test_a_grammar_whose_masks_would_take_seconds_breaks_before(compiler):
-    """It cannot be seen at the door: what counts is that llguidance counts, and stops."""
+    """It cannot be seen before it is queued: what counts is that llguidance counts, and stops."""
     matcher = compiler.matcher(Grammar(kind="lark", text=empty_rules(120)))
     matcher.consume_tokens(compiler.vocabulary.tokenize_str("go"))
     matcher.compute_bitmask()

@@ -7,12 +7,12 @@ from slipway_runtime.engine.engine import MAX_OOM_STEPS
 from slipway_runtime.messages import FinishReason, Request, SamplingParams
 from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
 from tests.runtime.engine.everything import GRAMMAR, Model, Served, a_model
-from tests.runtime.engine.shortages import STOLEN, failing
+from tests.runtime.engine.failing_allocations import STOLEN, failing
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return a_model(tmp_path_factory.mktemp("shortage"))
+    return a_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlapped"])

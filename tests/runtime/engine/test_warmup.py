@@ -1,4 +1,4 @@
-"""After the warm-up no request reaches a path for the first time, and a shortage of memory is one sentence."""
+"""After the warm-up no request reaches a path for the first time, and out of memory is one sentence."""
 
 import sys
 import threading
@@ -100,7 +100,7 @@ def test_no_request_reaches_a_function_that_the_warm_up_did_not(settings: dict[s
 
 
 @pytest.mark.capability("PF-30", "KV-5")
-def test_a_shortage_of_memory_is_told_as_what_was_being_done():
+def test_out_of_memory_is_told_as_what_was_being_done():
     with (
         pytest.raises(ModelRefusedError, match="not enough memory on cpu for the KV cache: give the container more"),
         oom_refused("the KV cache", torch.device("cpu")),

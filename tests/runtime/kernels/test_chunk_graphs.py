@@ -20,7 +20,7 @@ from slipway_runtime.worker.capture import Capture, CudaCapture
 from slipway_runtime.worker.graphs import chunk_sizes
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint
-from tests.runtime.kernels.test_graphs import a_runner, a_step, compute_again, new_row, watched
+from tests.runtime.kernels.test_graphs import a_runner, a_step, eager_capture, new_row, watched
 from tests.runtime.kernels.test_paged_attention import OUTSIDE, SCALE, Step
 from tests.runtime.kernels.test_paged_attention import a_step as an_attention_step
 
@@ -35,7 +35,7 @@ Drafts = Callable[[int, list[int]], tuple[int, ...]]  # of a row with this text
 
 
 def a_capture(device: torch.device) -> Capture:
-    return compute_again if device.type == "cpu" else CudaCapture()
+    return eager_capture if device.type == "cpu" else CudaCapture()
 
 
 class Generation:
@@ -114,7 +114,7 @@ def test_drafts_verified_in_a_recording_are_the_tokens_of_decode(way, tmp_path, 
 def test_deterministic_steps_are_recorded_with_and_without_drafts_by_none(tmp_path, device):
     """Their attention has one order of sums for every step, and is computed as planned."""
     a_checkpoint(tmp_path)
-    runners = [a_runner(tmp_path, gpu_fixed_order, device, compute_again) for _ in range(2)]
+    runners = [a_runner(tmp_path, gpu_fixed_order, device, eager_capture) for _ in range(2)]
     assert [runner.graphs for runner in runners] == [None, None]
     expected = Generation(runners[0], temperature=0.0).go_on(nothing)
     assert Generation(runners[1], temperature=0.0).go_on(half_right(expected)) == expected
@@ -162,7 +162,7 @@ def test_logprobs_of_a_prompt_are_those_of_the_recorded_step(tmp_path, device):
 def test_a_rank_that_does_not_sample_replays_the_same_steps(tmp_path, device):
     """It gets all tokens from the host, and stores the same keys and values as the rank that has them on the device."""
     a_checkpoint(tmp_path)
-    first, second = (a_runner(tmp_path, gpu, device, compute_again) for _ in range(2))
+    first, second = (a_runner(tmp_path, gpu, device, eager_capture) for _ in range(2))
     seen = [watched(runner.graphs) for runner in (first, second)]
     drafted = a_step((1, 0), (10, 8), (1, 3), drafts=((), (4, 5)))
     for plan in (*MIXED, drafted):
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_sample_replays_the_same_steps(tmp_path, device):
 def test_what_is_launched_depends_on_the_size_of_the_recording_alone(tmp_path, device, monkeypatch):
     """Drafts of one row or of three, a part of a prompt, other rows and blocks: up to eight tokens, one recording."""
     a_checkpoint(tmp_path)
-    runner = a_runner(tmp_path, gpu, device, compute_again)
+    runner = a_runner(tmp_path, gpu, device, eager_capture)
     inner, launches, seen = interpreter.GridExecutor.__call__, [], []
     static = runner.graphs._chunks._static[8]
     buffers = [static.buffer, static.plan.lengths, static.plan.tables, static.plan.captured_work.split]
@@ -328,7 +328,7 @@ def test_a_step_without_room_is_computed_as_planned(tmp_path, device, monkeypatc
     a_checkpoint(tmp_path)
     monkeypatch.setattr(captured_plan, "CHUNK_SPLIT", 1)  # as if contexts were a thousand times as long
     monkeypatch.setattr(captured_plan, "LEAST_SLOTS", 0)
-    recorded = a_runner(tmp_path, gpu, device, compute_again)
+    recorded = a_runner(tmp_path, gpu, device, eager_capture)
     seen = watched(recorded.graphs)
     results = [recorded.execute(plan).token_ids for plan in MIXED]
     eager = a_runner(tmp_path, reference)

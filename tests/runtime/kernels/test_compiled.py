@@ -106,6 +106,16 @@ def test_queries_and_matrices_are_read_with_the_widest_loads(sample, kernel):
         assert one["loads"].get("128", 0) > 0
 
 
+@pytest.mark.capability("KN-1")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kernel", ["_merge", "_merge_chunks"])
+def test_all_splits_of_a_head_are_loaded_at_once(sample, kernel):
+    """Finding 15: a loop over up to 32 splits waited for memory as often."""
+    for one in of(sample, kernel):
+        at_once = one["loads"]["128"] * 16 * 32 * one["warps"]  # bytes of all threads
+        assert at_once == 4 * int(one["constants"]["BLOCK_S"]) * int(one["constants"]["BLOCK_D"])
+
+
 @pytest.mark.capability("KN-6")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", ["_find_candidates", "_threshold_of_rows", "_best_of_tiles"])

@@ -45,7 +45,7 @@ BLOCK, CPU = 4, torch.device("cpu")
 PARAMS = SamplingParams(max_tokens=9, temperature=0.0)
 
 
-def compute_again(compute: Callable[[], object]) -> CapturedGraph:
+def eager_capture(compute: Callable[[], object]) -> CapturedGraph:
     return CapturedGraph(compute)
 
 
@@ -116,7 +116,7 @@ def test_the_sizes_that_are_recorded(most, sizes):
 def test_a_padded_step_draws_what_the_planned_step_draws(tmp_path, device):
     """With and without adapters, in a batch between two sizes; on a GPU as real graphs."""
     a_checkpoint(tmp_path)
-    record = compute_again if device.type == "cpu" else CudaCapture()
+    record = eager_capture if device.type == "cpu" else CudaCapture()
     recorded = a_runner(tmp_path, gpu, device, record)
     assert recorded.graphs is not None
     seen = watched(recorded.graphs)
@@ -143,7 +143,7 @@ def watched(graphs: StepGraphs) -> list[str | None]:
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, device, monkeypatch):
     a_checkpoint(tmp_path)
-    runner = a_runner(tmp_path, gpu, device, compute_again)
+    runner = a_runner(tmp_path, gpu, device, eager_capture)
     graphs, launches = runner.graphs._decodes, []
     inner = interpreter.GridExecutor.__call__
 
@@ -174,7 +174,7 @@ def test_what_is_launched_and_what_is_read_depends_on_the_size_alone(tmp_path, d
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_rows_behind_the_batch_are_padding(tmp_path, device):
     a_checkpoint(tmp_path)
-    runner = a_runner(tmp_path, gpu, device, compute_again)
+    runner = a_runner(tmp_path, gpu, device, eager_capture)
     runner.execute(STEPS[0])
     runner.execute(STEPS[1])  # three rows, in the graph of four
     graphs = runner.graphs._decodes
@@ -192,7 +192,7 @@ def test_a_row_without_a_token_on_the_device_is_replayed_too(tmp_path, device):
     a_checkpoint(tmp_path)
     drafted = a_step((0, 1), (0, 0), (7, 2), new_blocks=((3, 7, 4), (5, 6, 8)), drafts=((3, 4), ()),
                      new_rows=(new_row(0, (5, 6, 7, 8, 9)), new_row(1, (9, 30))))  # fmt: skip
-    record = compute_again if device.type == "cpu" else CudaCapture()
+    record = eager_capture if device.type == "cpu" else CudaCapture()
     recorded, eager = a_runner(tmp_path, gpu, device, record), a_runner(tmp_path, reference)
     seen, results = watched(recorded.graphs), []
     for runner in (recorded, eager):
@@ -209,7 +209,7 @@ def test_a_row_without_a_token_on_the_device_is_replayed_too(tmp_path, device):
 
 
 @pytest.mark.capability("KN-5")
-def test_adapters_in_a_plan_to_repeat_are_those_of_the_step_and_no_others(device):
+def test_adapters_of_a_replayed_plan_are_those_of_the_step_and_no_others(device):
     weights = reference_lora.LoraWeights(8, (6,), num_slots=3, max_rank=2, dtype=torch.float32, device=device)
     plan = lora.plan_lora_for_capture(20, 3, torch.empty(0, device=device))
     for slot in range(3):  # written after the plan was made, as in serving
@@ -250,7 +250,7 @@ def test_a_recording_that_memory_does_not_last_for_is_a_clear_end(tmp_path):
 @pytest.mark.capability("KN-5")
 def test_only_kernels_that_say_so_are_recorded(tmp_path):
     a_checkpoint(tmp_path)
-    runner = a_runner(tmp_path, reference, record=compute_again)
+    runner = a_runner(tmp_path, reference, record=eager_capture)
     assert runner.graphs is None
     assert capturable(reference) is None
     assert capturable(gpu) is gpu

@@ -119,7 +119,7 @@ def test_the_time_to_come_back_is_between_a_second_and_a_minute():
     ],
 )
 @pytest.mark.capability("KV-6")
-def test_what_can_never_run_is_refused_at_the_door(prompt, fields, sentence):
+def test_what_can_never_run_is_refused_before_it_is_queued(prompt, fields, sentence):
     of_request = {name: fields[name] for name in fields if name in Request.__struct_fields__}
     params = SamplingParams(**{"max_tokens": 1, **{name: fields[name] for name in fields if name not in of_request}})
     request = Request(id="a", prompt_token_ids=tuple(prompt), params=params, arrived=0.0, **of_request)

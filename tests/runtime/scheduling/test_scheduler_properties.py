@@ -183,7 +183,7 @@ def _play_to_the_end(arrivals: list[Arrival], stage: Stage, disturbances: dict[i
     steps, due = 0, 0
     for index, arrival in enumerate(arrivals):
         if len(arrival.prompt) >= longest:
-            continue  # refused at the door
+            continue  # refused before it is queued
         due += arrival.after
         while steps < due:
             _step(play, stage, aborts, pauses, disturbances, steps)

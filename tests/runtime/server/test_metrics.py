@@ -128,7 +128,7 @@ async def test_prefix_hits_are_counted_in_tokens(replica: Running):
     assert 0 < found["vllm:prefix_cache_hits_total"] < found["vllm:prefix_cache_queries_total"]
 
 
-async def test_refusals_at_the_door_are_counted():
+async def test_requests_refused_before_they_were_queued_are_counted():
     async with a_replica(limits=QueueLimits(max_requests=0)) as replica:
         assert (await replica.chat()).status_code == 429
         found = await samples(replica)

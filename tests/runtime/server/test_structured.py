@@ -157,7 +157,7 @@ async def test_a_conversation_with_calls_in_it_is_read(replica: Running):
     assert (await replica.chat(max_tokens=1)).status_code == 200
 
 
-# --- the door
+# --- the validator
 
 
 REFUSED = [
@@ -216,13 +216,13 @@ class Slow(GrammarCompiler):
 @pytest.mark.capability("SO-2")
 async def test_a_hostile_grammar_costs_its_sender_the_limit_and_the_others_nothing():
     compiler = Slow()
-    door = GrammarValidator(lambda: compiler, seconds=0.2)
+    validator = GrammarValidator(lambda: compiler, seconds=0.2)
 
     with pytest.raises(ApiError) as slow:
-        await door.check(Grammar(kind="regex", text="x"), "guided_regex")
-    await door.check(Grammar(kind="choice", text="good"), "guided_choice")
+        await validator.check(Grammar(kind="regex", text="x"), "guided_regex")
+    await validator.check(Grammar(kind="choice", text="good"), "guided_choice")
     with pytest.raises(ApiError) as bad:
-        await door.check(Grammar(kind="choice", text="bad"), "guided_choice")
+        await validator.check(Grammar(kind="choice", text="bad"), "guided_choice")
     compiler.released.set()
 
     assert (slow.value.status, slow.value.param) == (400, "guided_regex")
@@ -231,12 +231,12 @@ async def test_a_hostile_grammar_costs_its_sender_the_limit_and_the_others_nothi
 
 async def test_checks_do_not_pile_up_without_bound():
     compiler = Slow()
-    door = GrammarValidator(lambda: compiler, seconds=5)
-    checks = [asyncio.create_task(door.check(Grammar(kind="regex", text=str(i)), "r")) for i in range(MAX_WAITING)]
+    validator = GrammarValidator(lambda: compiler, seconds=5)
+    checks = [asyncio.create_task(validator.check(Grammar(kind="regex", text=str(i)), "r")) for i in range(MAX_WAITING)]
     await asyncio.sleep(0)
 
     with pytest.raises(ApiError) as refused:
-        await door.check(Grammar(kind="regex", text="one more"), "r")
+        await validator.check(Grammar(kind="regex", text="one more"), "r")
     compiler.released.set()
     await asyncio.gather(*checks)
 

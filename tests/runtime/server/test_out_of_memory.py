@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from slipway_runtime.engine.engine import MAX_OOM_STEPS
-from tests.runtime.engine.shortages import failing
+from tests.runtime.engine.failing_allocations import failing
 from tests.runtime.server.serving import FOREVER, Running, a_replica
 
 
