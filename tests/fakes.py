@@ -234,9 +234,10 @@ class FakeApiServer:
                     yield watch_line("ERROR", msgspec.json.decode(refusal(_too_old()).body))
                     return
                 if not this.stalled:
+                    told = self.store.version  # what is written while these lines are read comes with the next ones
                     for line in self._news_for(this, route, matches, version):
                         yield line
-                    version = max(version, self.store.version)
+                    version = max(version, told)
                 try:
                     async with asyncio.timeout_at(min(ends, loop.time() + BOOKMARK_SECONDS)):
                         await news.wait()

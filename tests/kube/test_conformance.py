@@ -308,6 +308,33 @@ async def test_a_watch_tells_of_entering_and_leaving_the_selection(world):
     assert seen == sorted(set(seen)), "a deletion has a version of its own"
 
 
+async def test_a_watch_tells_what_is_written_while_its_lines_are_read(world):
+    await _write_while_lines_are_read(world)
+
+
+async def test_so_does_the_watch_of_a_fake_in_this_process():
+    """Its lines are not read ahead: an event between two of them was lost."""
+    await _write_while_lines_are_read(World(FakeApiServer().client(), "team", is_real=False))
+
+
+async def _write_while_lines_are_read(world: World) -> None:
+    made = await world.config_map("x")
+    path = world.path(CONFIG_MAPS, "x")
+    for number in range(3):
+        await world.client.merge_patch(path, {"data": {"number": str(number)}})
+    told = []
+    version = made["metadata"]["resourceVersion"]
+    watch = world.client.watch(world.path(CONFIG_MAPS), resource_version=version, field_selector="metadata.name=x")
+    async with aclosing(watch) as lines, asyncio.timeout(10):
+        async for line in lines:
+            told.append(msgspec.json.decode(line)["object"]["data"]["number"])
+            if told == ["0"]:
+                await world.client.merge_patch(path, {"data": {"number": "late"}})
+            if len(told) == 4:
+                break
+    assert told == ["0", "1", "2", "late"]
+
+
 async def test_an_informer_follows_pods(world):
     pods = Informer(world.client, PODS, Pod, namespaces=[world.namespace], label_selector="app=conformance")
     told: asyncio.Queue[str] = asyncio.Queue()
