@@ -82,9 +82,12 @@ def hedges(gateway: Gateway) -> dict[str, float]:
 async def test_the_second_replica_answers_when_the_first_is_late_and_the_first_is_cancelled():
     async with Runtime() as late, Runtime() as well:
         late.hold()
+        well.hold()
         async with a_hedging_gateway(late, well) as gateway, a_caller(gateway) as caller:
-            async with caller.chat(stream=True) as response:
-                assert text_of(await events_of(response)) == STORY
+            asking = asyncio.create_task(_text(caller))
+            await until(lambda: late.requests and well.requests)  # else it is cancelled before it was sent
+            well.allow(100)
+            assert await asking == STORY
             await asyncio.wait_for(late.cancelled.wait(), 5)
 
             assert (late.requests, well.requests) == (1, 1)
