@@ -6,6 +6,12 @@ import yaml
 
 from e2e.slipway import EXAMPLES
 
+# What Kubernetes gives to pods by default; the local cluster gives five seconds, and would delete them itself.
+STAYS_FIVE_MINUTES = [
+    {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+    for taint in ("not-ready", "unreachable")
+]
+
 
 def chat(name: str = "chat", **spec: Any) -> dict[str, Any]:
     """examples/chat.yaml under another name; each keyword replaces a top-level field of its spec, None removes it."""

@@ -7,18 +7,13 @@ import pytest
 
 from e2e import checks
 from e2e.cluster.launch import Cluster
-from e2e.manifests import as_yaml, static
+from e2e.manifests import STAYS_FIVE_MINUTES, as_yaml, static
 from e2e.slipway import Slipway, wait_for
 from slipway_api import names
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CUT_SECONDS = 60  # longer than it takes to count a node as lost and to replace its pods
-# What Kubernetes gives to pods by default; the local cluster gives five seconds, and would delete them itself.
-STAYS_FIVE_MINUTES = [
-    {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
-    for taint in ("not-ready", "unreachable")
-]
 
 
 @pytest.mark.capability("OP-7", "RD-1", "RD-10")

@@ -14,7 +14,7 @@ import pytest
 
 from e2e import checks
 from e2e.cluster.launch import Cluster
-from e2e.manifests import as_yaml, static
+from e2e.manifests import STAYS_FIVE_MINUTES, as_yaml, static
 from e2e.slipway import RELEASE_NAMESPACE, Slipway, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -26,19 +26,20 @@ QUESTION = json.dumps({"model": "known", "messages": [{"role": "user", "content"
 
 @pytest.mark.capability("OP-7", "RG-2")
 def test_clients_are_served_while_etcd_is_away_and_changes_follow(clean: Slipway, breakable: Cluster) -> None:
-    clean.apply(as_yaml(static("kept", 1)))
+    template = {"spec": {"tolerations": STAYS_FIVE_MINUTES}}
+    clean.apply(as_yaml(static("kept", 1, template=template)))
     clean.wait_ready("kept", replicas=1)
     (before,) = checks.uids(clean.pods("kept"))
     load = clean.load("kept", concurrency=2, seconds=120, max_tokens=32)
 
     with clean.etcd_away(breakable):
         time.sleep(AWAY_SECONDS)
-        report = load.stop()  # before it is back: then every node here counts as lost for a moment
+        report = load.stop()  # before it is back: every node counts as lost until its lease is renewed
 
     assert report.failed == 0, report.failures
     assert report.finished == report.sent > 0
     checks.wait_serving(clean, "kept")
-    clean.apply(as_yaml(static("kept", 2)))
+    clean.apply(as_yaml(static("kept", 2, template=template)))
     clean.wait_ready("kept", replicas=2)
     assert before in checks.uids(clean.pods("kept"))
 
