@@ -176,14 +176,19 @@ class DoesNotFit:
     message: str
 
 
-def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none") -> int:
-    """Weights on the device. int8 and fp8: the layers' matrices in one byte with a scale a row, the rest in `dtype`."""
+def weight_bytes(shape: ModelShape, dtype: str, quantization: str = "none", *, on_gpu: bool = True) -> int:
+    """Weights on the device. int8 and fp8: the layers' matrices in one byte with a scale a row, the rest in `dtype`.
+
+    fp32 on a CPU: the matrices in two bytes, as they are kept where a checkpoint has them in bfloat16 (ADR 103).
+    """
     plain = shape.all_parameters * WEIGHT_BYTES[dtype]
-    if quantization == "none":
-        return plain
-    rows = shape.linear_rows
     linear = min(shape.linear_parameters, shape.all_parameters)
-    return plain - linear * (WEIGHT_BYTES[dtype] - WEIGHT_BYTES[quantization]) + rows * SCALE_BYTES
+    if quantization != "none":
+        saved = linear * (WEIGHT_BYTES[dtype] - WEIGHT_BYTES[quantization])
+        return plain - saved + shape.linear_rows * SCALE_BYTES
+    if dtype == "fp32" and not on_gpu:
+        return plain - linear * (WEIGHT_BYTES["fp32"] - WEIGHT_BYTES["bf16"])
+    return plain
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str) -> int:
@@ -212,7 +217,7 @@ def footprint(shape: ModelShape, needs: Needs) -> Footprint:
     if needs.tensor_parallel_size > 1:
         return footprint(*_of_one_device(shape, needs))
     return Footprint(
-        weights=weight_bytes(shape, needs.dtype, needs.quantization),
+        weights=weight_bytes(shape, needs.dtype, needs.quantization, on_gpu=needs.on_gpu),
         adapters=needs.max_adapters * adapter_slot_bytes(shape, needs.max_rank, needs.computes_in),
         reserve=activation_bytes(shape, needs) + (GPU_RESERVE_BYTES if needs.on_gpu else 0),
     )

@@ -79,6 +79,13 @@ def test_quantized_weights_take_a_byte_and_a_scale_a_row_and_the_vocabulary_stay
     assert weight_bytes(LLAMA_8B, "bf16", "fp8") == weight_bytes(LLAMA_8B, "bf16", "int8")
 
 
+def test_on_a_cpu_the_matrices_of_a_float32_model_take_the_two_bytes_of_its_checkpoint():
+    vocabulary = LLAMA_8B.all_parameters - LLAMA_8B.linear_parameters
+    assert weight_bytes(LLAMA_8B, "fp32", on_gpu=False) == 2 * LLAMA_8B.linear_parameters + 4 * vocabulary
+    assert weight_bytes(LLAMA_8B, "fp32") == 4 * LLAMA_8B.all_parameters
+    assert weight_bytes(LLAMA_8B, "bf16", on_gpu=False) == weight_bytes(LLAMA_8B, "bf16")
+
+
 def test_an_adapter_slot_is_padded_to_the_largest_rank():
     # 32 layers × rank 16 × (in + out of q k v o gate up down) × 2 bytes
     pairs = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 14_336) * 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipway_runtime.kernels.cpu import KINDS, Plan
 from slipway_runtime.kernels.native import Native
 
-FLOAT32, BFLOAT16, BYTES = range(3)  # forms of a matrix
+FLOAT32, BFLOAT16, BYTES, WIDENED = range(4)  # forms of a matrix; WIDENED: float32, stored as bfloat16
 
 
 class Matrix(ctypes.Structure):

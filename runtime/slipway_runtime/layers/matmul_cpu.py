@@ -2,12 +2,15 @@
 
 `Native…`: float32 or bfloat16 weights in tiles, or int8 with a scale per output. A row's result depends on the row
 alone, bit for bit, so `deterministic` needs nothing else. One thread, the linears of 8 layers of a 135M model, ms at
-1 / 8 / 32 / 128 / 512 rows (Xeon with AVX512-VNNI, a neighbour on the other core; `python -m bench linears`):
+1 / 8 / 32 / 128 / 512 rows (EPYC with AVX512-BF16; `python -m bench linears`):
 
-    MKL, packed (MklPacked)              12.2  13.7  30.6  89.3  303
-    NativePacked                         11.5  13.1  23.6  67.1  245
-    oneDNN, int8 (DynamicInt8)           10.9  11.3  15.8  37.1  135
-    NativeInt8                            3.5   3.8   7.0  19.8   82
+    MKL, packed (MklPacked)               8.7  15.6  28.9  88.1  319
+    NativePacked                          4.9   5.1  17.4  68.0  266
+    NativePacked, bfloat16 numbers        2.4   4.5  16.7  67.9  266
+    oneDNN, bfloat16 (OneDnnPacked)       4.7   5.1  11.0  37.2  140
+    NativeBf16                            2.5   3.0   9.4  35.5  137
+    oneDNN, int8 (DynamicInt8)            4.9   5.3   9.2  26.2   94
+    NativeInt8                            1.5   1.7   5.2  18.8   73
 
 Without the compiled kernels: oneDNN for bfloat16 if the processor multiplies bfloat16; MKL for float32 if torch has
 it; else F.linear, which is slowest at 2 to 32 rows (the same linears, five other processes on two cores, ms at
@@ -31,7 +34,11 @@ LARGEST_ROW = 2**31 // (255 * 127)  # most inputs whose sum of byte products alw
 
 
 class NativePacked:
-    """float32 weights, packed for the compiled kernels."""
+    """float32 weights, packed for the compiled kernels.
+
+    Weights that are bfloat16 numbers, as those of most published checkpoints are, are stored as such and become float32
+    in registers: half the bytes of a step, and the same result bit for bit.
+    """
 
     __slots__ = ("in_features", "native", "out_features", "packed")
     rows_are_independent = True
@@ -39,27 +46,32 @@ class NativePacked:
     def __init__(self, weight: Tensor, native: Native) -> None:  # (out, in), float32
         self.out_features, self.in_features = weight.shape
         self.native = native
-        self.packed = torch.empty(native.padded_outputs(self.out_features) * self.in_features)
         plain = weight.contiguous()  # named, so that it lives until the call has ended
-        native.pack(plain.data_ptr(), self.packed.data_ptr(), *weight.shape)
+        rounded = plain.to(torch.bfloat16)
+        outputs = native.padded_outputs(self.out_features)
+        if torch.equal(rounded.to(torch.float32), plain):
+            self.packed = torch.empty(outputs * native.padded_widened_inputs(self.in_features), dtype=torch.bfloat16)
+            native.pack_widened(rounded.data_ptr(), self.packed.data_ptr(), *weight.shape)
+        else:
+            self.packed = torch.empty(outputs * self.in_features)
+            native.pack(plain.data_ptr(), self.packed.data_ptr(), *weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
         rows, x = x.shape[0], x.contiguous()
         y = x.new_empty(rows, self.out_features)
-        self.native.linear(
-            x.data_ptr(),
-            self.packed.data_ptr(),
-            y.data_ptr(),
-            rows,
-            self.in_features,
-            self.out_features,
-        )
+        multiply = self.native.linear_widened if self.is_widened else self.native.linear
+        multiply(x.data_ptr(), self.packed.data_ptr(), y.data_ptr(), rows, self.in_features, self.out_features)
         return y
 
     @property
+    def is_widened(self) -> bool:
+        """Whether the weights are stored as bfloat16."""
+        return self.packed.dtype == torch.bfloat16
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the weights, the last panel's padding included."""
+        """Bytes of the weights, padding included."""
         return self.packed.nbytes
 
 

@@ -97,11 +97,13 @@ def native_layer(
 
 
 def _matrix(linear: Linear) -> "cpu_layer.Matrix":
-    from slipway_runtime.kernels.cpu_layer import BFLOAT16, BYTES, FLOAT32, Matrix
+    from slipway_runtime.kernels.cpu_layer import BFLOAT16, BYTES, FLOAT32, WIDENED, Matrix
 
     matmul = linear.matmul
     assert isinstance(matmul, _PACKED), "`native_layer` has looked at it"
     form = {NativePacked: FLOAT32, NativeBf16: BFLOAT16, NativeInt8: BYTES}[type(matmul)]
+    if isinstance(matmul, NativePacked) and matmul.is_widened:
+        form = WIDENED
     scales, offsets = (matmul.scales, matmul.offsets) if isinstance(matmul, NativeInt8) else (None, None)
     return Matrix(
         form,

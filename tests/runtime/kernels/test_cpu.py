@@ -46,6 +46,30 @@ def test_a_matrix_deeper_than_a_panel_keeps_its_sum(library):
 
 
 @SHARED
+@given(rows=st.integers(1, 20), out_size=st.integers(1, 200), in_size=st.sampled_from([1, 2, 33, 70, 1023, 1025, 2500]))
+def test_weights_that_are_bfloat16_numbers_take_half_the_bytes_and_give_the_same_bits(
+    library: Native, rows: int, out_size: int, in_size: int
+) -> None:
+    weight, x = a_matrix(out_size, in_size).bfloat16().float(), torch.randn(rows, in_size)
+    widened = NativePacked(weight, library)
+    weight_and_one = torch.cat((weight, torch.full((1, in_size), 1 + 2**-20)))  # the last row is no bfloat16 number
+    plain = NativePacked(weight_and_one, library)
+    assert widened.is_widened
+    assert not plain.is_widened
+    assert widened.packed.element_size() * 2 == plain.packed.element_size()
+    assert torch.equal(widened(x), plain(x)[:, :out_size])
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_kept(library: Native, odd: float) -> None:
+    weight = a_matrix(60, 33).bfloat16().float()
+    weight[7, 5] = odd
+    y = NativePacked(weight, library)(torch.ones(2, 33))
+    assert not y[:, 7].isfinite().any()
+    assert y[:, torch.arange(60) != 7].isfinite().all()
+
+
+@SHARED
 @given(rows=st.integers(1, 70), out_size=st.integers(1, 200), in_size=st.integers(1, 150))
 def test_bfloat16_weights_multiply_within_the_error_of_a_float32_sum(
     library: Native, rows: int, out_size: int, in_size: int
@@ -87,8 +111,11 @@ def test_the_largest_sum_of_bytes_fits(library):
 
 @pytest.mark.capability("API-19")
 @pytest.mark.parametrize("make", [NativePacked, NativeBf16, NativeInt8])
-def test_the_product_of_a_row_depends_on_no_other(library, make):
+@pytest.mark.parametrize("published", [False, True], ids=["float32 numbers", "bfloat16 numbers"])
+def test_the_product_of_a_row_depends_on_no_other(library, make, published):
     weight = a_matrix(130, 1100)
+    if published:
+        weight = weight.bfloat16().float()
     if make is NativeInt8 and not NativeInt8.fits(weight, library):
         pytest.skip("this processor does not multiply bytes")
     matmul, x = make(weight, library), torch.randn(161, 1100)

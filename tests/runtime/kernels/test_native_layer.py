@@ -45,11 +45,14 @@ def layers_of(machine: Machine) -> list[DecoderLayer]:
 
 
 @pytest.mark.capability("API-19")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", FORMS, ids=str)
 @pytest.mark.parametrize(("family", "shape"), FAMILIES)
 @pytest.mark.usefixtures("alone")
-def test_one_call_gives_the_bits_of_its_parts(family: str, shape: dict, settings: dict, tmp_path: Path) -> None:
-    a_checkpoint(tmp_path, family, **shape)
+def test_one_call_gives_the_bits_of_its_parts(
+    family: str, shape: dict, settings: dict, stored: torch.dtype, tmp_path: Path
+) -> None:
+    a_checkpoint(tmp_path, family, **shape).to(stored).save_pretrained(tmp_path)
     whole, parts = (Machine(tmp_path, block=4, rows=3, **settings) for _ in range(2))
     for layer in layers_of(parts):
         if settings != {"quantization": "int8"} or native.library().multiplies_bytes:

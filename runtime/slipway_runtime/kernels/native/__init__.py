@@ -21,6 +21,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "set_threads": (_I,),
     "pack": (_P, _P, _I, _I),
     "linear": (_P, _P, _P, _I, _I, _I),
+    "pack_widened": (_P, _P, _I, _I),
+    "linear_widened": (_P, _P, _P, _I, _I, _I),
     "pack_bf16": (_P, _P, _I, _I),
     "linear_bf16": (_P, _P, _P, _P, _I, _I, _I),
     "rms_norm": (_P, _P, _P, _I, _I, _F),
@@ -39,6 +41,7 @@ _BYTES_SIGNATURES: dict[str, tuple[type, ...]] = {  # only in libraries for proc
 # Functions that return a number: sizes of packed weights (outputs and inputs with padding), bytes of scratch memory.
 _SIZES: dict[str, tuple[type, ...]] = {
     "padded_outputs": (_I,),
+    "padded_widened_inputs": (_I,),
     "padded_bf16_outputs": (_I,),
     "padded_bf16_inputs": (_I,),
     "bf16_scratch": (_I, _I),

@@ -1,12 +1,13 @@
 // A decoder layer of dense models in one call: norm, heads, rotation and cache write, attention, output, norm, MLP.
 //
 // It calls the functions of the other files one after another, with the numbers that they get when they are called one
-// by one, so its result is theirs bit for bit. `kernels/cpu.py` has the same structures.
+// by one, so its result is theirs bit for bit. `kernels/cpu_layer.py` has the same structures.
 
 #include "vectors.h"
 
 extern "C" {
 void linear(const float *, const float *, float *, int64_t, int64_t, int64_t);
+void linear_widened(const float *, const uint16_t *, float *, int64_t, int64_t, int64_t);
 int64_t bf16_scratch(int64_t, int64_t);
 void linear_bf16(const float *, const uint16_t *, float *, uint8_t *, int64_t, int64_t, int64_t);
 #if defined(__AMX_TILE__)
@@ -33,7 +34,7 @@ void attend_pages(const float *, int64_t, const void *, int64_t, float *, const 
 namespace {
 
 struct Matrix {
-    int64_t form;  // 0: float32, 1: bfloat16, 2: bytes
+    int64_t form;  // 0: float32, 1: bfloat16, 2: bytes, 3: bfloat16 that is widened to float32
     int64_t in, out;
     const void *packed;
     const float *scales;  // of bytes, as `linear_bytes` takes them
@@ -68,6 +69,7 @@ int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 void multiply(const Matrix &matrix, const float *x, float *y, uint8_t *scratch, int64_t rows) {
     if (matrix.form == 0) linear(x, (const float *)matrix.packed, y, rows, matrix.in, matrix.out);
+    if (matrix.form == 3) linear_widened(x, (const uint16_t *)matrix.packed, y, rows, matrix.in, matrix.out);
     if (matrix.form == 1) linear_bf16(x, (const uint16_t *)matrix.packed, y, scratch, rows, matrix.in, matrix.out);
 #if MULTIPLIES_BYTES
     if (matrix.form == 2)
@@ -94,7 +96,7 @@ int64_t scratch_of_mlp(const Layer &layer, int64_t rows) {
 // weights again costs less, which holds while the third cache has them.
 int64_t rows_of_mlp(const Layer &layer, int64_t rows) {
     const int64_t together = 128, third_cache = 16 << 20;
-    int64_t size = layer.gate_up.form == 0 ? 4 : layer.gate_up.form == 1 ? 2 : 1;
+    int64_t size = layer.gate_up.form == 0 ? 4 : layer.gate_up.form == 2 ? 1 : 2;
     return rows <= together || layer.gate_up.in * layer.gate_up.out * size > third_cache ? rows : together;
 }
 

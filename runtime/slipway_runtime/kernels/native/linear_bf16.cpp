@@ -1,21 +1,40 @@
 // y = x Wᵀ for weights in bfloat16 that were packed once, and float32 rows.
 //
 // Processors that multiply bfloat16 get the rows rounded to it; the tile unit where there is one, else the instruction
-// that multiplies and adds pairs. On others the weights become float32 in registers, which is exact, and the rows are
-// not rounded: half the memory of float32 weights is read, at about a tenth more instructions.
+// that multiplies and adds pairs. On others the weights become float32 in registers (`linear_widened`), and the rows
+// are not rounded.
 //
 // Sums are float32, one chain from the first input to the last whatever the number of rows, so a row's result depends
 // on the row alone.
 //
 // Floor: two bytes a weight over the memory's bandwidth up to some 30 rows, then the processor's products a cycle:
-// 2 · LANES (float32 units), LANES · 2 (pairs), 512 (tiles).
+// LANES · 2 (pairs), 512 (tiles).
 
 #include "tiles.h"
 #include "vectors.h"
 
-#if defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__)
+
+extern "C" {
+int64_t padded_outputs(int64_t);
+int64_t padded_widened_inputs(int64_t);
+void pack_widened(const uint16_t *, uint16_t *, int64_t, int64_t);
+void linear_widened(const float *, const uint16_t *, float *, int64_t, int64_t, int64_t);
+}
+
+EXPORT int64_t padded_bf16_outputs(int64_t out) { return padded_outputs(out); }
+EXPORT int64_t padded_bf16_inputs(int64_t in) { return padded_widened_inputs(in); }
+EXPORT int64_t bf16_scratch(int64_t, int64_t) { return 0; }
+EXPORT void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t out, int64_t in) {
+    pack_widened(weight, packed, out, in);
+}
+EXPORT void linear_bf16(const float *x, const uint16_t *packed, float *y, uint8_t *, int64_t rows, int64_t in,
+                        int64_t out) {
+    linear_widened(x, packed, y, rows, in, out);
+}
+
+#else
 #include <immintrin.h>
-#endif
 
 namespace {
 
@@ -25,7 +44,6 @@ constexpr int64_t WORTH_A_THREAD = 1 << 20;  // multiplications
 
 int64_t padded_inputs(int64_t in) { return (in + DEPTH - 1) / DEPTH * DEPTH; }
 
-#if defined(__AVX512BF16__)
 typedef uint16_t Input;  // a row of x is rounded first
 
 // Of the rounded rows, in whole tiles.
@@ -44,25 +62,17 @@ void round_row(const float *x, uint16_t *rounded, int64_t row, int64_t in, int64
         std::memcpy(to, &half, sizeof half);
     }
 }
-#else
-typedef float Input;
-#endif
 
 #if !defined(__AMX_TILE__)
-#if MANY_REGISTERS
-constexpr int ROWS = 12;  // 24 sums, two or four vectors of weights and an input in 32 registers
-#else
-constexpr int ROWS = 4;  // 8, four and one in 16
-#endif
+constexpr int ROWS = 12;  // 24 sums, two vectors of weights and an input in 32 registers
 
-// x: rows `stride` numbers apart. The last input of an odd number is in a pair with zero weights.
+// x: rows `stride` numbers apart.
 template <int rows>
 void multiply_rows(const Input *x, int64_t stride, const uint16_t *panel, int64_t in, float *y, int64_t out,
                    int outputs) {
     vec sums[rows][WIDTH]{};
     int64_t pairs = in / PAIR;
     for (int64_t k = 0; k < pairs; k++, panel += PANEL * PAIR) {
-#if defined(__AVX512BF16__)
         __m512bh w[WIDTH];
 #pragma GCC unroll 2
         for (int v = 0; v < WIDTH; v++) w[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES * PAIR);
@@ -74,34 +84,7 @@ void multiply_rows(const Input *x, int64_t stride, const uint16_t *panel, int64_
 #pragma GCC unroll 2
             for (int v = 0; v < WIDTH; v++) sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], input, w[v]);
         }
-#else
-        vec even[WIDTH], odd[WIDTH];
-#pragma GCC unroll 2
-        for (int v = 0; v < WIDTH; v++) {
-            ivec both = (ivec)load((const float *)(panel + v * LANES * PAIR));
-            even[v] = (vec)(both << 16), odd[v] = (vec)(both & (int32_t)0xffff0000);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            vec first = all(x[r * stride + k * PAIR]);
-#pragma GCC unroll 2
-            for (int v = 0; v < WIDTH; v++) sums[r][v] += first * even[v];
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            vec second = all(x[r * stride + k * PAIR + 1]);
-#pragma GCC unroll 2
-            for (int v = 0; v < WIDTH; v++) sums[r][v] += second * odd[v];
-        }
-#endif
     }
-#if !defined(__AVX512BF16__)
-    if (in % PAIR)
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < WIDTH; v++)
-                sums[r][v] += all(x[r * stride + in - 1]) *
-                              (vec)((ivec)load((const float *)(panel + v * LANES * PAIR)) << 16);
-#endif
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
@@ -116,10 +99,8 @@ void multiply_rows(const Input *x, int64_t stride, const uint16_t *panel, int64_
 using MultiplyRows = void (*)(const Input *, int64_t, const uint16_t *, int64_t, float *, int64_t, int);
 constexpr MultiplyRows multiply_some[] = {
     nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-#if MANY_REGISTERS
     multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
     multiply_rows<9>, multiply_rows<10>, multiply_rows<11>, multiply_rows<12>,
-#endif
 };
 
 void multiply_panel(const Input *x, int64_t stride, const uint16_t *panel, float *y, int64_t rows, int64_t in,
@@ -239,14 +220,7 @@ EXPORT int64_t padded_bf16_outputs(int64_t out) { return (out + PANEL - 1) / PAN
 EXPORT int64_t padded_bf16_inputs(int64_t in) { return padded_inputs(in); }
 
 // Bytes of `scratch` for that many rows.
-EXPORT int64_t bf16_scratch(int64_t rows, int64_t in) {
-#if defined(__AVX512BF16__)
-    return rounded_bytes(rows, in);
-#else
-    (void)rows, (void)in;
-    return 0;
-#endif
-}
+EXPORT int64_t bf16_scratch(int64_t rows, int64_t in) { return rounded_bytes(rows, in); }
 
 // weight: (out, in) bfloat16 -> packed: (panels, padded inputs / PAIR, PANEL, PAIR), zeros behind the last of both.
 EXPORT void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t out, int64_t in) {
@@ -267,14 +241,11 @@ EXPORT void linear_bf16(const float *x, const uint16_t *packed, float *y, uint8_
     const int64_t padded = padded_inputs(in);
 #pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * out > WORTH_A_THREAD)
     {
-#if defined(__AVX512BF16__)
         Input *rounded = (Input *)scratch;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) round_row(x + row * in, rounded, row, in, padded);
         multiply_all(rounded, padded, packed, y, rows, padded, padded, out);
-#else
-        (void)scratch;
-        multiply_all(x, in, packed, y, rows, in, padded, out);
-#endif
     }
 }
+
+#endif
