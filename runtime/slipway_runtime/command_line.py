@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--task", choices=("", *Task), default="", help="generate text, or compute embeddings only")
     serve.add_argument("--pooling", choices=("", *Pooling), default="", help="of embeddings; auto: the checkpoint's")
     serve.add_argument("--deterministic", action="store_true", help="the same tokens alone and in any batch")
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     serve.add_argument("--tensor-parallel-size", type=int, default=0, help="GPUs that share the model")
     serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")
     serve.add_argument("--max-num-seqs", type=int, default=0, help="sequences in one batch")

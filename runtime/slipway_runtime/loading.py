@@ -155,6 +155,7 @@ def engine_options(settings: RuntimeSettings, fetched: Fetched) -> EngineOptions
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         deterministic=settings.deterministic,
+        device=settings.device,
         tensor_parallel_size=settings.tensor_parallel_size,
         threads=settings.threads or compute_threads(),
         max_model_len=settings.max_model_len,

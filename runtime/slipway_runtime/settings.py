@@ -115,6 +115,7 @@ class RuntimeSettings:
     task: Task = Task.GENERATE
     pooling: Pooling = Pooling.AUTO  # of embeddings
     deterministic: bool = False
+    device: str = "auto"  # auto, cpu or cuda; auto: a GPU if there is one
     tensor_parallel_size: int = 1  # GPUs, or processes on a CPU, that share the model
     max_model_len: int = 0
     max_num_seqs: int = 0

@@ -18,6 +18,7 @@ from slipway_runtime.worker.kv_cache import default_budget_bytes
 
 _DRAFT_TOKENS = 4  # that a row may draft in a step, when speculation is on without speculation_max_tokens
 _RANK = 16  # of adapters, when they are on without max_rank
+_NVIDIA_DEVICE = Path("/dev/nvidiactl")  # in a container that got a GPU, whatever torch makes of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +86,7 @@ def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePla
     rank: of the ranks that share the model; each has a GPU of its own.
     """
     config = read_config(model_path)
-    on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device)
-    if on.type == "cuda":
-        # Never without a number: `cuda` alone is the current device of a thread, and several threads read weights.
-        on = torch.device("cuda", rank)
+    on = choose_device(options.device, rank)
     num_seqs = options.max_num_seqs or (32 if on.type == "cpu" else 256)
     num_batched_tokens = options.max_num_batched_tokens or max(num_seqs, 512 if on.type == "cpu" else 8192)
     if num_batched_tokens < num_seqs:
@@ -124,6 +122,35 @@ def decide(model_path: Path, options: EngineOptions, rank: int = 0) -> EnginePla
     )
     _check_device(plan)
     return plan
+
+
+def choose_device(asked: str, rank: int = 0) -> torch.device:
+    """The device: auto is a GPU wherever there is one. Raises ModelRefusedError for a GPU that torch cannot use.
+
+    Serving on a CPU beside a GPU whose driver is too old would look healthy, and be a hundred times slower.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available() and not _has_unusable_gpu()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelRefusedError(
+            f"the device is {asked}, and torch {torch.__version__} can use no GPU here: {_why_no_gpu()}; "
+            "install a newer driver on the node, or set --device cpu"
+        )
+    # Never without a number: `cuda` alone is the current device of a thread, and several threads read weights.
+    return torch.device("cuda", rank)
+
+
+def _has_unusable_gpu() -> bool:
+    return torch.version.cuda is not None and _NVIDIA_DEVICE.exists()
+
+
+def _why_no_gpu() -> str:
+    """What CUDA says of this machine, in one line."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())[:300]
+    return f"CUDA finds {torch.cuda.device_count()} devices"
 
 
 def _check_ranks(options: EngineOptions, device: torch.device) -> None:

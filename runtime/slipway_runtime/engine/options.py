@@ -14,7 +14,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"  # of the weights, at load: none, int8, fp8
     kv_cache_dtype: str = "auto"  # auto (that of the weights), fp8, int8
     deterministic: bool = False  # results that do not depend on the other requests of a batch
-    device: str = "auto"
+    device: str = "auto"  # auto, cpu, cuda
     tensor_parallel_size: int = 1  # ranks that share the model: this process, and those that it starts
     threads: int = 0  # of torch, all ranks together
     max_model_len: int = 0

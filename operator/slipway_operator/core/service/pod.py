@@ -203,6 +203,9 @@ def _environment(
         {"name": "HOME", "value": names.CACHE_DIRECTORY},
         {"name": "TRITON_CACHE_DIR", "value": f"{names.CACHE_DIRECTORY}/triton"},
     ]
+    if not service.spec.resources.gpu.count:
+        # Where NVIDIA's runtime is the node's default, a container sees all GPUs of the node unless it says so.
+        defaults.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     own: list[dict[str, Any]] = [
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},

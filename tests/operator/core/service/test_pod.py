@@ -165,6 +165,11 @@ def test_compiled_kernels_and_whatever_wants_a_home_go_where_the_pod_may_write()
     assert env_of(named)["TRITON_CACHE_DIR"]["value"] == "/models/triton"
 
 
+def test_a_replica_without_gpus_sees_none_of_its_node():
+    assert env_of(a_service(resources={"gpu": {"count": 0}}))["NVIDIA_VISIBLE_DEVICES"]["value"] == "void"
+    assert "NVIDIA_VISIBLE_DEVICES" not in env_of(a_service(resources={"gpu": {"count": 1}}))
+
+
 @pytest.mark.capability("DD-1")
 def test_a_replica_is_one_pod_with_its_own_gpus_spread_over_nodes():
     service = a_service(
