@@ -20,8 +20,10 @@ def path(tmp_path_factory) -> Path:
     return where
 
 
-def ask(engine: Engine, id: str, prompt: list[int], seed: int, known: tuple[int, ...] = ()) -> None:
-    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.0, seed=seed)
+def ask(
+    engine: Engine, id: str, prompt: list[int], seed: int, known: tuple[int, ...] = (), *, tokens: int = LENGTH
+) -> None:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, seed=seed)
     engine.add(Request(id=id, prompt_token_ids=tuple(prompt), params=params, arrived=0.0, output_token_ids=known), 0.0)
 
 
@@ -44,6 +46,23 @@ def test_the_same_request_gives_the_same_tokens_alone_preempted_and_resumed(path
         for seed, (prompt, text) in enumerate(zip(PROMPTS, alone, strict=True)):
             ask(roomy, f"r{seed}", prompt, seed, tuple(text[:at]))
         assert run(roomy) == {f"r{seed}": text[at:] for seed, text in enumerate(alone)}
+
+
+@pytest.mark.capability("API-19")
+def test_a_thousand_answers_that_are_split_anywhere_and_resumed_are_the_undisturbed_ones(path):
+    """Fifty prompts, each taken up by another engine after each of 20 tokens, in one batch of 32 rows."""
+    draw = random.Random(11)
+    prompts = [[draw.randrange(3, 90) for _ in range(draw.randrange(1, 40))] for _ in range(50)]
+    first, other = (an_engine(path, blocks=400, seqs=32, budget=128, deterministic=True) for _ in range(2))
+    for number, prompt in enumerate(prompts):
+        ask(first, str(number), prompt, number, tokens=21)
+    undisturbed = run(first)
+    splits = [(number, at) for number in range(len(prompts)) for at in range(1, 21)]
+    draw.shuffle(splits)
+    assert len(splits) == 1000
+    for number, at in splits:
+        ask(other, f"{number}/{at}", prompts[number], number, tuple(undisturbed[str(number)][:at]), tokens=21)
+    assert run(other) == {f"{number}/{at}": undisturbed[str(number)][at:] for number, at in splits}
 
 
 @pytest.mark.capability("API-19")

@@ -202,6 +202,32 @@ async def test_goodput_can_be_read_for_any_bounds_of_the_grid(replica: Running):
     assert all("ttft_le=" in name and "tpot_le=" in name for name in cells)
 
 
+@pytest.mark.capability("CO-2")
+async def test_tokens_are_counted_by_tenant_and_kind(replica: Running):
+    answers = [
+        await replica.chat("A long prompt. " * 20, headers={"x-slipway-tenant": tenant}, max_tokens=5, ignore_eos=True)
+        for tenant in ("a", "a", "b")
+    ]
+    found = await samples(replica)
+
+    def counted(tenant: str, kind: str) -> float:
+        return sum(
+            value
+            for name, value in found.items()
+            if name.startswith("slipway:tokens_total") and f"tenant={tenant}" in name and f"kind={kind}" in name
+        )
+
+    usage = [answer.json()["usage"] for answer in answers]
+    assert counted("a", "output") == 10
+    assert counted("b", "output") == 5
+    cached = usage[1]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0, "the second prompt of tenant a is the first one"
+    assert counted("a", "cached") == cached
+    assert counted("a", "input") == 2 * usage[0]["prompt_tokens"], "as in `usage`, with the cached ones"
+    assert counted("b", "cached") == 0, "tenants share no prefixes"
+    assert counted("b", "input") == usage[2]["prompt_tokens"]
+
+
 @pytest.mark.capability("SE-2")
 async def test_labels_do_not_grow_with_what_callers_send(replica: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slipway_runtime.server.metrics.MAX_TOKEN_LABELS", 2)
