@@ -7,12 +7,14 @@ import atexit
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from slipway_runtime.engine.adapters import AdapterLoader
 from slipway_runtime.engine.decide import EnginePlan, decide
@@ -34,9 +36,10 @@ from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import Masks, capture_steps, warm_up
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.messages import EngineFacts, EngineFailed, Loading, SchedulerOutput, StepResult, WarmingUp
-from slipway_runtime.models.pooling import read_embedding_config
+from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.models.pooling import EmbeddingConfig, read_embedding_config
 from slipway_runtime.models.quantize import name_of_format, quantization_warnings
-from slipway_runtime.models.sharding import WHOLE
+from slipway_runtime.models.sharding import WHOLE, Share
 from slipway_runtime.scheduling.block_pool import BlockPool
 from slipway_runtime.scheduling.host_tier import HostTier
 from slipway_runtime.scheduling.scheduler import Scheduler
@@ -79,6 +82,76 @@ def build_engine(
     plan = decide(model_path, options)
     use_threads(options)
     ranks = Ranks(plan, directory=directory, on_death=on_death) if options.tensor_parallel_size > 1 else None
+    model = _load(plan, ranks, on_news)
+    runner = model.runner
+    loaded = time.perf_counter()
+
+    on_news(WarmingUp())
+    compute: Compute = runner.execute if ranks is None else partial(ranks.execute, runner)
+    execute = partial(_execute, compute, model.grammars)
+    # With several ranks a step is not launched ahead: the others get its tokens from the host.
+    launch = partial(_execute, runner.launch, model.grammars) if ranks is None else launching(execute)
+    worker = Worker(launch) if plan.overlap else None
+    with oom_refused("the largest batch", plan.device):
+        widest_step = _warm_up(_new_scheduler(plan, model), compute, model.slots, plan, worker)
+    capture = partial(capture_steps, runner, plan.device)
+    graphs_failed = ""
+    if not options.pooling:  # no step of embeddings is a decode step
+        graphs_failed = capture() if ranks is None else ranks.capture(runner, capture)
+    warm = time.perf_counter()
+
+    scheduler = _new_scheduler(plan, model, tier=model.tier, kv_events=bool(options.kv_events_endpoint))
+    plan.fit_pool(model.max_model_len, scheduler.max_model_len)  # adapters may take a part of the pool
+    facts = _facts(
+        plan,
+        model,
+        max_model_len=scheduler.max_model_len,
+        load_seconds=loaded - started,
+        warmup_seconds=warm - loaded,
+        widest_step_seconds=widest_step,
+        graphs_failed=graphs_failed,
+    )
+    gc.collect()
+    gc.freeze()  # the model lives as long as the process: the collector does not walk it again
+    atexit.register(gc.unfreeze)  # or libraries report the model as leaked when the process ends
+    make_sleeper = Sleeper if ranks is None else partial(SharedSleeper, ranks)
+    parts: dict[str, Any] = {
+        "grammars": model.grammars,
+        "adapters": None if model.slots is None else _adapter_loader(plan, model.share, model.slots, scheduler, ranks),
+        "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
+        "sleeper": make_sleeper(
+            runner,
+            plan.device,
+            load_weights=model.load_weights,
+            allocate_cache=model.allocate_cache,
+            capture=capture,
+        ),
+    }
+    if worker is not None:
+        return OverlappedEngine(scheduler, worker, facts, **parts)
+    return Engine(scheduler, execute, facts, **parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadedModel:
+    """A model on its device, and what its scheduler and its engine are made from."""
+
+    runner: Runner
+    slots: AdapterSlots | None
+    grammars: Grammars | None  # None without a tokenizer: structured output is then refused
+    size: CacheSize
+    max_model_len: int
+    tier: HostTier | None
+    embedding: EmbeddingConfig | None
+    weight_bytes: int  # of all ranks
+    share: Share
+    load_weights: Callable[[], Decoder]  # again, after a sleep
+    allocate_cache: Callable[[], list[Tensor]]
+
+
+def _load(plan: EnginePlan, ranks: Ranks | None, on_news: Callable[[Loading | WarmingUp], object]) -> _LoadedModel:
+    """Load weights, adapter slots and grammars, and size and allocate the KV cache and its host tier."""
+    options = plan.options
     share = WHOLE if ranks is None else ranks.share
     kernels = kernels_for(plan.device, plan.dtype, deterministic=options.deterministic)
     with oom_refused("the weights", plan.device):
@@ -86,10 +159,9 @@ def build_engine(
         weight_bytes = decoder.nbytes + (0 if ranks is None else ranks.loaded())
     with oom_refused("the adapters", plan.device):
         slots = make_slots(plan, decoder, kernels, AdapterSlots if ranks is None else partial(SharedSlots, ranks))
-    # None where there is no tokenizer: an answer that a grammar binds can then only end.
     # On a CPU the threads compute the model; on a GPU they are idle while it does.
     threads = min(MASK_THREADS, options.threads or torch.get_num_threads()) if plan.device.type == "cuda" else 1
-    grammars = Grammars.beside(Path(options.tokenizer_path or model_path), plan.eos_token_ids, threads=threads)
+    grammars = Grammars.beside(Path(options.tokenizer_path or plan.model_path), plan.eos_token_ids, threads=threads)
     with oom_refused("the KV cache", plan.device):
         size = size_pool(plan, decoder, kernels)
         size = size if ranks is None else ranks.agree(size)
@@ -109,45 +181,42 @@ def build_engine(
         )
     embedding = None
     if options.pooling:
-        embedding = read_embedding_config(model_path, options.pooling, plan.config.hidden_size)
+        embedding = read_embedding_config(plan.model_path, options.pooling, plan.config.hidden_size)
         runner.pooler = Pooler(embedding.pooling, plan.max_num_seqs, embedding.size, plan.device)
-    del decoder  # only the runner refers to it: a sleeping engine frees it
     tier: HostTier | None = None
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             tier, runner.host = made
-    compute: Compute = runner.execute if ranks is None else partial(ranks.execute, runner)
-    execute = partial(_execute, compute, grammars)
-    loaded = time.perf_counter()
+    # Only the runner refers to the decoder from here on: a sleeping engine frees it.
+    return _LoadedModel(
+        runner=runner,
+        slots=slots,
+        grammars=grammars,
+        size=size,
+        max_model_len=length,
+        tier=tier,
+        embedding=embedding,
+        weight_bytes=weight_bytes,
+        share=share,
+        load_weights=partial(load_weights, plan, kernels, share=share),
+        allocate_cache=allocate,
+    )
 
-    on_news(WarmingUp())
-    # With several ranks a step is not launched ahead: the others get its tokens from the host.
-    launch = partial(_execute, runner.launch, grammars) if ranks is None else launching(execute)
-    worker = Worker(launch) if plan.overlap else None
-    with oom_refused("the largest batch", plan.device):
-        widest_step = _warm_up(_new_scheduler(plan, size, length), compute, slots, plan, worker)
-    recorded = ""
-    capture = partial(capture_steps, runner, plan.device)
-    if not options.pooling:  # no step of embeddings is a decode step
-        recorded = capture() if ranks is None else ranks.capture(runner, capture)
-    warm = time.perf_counter()
-    scheduler = _new_scheduler(plan, size, length, tier, kv_events=bool(options.kv_events_endpoint))
-    plan.fit_pool(length, scheduler.max_model_len)  # adapters may take a part of the pool
-    facts = EngineFacts(
+
+def _facts(plan: EnginePlan, model: _LoadedModel, **measured: Any) -> EngineFacts:
+    """Build the facts that the API server reads: limits, sizes, formats, and what was measured at the start."""
+    options, embedding = plan.options, model.embedding
+    return EngineFacts(
         vocab_size=plan.config.vocab_size,
         eos_token_ids=plan.eos_token_ids,
-        max_model_len=scheduler.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=options.block_size,
-        num_blocks=size.num_blocks,
-        bytes_per_token=size.bytes_per_token * share.size,
-        weight_bytes=weight_bytes,
+        num_blocks=model.size.num_blocks,
+        bytes_per_token=model.size.bytes_per_token * model.share.size,
+        weight_bytes=model.weight_bytes,
         dtype=str(plan.weight_dtype).removeprefix("torch."),
         device=plan.device.type,
-        load_seconds=loaded - started,
-        warmup_seconds=warm - loaded,
-        widest_step_seconds=widest_step,
         quantization=name_of_format(plan.config, options.quantization),
         warnings=quantization_warnings(plan.config, options.quantization),
         kv_dtype="" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype,
@@ -157,43 +226,33 @@ def build_engine(
         max_cpu_adapters=plan.max_cpu_adapters,
         max_rank=plan.max_rank,
         speculation=options.speculation,
-        host_blocks=0 if tier is None else tier.total,
-        graphs_failed=recorded,
+        host_blocks=0 if model.tier is None else model.tier.total,
         pooling=embedding.pooling if embedding is not None else "",
         embedding_size=embedding.size if embedding is not None else 0,
         is_matryoshka=embedding is not None and embedding.is_matryoshka,
         matryoshka_dimensions=embedding.dimensions if embedding is not None else (),
+        **measured,
     )
-    gc.collect()
-    gc.freeze()  # the model lives as long as the process: the collector need not look at it again
-    atexit.register(gc.unfreeze)  # at the end it must, or libraries report what they think has leaked
-    parts: dict[str, Any] = {
-        "grammars": grammars,
-        "adapters": None,
-        "publish": KvEventPublisher(options.kv_events_endpoint).publish if options.kv_events_endpoint else None,
-    }
-    if slots is not None:
-        read = adapter_reader(plan, share)
-        read = read if ranks is None else partial(ranks.read_adapter, read)
-        parts["adapters"] = AdapterLoader(scheduler, read, keep=slots.keep, forget=slots.forget)
-    reload = partial(load_weights, plan, kernels, share=share)
-    make_sleeper = Sleeper if ranks is None else partial(SharedSleeper, ranks)
-    parts["sleeper"] = make_sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=capture)
-    if worker is not None:
-        return OverlappedEngine(scheduler, worker, facts, **parts)
-    return Engine(scheduler, execute, facts, **parts)
+
+
+def _adapter_loader(
+    plan: EnginePlan, share: Share, slots: AdapterSlots, scheduler: Scheduler, ranks: Ranks | None
+) -> AdapterLoader:
+    read = adapter_reader(plan, share)
+    read = read if ranks is None else partial(ranks.read_adapter, read)
+    return AdapterLoader(scheduler, read, keep=slots.keep, forget=slots.forget)
 
 
 def _new_scheduler(
-    plan: EnginePlan, size: CacheSize, length: int, tier: HostTier | None = None, *, kv_events: bool = False
+    plan: EnginePlan, model: _LoadedModel, *, tier: HostTier | None = None, kv_events: bool = False
 ) -> Scheduler:
-    options = plan.options
+    options, size = plan.options, model.size
     pool = BlockPool(size.num_blocks, options.block_size, shares_prefixes=options.prefix_caching)
     return Scheduler(
         pool,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_model_len=length,
+        max_model_len=model.max_model_len,
         eos_token_ids=frozenset(plan.eos_token_ids),
         model=plan.content_key(),
         tenant_weights=options.tenant_weights,

@@ -43,6 +43,11 @@ class EnginePlan:
     draft_tokens: int
     overlap: bool
 
+    @property
+    def max_samples(self) -> int:
+        """Most samples of a step: each row's own and those that verify its drafts, of which each is a token."""
+        return min(self.max_num_seqs * (1 + self.draft_tokens), self.max_num_batched_tokens)
+
     def residency(self, pool: BlockPool, block_bytes: int) -> Residency | None:
         """The residency of adapters, which share one budget with KV where both are in the same memory: on a CPU."""
         if not self.max_adapters:
@@ -147,7 +152,7 @@ def _has_unusable_gpu() -> bool:
 def _why_no_gpu() -> str:
     """What CUDA says of this machine, in one line."""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return " ".join(str(error).split())[:300]
     return f"CUDA finds {torch.cuda.device_count()} devices"
