@@ -7,11 +7,13 @@ before the one before it is read.
 """
 
 import argparse
+import gc
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from bench.figures import Figure, Section
 from bench.gpu_plan import CARDS, Card, Forms, Planned, decode, layers_of, prefill, table
 from bench.gpu_steps import CONFIGS, SAMPLED, Machine, plan_after, with_layers
 from slipway_runtime.models.config import parse_config
-from slipway_runtime.worker.capture import CudaCapture
+from slipway_runtime.worker.capture import CudaCapture, free_device_memory
 
 STEPS_TIMED = 16
 
@@ -88,10 +90,14 @@ def whole_steps(
     """Decode steps (rows, context) and prompts (tokens) of a model, each ÷ its plan. settings: of the machine."""
     for rows, context in steps:
         planned = decode(model, card, rows, context)
-        yield _beside(planned, step_seconds(a_real_machine(model, device, rows, context, **settings), rows, context))
+        with a_real_machine(model, device, rows, context, **settings) as machine:
+            measured = step_seconds(machine, rows, context)
+        yield _beside(planned, measured)
     for tokens in prompts:
         planned = prefill(model, card, tokens)
-        yield _beside(planned, prompt_seconds(a_real_machine(model, device, 1, tokens, **settings), tokens))
+        with a_real_machine(model, device, 1, tokens, **settings) as machine:
+            measured = prompt_seconds(machine, tokens)
+        yield _beside(planned, measured)
 
 
 def _beside(planned: Planned, measured: float) -> Figure:
@@ -99,14 +105,26 @@ def _beside(planned: Planned, measured: float) -> Figure:
     return Figure(f"{planned.model}, {planned.case}: measured ÷ planned", measured / planned.seconds, "×", note)
 
 
-def a_real_machine(model: str, device: torch.device, rows: int, context: int, **settings: Any) -> Machine:
-    """The model with all its layers, and room for the steps that are timed; on a GPU its steps are captured."""
+@contextmanager
+def a_real_machine(model: str, device: torch.device, rows: int, context: int, **settings: Any) -> Iterator[Machine]:
+    """The model with all its layers, and room for the steps that are timed; on a GPU its steps are captured.
+
+    Its memory is free afterwards, at once: runner and graphs refer to each other, and two machines of an 8B model with
+    256 rows are more than a card has.
+    """
     config = with_layers(parse_config(CONFIGS[model]), layers_of(model))
     machine = Machine(config, device, rows=rows, longest=context + 2 * STEPS_TIMED, **settings)
-    if device.type == "cuda":
-        with torch.inference_mode():
-            machine.runner.capture_graphs(CudaCapture())
-    return machine
+    try:
+        if device.type == "cuda":
+            with torch.inference_mode():
+                machine.runner.capture_graphs(CudaCapture(device))
+        yield machine
+    finally:
+        machine.close()
+        del machine
+        gc.collect()
+        if device.type == "cuda":
+            free_device_memory()
 
 
 def step_seconds(machine: Machine, rows: int, context: int) -> float:

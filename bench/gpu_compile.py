@@ -8,6 +8,7 @@ Compiled code is cached in build/triton. Nothing is timed: what the numbers prom
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,14 +21,19 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from slipway_runtime.kernels.tiles import shared_bytes
+
 ROOT = Path(__file__).parents[1]
-TARGETS = (80, 90, 100)
-# Shared memory of a block and of a multiprocessor, warps and blocks of a multiprocessor: the CUDA guide's tables.
-SHARED_PER_BLOCK = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-SHARED_PER_SM = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
-WARPS_PER_SM, BLOCKS_PER_SM, REGISTERS_PER_SM = 64, 32, 1 << 16
-# Not in a step's path: a prompt's attention is bound by tensor cores, and some bytes on the stack cost it little.
-SPILLS_ALLOWED = {"_extend": 128}
+TARGETS = (80, 89, 90, 100, 120)
+SMALLER = (
+    89,
+    120,
+)  # with 99 KiB of shared memory a block: other tiles of attention. The sample has nothing else of them
+# Of a multiprocessor: 1 KiB of shared memory beside what a block may have, warps and blocks. The CUDA guide's tables.
+WARPS_PER_SM, BLOCKS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}, {86: 16, 89: 24, 120: 24}
+REGISTERS_PER_SM = 1 << 16
+# Of a prompt's attention alone, which tensor cores bound: verified drafts, decode, `deterministic` may spill nothing.
+SPILLS_OF_PROMPTS = 128
 
 
 @dataclass
@@ -71,13 +77,18 @@ def _compile(key_and_launch: tuple[str, object]) -> tuple[str, dict[str, object]
     result.registers, result.spilled = _resources(kernel.asm["cubin"])
     result.tensor_cores, result.loads = _instructions(kernel.asm["ptx"])
     result.blocks = _resident(result)
-    if result.spilled > SPILLS_ALLOWED.get(result.kernel, 0):
+    if result.spilled > spills_allowed(result):
         result.faults.append(f"spills {result.spilled} bytes")
-    if result.shared > SHARED_PER_BLOCK[result.target]:
+    if result.shared > shared_bytes(result.target):
         result.faults.append(f"needs {result.shared} bytes of shared memory")
     if launch.dots and not result.tensor_cores:
         result.faults.append("multiplies without tensor cores")
     return key, asdict(result)
+
+
+def spills_allowed(one: Compiled) -> int:
+    """Bytes of stack a thread that are no fault."""
+    return SPILLS_OF_PROMPTS if one.kernel == "_extend" and one.constants["PARTIAL"] == "False" else 0
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -118,9 +129,9 @@ def _resident(result: Compiled) -> int:
     of_a_warp = -(-max(result.registers, 1) * 32 // 256) * 256
     return min(
         REGISTERS_PER_SM // (of_a_warp * result.warps),
-        SHARED_PER_SM[result.target] // (result.shared + 1024),  # 1 KiB a block is the driver's
-        WARPS_PER_SM // result.warps,
-        BLOCKS_PER_SM,
+        (shared_bytes(result.target) + 1024) // (result.shared + 1024),  # 1 KiB a block is the driver's
+        WARPS_PER_SM[result.target] // result.warps,
+        BLOCKS_PER_SM.get(result.target, 32),
     )
 
 
@@ -128,12 +139,31 @@ def compile_all(
     sample: bool, targets: Iterable[int], dtypes: tuple[str, ...], only: str, cases: str, jobs: int
 ) -> list[Compiled]:
     """Record the launches, compile them in `jobs` processes. only, cases: patterns for kernels and cases."""
-    from bench.gpu_launches import EDGES, KV_DTYPES, MODELS, RANKS, Recorder, record, record_experts, record_sampling
+    from bench.gpu_launches import (
+        BLOCK_SIZES,
+        EDGES,
+        KV_DTYPES,
+        MODELS,
+        RANKS,
+        WITH_BLOCK_SIZES,
+        Recorder,
+        record,
+        record_attention,
+        record_experts,
+        record_sampling,
+    )
 
     recorder = Recorder()
     for target in targets:
         kv_dtypes = [kv for kv in KV_DTYPES if target >= 89 or kv != "fp8"]
+        if sample and target in SMALLER:
+            for kv in kv_dtypes:
+                record_attention(recorder, target, "Llama-3.1-8B", kv)
+            continue
         if sample:
+            if target == 90:
+                for page in BLOCK_SIZES:
+                    record_attention(recorder, target, "Llama-3.1-8B", "auto", page)
             for kv in kv_dtypes:
                 record(recorder, target, "Llama-3.1-8B", "bf16", kv, (16,) if kv == "auto" else ())
             if target == 90:
@@ -148,6 +178,8 @@ def compile_all(
                     wanted = RANKS if name == "Llama-3.1-8B" else (16,)
                     record(recorder, target, name, dtype, kv, wanted if kv == "auto" else ())
             record_sampling(recorder, target, name)
+        for name, kv, page in itertools.product(WITH_BLOCK_SIZES, kv_dtypes, BLOCK_SIZES):
+            record_attention(recorder, target, name, kv, page)
         for kv in kv_dtypes if "fp32" in dtypes else ():
             record(recorder, target, "Llama-3.1-8B", "fp32", kv, (16,) if kv == "auto" else ())
     wanted_launches = {

@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 PAGE = 16
+BLOCK_SIZES = (8, 64)  # of those that a service may ask for, the least, and more than a tile of keys of few
 LIKE = torch.empty(0)
 TOKENS = 2048  # of a prefill
 MAX_MODEL_LEN = 32_768
@@ -60,6 +61,7 @@ EDGES = {
     "gpt-oss-20b": Model(64, 8, 64, 2880, 2880, 201088, 201088, window=128, sinks=True, experts=(32, 4), limit=7.0),
     "Qwen3-30B-A3B": Model(32, 4, 128, 2048, 768, 151936, 151669, norms=True, experts=(128, 8)),
 }
+WITH_BLOCK_SIZES = ("Llama-3.1-8B", "gpt-oss-20b")  # whose attention is compiled for other block sizes too
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KV_DTYPES = ("auto", "fp8", "int8")
 RANKS = (8, 16, 32, 64, 128, 256)
@@ -156,7 +158,9 @@ class Recorder:
             known.cases.append(self.case)
 
 
-DOTS = frozenset({"_decode", "_extend", "_shrink", "_expand", "_grouped", "_times_codes"})  # they multiply matrices
+DOTS = frozenset(
+    {"_decode", "_extend", "_extend_in_order", "_shrink", "_expand", "_grouped", "_times_codes"}
+)  # they multiply matrices
 
 
 def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv: str, ranks: tuple[int, ...]) -> None:
@@ -173,6 +177,15 @@ def record(recorder: Recorder, target: int, model_name: str, dtype_name: str, kv
         recorder.case = f"{part} "
         for step in steps:
             recorder.case = f"{part} {step}"
+
+
+def record_attention(recorder: Recorder, target: int, model_name: str, kv: str, page: int = PAGE) -> None:
+    """The launches of a model's attention, in bfloat16. page: block size."""
+    recorder.for_target(target)
+    part = f"{model_name} bf16 KV {kv}" + (f" blocks of {page}" if page != PAGE else "")
+    recorder.case = f"{part} "
+    for step in _attention((MODELS | EDGES)[model_name], torch.bfloat16, kv, page):
+        recorder.case = f"{part} {step}"
 
 
 def record_experts(recorder: Recorder, target: int, model_name: str) -> None:
@@ -199,8 +212,11 @@ def record_sampling(recorder: Recorder, target: int, model_name: str) -> None:
         gpu.apply_bitmask(logits, whole, torch.zeros(samples, -(-model.tokens // 32), dtype=torch.int32))
 
 
-def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
-    """Yields the name of each step before it is launched. Steps as `layers.attention` and `layers.rotary` make them."""
+def _attention(model: Model, dtype: torch.dtype, kv: str, page: int = PAGE) -> Iterator[str]:
+    """Yields the name of each step before it is launched. Steps as `layers.attention` and `layers.rotary` make them.
+
+    page: block size. With another one than usual, one step for each kernel that reads or writes the cache.
+    """
     from slipway_runtime.kernels import gpu, gpu_fixed_order, kv_pages
     from slipway_runtime.kernels.reference_attention import Scoring
 
@@ -208,7 +224,7 @@ def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
     kv_dtype = dtype if kv == "auto" else kv_pages.KV_DTYPES[kv]
     sinks = torch.empty(heads) if model.sinks else None
     scoring = Scoring(model.softcap, sinks) if model.softcap or model.sinks else None
-    shape = (2, 9, 2, kv_heads, *kv_pages.page_shape(PAGE, d, kv_dtype))
+    shape = (2, 9, 2, kv_heads, *kv_pages.page_shape(page, d, kv_dtype))
     cache = torch.empty(shape, dtype=kv_dtype).unbind(0)[1]  # a layer in the middle of the arena
     table = torch.empty(64, 2, d, dtype=dtype)
 
@@ -220,11 +236,19 @@ def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
         slots = torch.zeros(total, dtype=torch.int64)
         q = kernels.rope_and_store(qkv, rows[:, :1], rows[:, 1:], cache, slots, heads, norms)
         before, added = np.array(computed, dtype=np.int64), np.array(new, dtype=np.int64)
-        blocks = np.zeros((len(new), -(-int((before + added).max()) // PAGE)), dtype=np.int64)
-        plan = plan or kernels.plan_attention(before, added, blocks, PAGE, LIKE)
+        blocks = np.zeros((len(new), -(-int((before + added).max()) // page)), dtype=np.int64)
+        plan = plan or kernels.plan_attention(before, added, blocks, page, LIKE)
         kv_new = qkv[:, heads:].view(total, 2, kv_heads, d)
         kernels.paged_attention(q, kv_new, cache, plan, d**-0.5, model.window, scoring)
 
+    if page != PAGE:
+        yield "decode, prompt and drafts"
+        step([8190], [1])
+        step([0], [TOKENS])
+        step([8190], [5])
+        yield "deterministic"
+        step([8190], [1], gpu_fixed_order)
+        return
     yield "decode 1x100"
     step([99], [1])
     yield "decode 3x8191"
@@ -240,6 +264,7 @@ def _attention(model: Model, dtype: torch.dtype, kv: str) -> Iterator[str]:
     step([8190] * 2, [5] * 2)
     yield "deterministic"
     step([99, 1023, 512, 0], [1, 1, 300, 17], gpu_fixed_order)
+    step([99], [1], gpu_fixed_order, gpu_fixed_order.plan_for_capture(1, MAX_MODEL_LEN, PAGE, LIKE))
     for tokens in (8, 256):
         yield f"graph with chunks, {tokens} tokens"
         capacity = gpu.chunk_capacity(tokens, 256)
@@ -305,7 +330,7 @@ def _float8_blocks(count: int, out_size: int, in_size: int, dtype: torch.dtype) 
 
 
 def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[str]:
-    """Products with one-byte weights; float8 on cards that have it."""
+    """Products with one-byte weights: int8, and float8, which older cards read as bytes."""
     from slipway_runtime.kernels.byte_products import numbers_of_codes, rows_as_float8, times_codes
 
     if dtype == torch.float32:
@@ -316,13 +341,17 @@ def _byte_products(model: Model, dtype: torch.dtype, target: int) -> Iterator[st
     ):
         for tokens in (1, 32, 256):
             yield f"{name} {tokens}"
-            codes, scales = torch.empty(out, size, dtype=torch.int8), torch.empty(out, dtype=dtype)
+            codes, scales = torch.empty(out, size, dtype=torch.int8), torch.empty(out)
             times_codes(torch.empty(tokens, size, dtype=dtype), codes, scales)
             if target >= 89:  # `ScaledFp8.fits`
                 rows_as_float8(torch.empty(tokens, size, dtype=dtype))
-                blocks = codes.to(torch.float8_e4m3fn), torch.empty(out, -(-size // 128))
-                times_codes(torch.empty(tokens, size, dtype=dtype), *blocks, 128)
-                numbers_of_codes(*blocks, 128, dtype)
+            yield f"float8 {name} {tokens}"
+            float8 = codes.view(torch.float8_e4m3fn if target >= 89 else torch.uint8)  # `readable`
+            times_codes(torch.empty(tokens, size, dtype=dtype), float8, scales)
+            yield f"float8 blocks {name} {tokens}"
+            blocks = float8, torch.empty(out, -(-size // 128))
+            times_codes(torch.empty(tokens, size, dtype=dtype), *blocks, 128)
+            numbers_of_codes(*blocks, 128, dtype)
 
 
 def _lora(model: Model, dtype: torch.dtype, rank: int, slots: int = 8) -> Iterator[str]:

@@ -154,6 +154,12 @@ class Machine:
             self.runner.pooler = Pooler(pooling, rows, config.hidden_size, device)
         self.runner.host = HostArena(2, 1 << 20, config.num_layers, device)
 
+    def close(self) -> None:
+        """Let go of weights, KV and graphs, whoever still refers to the machine."""
+        self.runner.graphs, self.runner.host = None, None
+        self.caches.clear()
+        del self.runner.decoder
+
     def prepare(
         self,
         new: list[int],

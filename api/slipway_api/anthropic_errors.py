@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 MESSAGES_PATH: Final = "/v1/messages"
+REQUEST_ID_HEADER: Final = "request-id"  # of responses: Anthropic's clients report it with each error
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -21,7 +22,8 @@ def is_anthropic(path: str) -> bool:
     return f"{path}/".startswith(f"{MESSAGES_PATH}/")
 
 
-def anthropic_error(message: str, status: int) -> dict[str, Any]:
+def anthropic_error(message: str, status: int, request_id: str = "") -> dict[str, Any]:
     """The JSON body of an error; a status without a type of its own gets the general one of its class."""
     otherwise = "api_error" if status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": _TYPES.get(status, otherwise), "message": message}}
+    error = {"type": "error", "error": {"type": _TYPES.get(status, otherwise), "message": message}}
+    return error | ({"request_id": request_id} if request_id else {})

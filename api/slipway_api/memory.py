@@ -134,10 +134,16 @@ class Needs:
     max_model_len: int  # prompt and output together
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    draft_tokens: int = 0  # that a row may draft in a step; 0: speculation is off
     max_adapters: int = 0  # slots; 0: adapters are off
     max_rank: int = 0
     on_gpu: bool = True
     tensor_parallel_size: int = 1  # devices that share the model
+
+    @property
+    def max_samples(self) -> int:
+        """Most samples of a step: each row's own and those that verify its drafts, of which each is a token."""
+        return min(self.max_num_seqs * (1 + self.draft_tokens), max(self.max_num_seqs, self.max_num_batched_tokens))
 
     @property
     def computes_in(self) -> str:
@@ -208,7 +214,7 @@ def activation_bytes(shape: ModelShape, needs: Needs) -> int:
     copies = 3 * shape.experts_per_token * shape.hidden  # rows by expert, their outputs, and those in order
     width = 2 * shape.hidden + max(3 * shape.mlp + copies, attention)
     layer = needs.max_num_batched_tokens * width * WEIGHT_BYTES[needs.computes_in]
-    logits = 2 * needs.max_num_seqs * shape.vocab * 4  # float32, and a copy while they are sampled
+    logits = 2 * needs.max_samples * shape.vocab * 4  # float32, and a copy while they are sampled
     return max(layer, logits)
 
 

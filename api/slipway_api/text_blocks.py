@@ -60,7 +60,7 @@ class TextBlocks:
         text block ends at token 65, which is in KV block 4.
         """
         full = num_tokens // block_size
-        if not full:
+        if not full or not self.hashes:  # without a block, the bytes may be any number, 0 too
             return ()
         per_block = self.block_bytes / self.total_bytes * num_tokens
         return tuple(

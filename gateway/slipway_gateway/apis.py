@@ -13,12 +13,13 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from slipway_api.anthropic_errors import MESSAGES_PATH, anthropic_error, is_anthropic
+from slipway_api.anthropic_errors import MESSAGES_PATH, REQUEST_ID_HEADER, anthropic_error, is_anthropic
 from slipway_gateway.errors import Refusal
 from slipway_gateway.sse import error_event as chat_error_event
 
 RESPONSES_PATH: Final = "/v1/responses"
-COUNT_TOKENS_PATH: Final = "/v1/messages/count_tokens"
+# They count the tokens of a prompt and generate none.
+COUNTING_PATHS: Final = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
 # What they generate is limited and billed, and their streams can be continued on another replica.
 GENERATING_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH})
 
@@ -28,15 +29,14 @@ def limit_field(path: str) -> str:
     return "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
 
 
-def refusal_response(refusal: Refusal, path: str) -> web.Response:
+def refusal_response(refusal: Refusal, path: str, request_id: str) -> web.Response:
     """A refusal of the gateway itself, in the shape of the API that was asked."""
     response = refusal.response()
     if not is_anthropic(path):
         return response
-    body = anthropic_error(refusal.message, refusal.status)
-    return web.json_response(
-        body, status=refusal.status, headers={n: v for n, v in response.headers.items() if n[:8] != "Content-"}
-    )
+    body = anthropic_error(refusal.message, refusal.status, request_id)
+    headers = {name: value for name, value in response.headers.items() if name[:8] != "Content-"}
+    return web.json_response(body, status=refusal.status, headers=headers | {REQUEST_ID_HEADER: request_id})
 
 
 def error_event(path: str, message: str, kind: str, status: int) -> bytes:

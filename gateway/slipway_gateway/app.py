@@ -7,6 +7,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from slipway_api.admin_token import token_digest, token_matches
+from slipway_api.anthropic_models import anthropic_model, anthropic_model_list, asks_as_anthropic
 from slipway_api.names import (
     HEADER_ADMIN_TOKEN,
     PATH_DEMAND,
@@ -15,17 +16,18 @@ from slipway_api.names import (
     PATH_OUTCOMES,
     PATH_READY,
 )
-from slipway_gateway.apis import COUNT_TOKENS_PATH, GENERATING_PATHS, refusal_response
+from slipway_gateway.apis import COUNTING_PATHS, GENERATING_PATHS, refusal_response
 from slipway_gateway.errors import Refusal, not_synced, unknown_model, unknown_path, wrong_method
 from slipway_gateway.fleet import Fleet
 from slipway_gateway.metrics import Metrics
 from slipway_gateway.operator_api import OperatorApi
 from slipway_gateway.picker.endpoints import Endpoint, Route
+from slipway_gateway.request_body import request_id
 from slipway_gateway.requests import Requests
 from slipway_gateway.tenancy import Tenancy
 
 # An allow-list: whatever else a runtime serves, it does not serve it to the world through us.
-SERVING_PATHS: Final = (*GENERATING_PATHS, COUNT_TOKENS_PATH, "/v1/embeddings", "/tokenize", "/detokenize")
+SERVING_PATHS: Final = (*GENERATING_PATHS, *COUNTING_PATHS, "/v1/embeddings", "/tokenize", "/detokenize")
 MODELS_PATH: Final = "/v1/models"
 PATH_ROUTES: Final = "/debug/routes"
 
@@ -55,7 +57,7 @@ def client_app(
         try:
             return await handler(request)
         except Refusal as refusal:
-            return refusal_response(refusal, request.path)
+            return refusal_response(refusal, request.path, request_id(request))
 
     async def models(request: web.Request) -> web.StreamResponse:
         if not fleet.view().synced:
@@ -65,6 +67,8 @@ def client_app(
         served = [
             _model(name, route) for name, route in (*table.served_models(may_use), *table.served_adapters(may_use))
         ]
+        if asks_as_anthropic(request.headers):
+            return web.json_response(anthropic_model_list(served))
         return web.json_response({"object": "list", "data": served})
 
     async def model(request: web.Request) -> web.StreamResponse:
@@ -75,7 +79,8 @@ def client_app(
         route = fleet.table.resolve(name, may_use=caller.tenant.may_use)
         if route is None:
             return unknown_model(name).response()
-        return web.json_response(_model(name, route))
+        found = _model(name, route)
+        return web.json_response(anthropic_model(found) if asks_as_anthropic(request.headers) else found)
 
     async def reject_path(request: web.Request) -> web.StreamResponse:
         if request.path in (*SERVING_PATHS, MODELS_PATH):

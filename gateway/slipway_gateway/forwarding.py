@@ -13,6 +13,7 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
+from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.names import (
     HEADER_ADAPTER,
     HEADER_DEGRADED,
@@ -177,6 +178,8 @@ class Forwarder:
     def sign(self, response: R, record: RequestRecord) -> R:
         """The same response under the request's id; closing its connection when this gateway is about to go."""
         response.headers[HEADER_REQUEST_ID] = record.request_id
+        if is_anthropic(record.path):
+            response.headers[REQUEST_ID_HEADER] = record.request_id
         if record.fallback_from:
             response.headers[HEADER_FALLBACK_FROM] = record.fallback_from
         if record.degraded:

@@ -440,4 +440,4 @@ class Requests:
         record.status = refusal.status
         record.finish = record.finish or "refused"
         record.error = record.error or refusal.kind
-        return self._forwarder.sign(refusal_response(refusal, record.path), record)
+        return self._forwarder.sign(refusal_response(refusal, record.path, record.request_id), record)

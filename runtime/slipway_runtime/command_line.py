@@ -16,6 +16,9 @@ from slipway_api import names
 from slipway_api.runtime_api import ModelSpec
 from slipway_api.runtime_spec import Dtype, KVDtype, Pooling, Quantization, SpeculationMethod, Task
 from slipway_runtime.settings import (
+    MAX_QUEUED_REQUESTS,
+    MAX_QUEUED_TOKENS,
+    REASONING_PARSERS,
     STANDBY_LEVELS,
     BootAdapter,
     RuntimeSettings,
@@ -76,8 +79,18 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-model-len", type=int, default=0, help="0: the model's own context")
     serve.add_argument("--max-num-seqs", type=int, default=0, help="sequences in one batch")
     serve.add_argument("--max-num-batched-tokens", type=int, default=0, help="tokens in one step")
-    serve.add_argument("--max-num-queued-reqs", type=int, default=0, help="requests that may wait; more get a 429")
-    serve.add_argument("--max-queued-tokens", type=int, default=0, help="prompt tokens that may wait; more get a 429")
+    serve.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        default=0,
+        help=f"requests that may wait; more get a 429; 0: {MAX_QUEUED_REQUESTS}",
+    )
+    serve.add_argument(
+        "--max-queued-tokens",
+        type=int,
+        default=0,
+        help=f"prompt tokens that may wait, beside one prompt of any length; more get a 429; 0: {MAX_QUEUED_TOKENS}",
+    )
     serve.add_argument("--tenant-weights", default="", metavar="JSON", help='shares under load: {"team-a": 2}')
     serve.add_argument("--block-size", type=int, default=0, help="tokens in one KV block")
     serve.add_argument("--max-output-tokens", type=int, default=0, help="hard cap of one answer")
@@ -92,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
     template = serve.add_mutually_exclusive_group()
     template.add_argument("--chat-template-file", default="", metavar="PATH")
     template.add_argument("--chat-template", default="", metavar="INLINE")
+    serve.add_argument(
+        "--reasoning-parser",
+        choices=("", *REASONING_PARSERS),
+        default="",
+        help="how an answer is split into reasoning and content; auto: the chat template says it",
+    )
     serve.add_argument("--sampling-defaults", default="", metavar="JSON")
     serve.add_argument(
         "--warm-prompts",
@@ -167,6 +186,14 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
         "--adapter-endpoints", action="store_true", help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter"
     )
     serve.add_argument(
+        "--credentials-for",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="read adapters that clients name under this address, such as s3://bucket/adapters or hf://organization,"
+        " with the credentials of the environment; may be repeated",
+    )
+    serve.add_argument(
         "--private-adapter-addresses",
         action="store_true",
         help="let clients load adapters from http(s) addresses of private networks",
@@ -218,6 +245,7 @@ def _process_settings(arguments: argparse.Namespace, environment: Mapping[str, s
     if arguments.tenant_weights:
         given["tenant_weights"] = _tenant_weights(_json("--tenant-weights", arguments.tenant_weights))
     given["adapters"] = _boot_adapters(arguments.adapters)
+    given["credentials_for"] = tuple(address for address in arguments.credentials_for if address)
     given["serving_token_digests"] = tuple(digest for digest in arguments.serving_token_digests if digest)
     # Port 0 asks the kernel for a free one, which is how tests start many replicas on one machine.
     given |= {"port": arguments.port, "admin_port": arguments.admin_port}

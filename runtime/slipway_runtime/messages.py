@@ -44,8 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """Structured output of an answer: checked by the server, enforced at every sampled token."""
 
-    kind: str  # json_object | json_schema | regex | choice | lark | structural_tag
-    text: str  # the schema, expression or grammar itself; of `choice` a JSON list of strings
+    kind: str  # json_object | json_schema | regex | choice | lark | structural_tag | harmony
+    text: str  # the schema, expression or grammar itself; of `choice` a JSON list of strings, of `harmony` of functions
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -30,12 +30,12 @@ import uvloop
 from slipway_api import logs, names
 from slipway_api.runtime_api import StartupTimes
 from slipway_runtime.boot_memory import BootMemory, compare_with_first_start
-from slipway_runtime.engine.client import EngineClient, QueueLimits
-from slipway_runtime.engine.launch import EngineNotLoadedError
+from slipway_runtime.engine.client import EngineClient, QueueLimits, Transport
+from slipway_runtime.engine.launch import BootedEngine, EngineNotLoadedError
 from slipway_runtime.loading import LOADER, Fetched, boot_engine, fetch_model, in_daemon_thread, load_engine
 from slipway_runtime.messages import Loading, WarmingUp
 from slipway_runtime.models.config_values import ModelRefusedError
-from slipway_runtime.server.adapters import AdapterRegistry, AdapterSource, adapter_roots
+from slipway_runtime.server.adapters import FETCH_SECONDS, AdapterRegistry, AdapterSource, adapter_roots
 from slipway_runtime.server.admin import serve_control
 from slipway_runtime.server.app import admin_app, listening, serving_app
 from slipway_runtime.server.boot import load_adapters, load_boot_list, prefill, read_boot_list
@@ -46,14 +46,9 @@ from slipway_runtime.server.replica import Identity, LoadedModel, Replica
 from slipway_runtime.server.sampling import model_defaults
 from slipway_runtime.server.structured import GrammarValidator
 from slipway_runtime.server.tokenizer import TokenizerMismatch
-from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage.fetch import (
-    Access,
-    FetchError,
-    fetch,
-    release,
-    shown,
-)
+from slipway_runtime.settings import MAX_QUEUED_REQUESTS, MAX_QUEUED_TOKENS, RuntimeSettings
+from slipway_runtime.storage.address import lies_under
+from slipway_runtime.storage.fetch import Access, FetchError, fetch, release, shown
 from slipway_runtime.termination import engine_death_message, termination_message, write_termination_message
 
 log = structlog.get_logger()
@@ -157,22 +152,30 @@ def _stop_signal(replica: Replica) -> asyncio.Event:
     return stop
 
 
+class _MemoryCheck:
+    """Checks, when the engine process has booted, that the model before it has left no memory behind."""
+
+    def __init__(self, run_directory: Path, replica: Replica) -> None:
+        self._run_directory = run_directory
+        self._replica = replica
+        self.excess = ""  # a sentence; empty: all memory is free
+        self.is_done = asyncio.Event()
+
+    def record(self, memory: BootMemory | None) -> None:
+        """Compare the memory in use with that of the first start. None: it cannot be measured."""
+        self.excess = compare_with_first_start(self._run_directory, memory) if memory else ""
+        if self.excess:
+            log.error("memory is not free", reason=self.excess)
+            self._replica.memory_not_freed(self.excess)
+        else:
+            self._replica.booted()
+        self.is_done.set()
+
+
 async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPoolExecutor) -> int:
     """Load the model and serve it until the engine dies; returns the exit code."""
-    booted, excess, is_measured = None, "", asyncio.Event()
-
-    def on_booted(memory: BootMemory | None) -> None:
-        nonlocal excess
-        excess = compare_with_first_start(choice.process_settings.run_directory, memory) if memory else ""
-        if excess:
-            log.error("memory is not free", reason=excess)
-            replica.memory_not_freed(excess)
-        else:
-            replica.booted()
-        is_measured.set()
-
-    if not choice.is_claimed:
-        booted = await boot_engine(choice.process_settings, on_booted)
+    check = _MemoryCheck(choice.process_settings.run_directory, replica)
+    booted = None if choice.is_claimed else await boot_engine(choice.process_settings, check.record)
     try:
         settings = await choice.chosen()
     except asyncio.CancelledError:
@@ -180,32 +183,15 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
             await booted.stop()
         raise
     began = time.monotonic()
-
-    def hear(news: Loading | WarmingUp) -> None:
-        if isinstance(news, WarmingUp):
-            replica.warming_up()
-        else:
-            replica.loading(news.bytes_done, news.bytes_total)
-
     try:
-        if not settings.model_uri.startswith(("file:", "/")):
-            replica.downloading()
-        fetched = await in_daemon_thread(lambda: fetch_model(settings))
-        if settings.standby and booted is not None:
-            if await booted.wait() is not None:
-                await is_measured.wait()
-            if excess:
-                await asyncio.Event().wait()  # nothing is loaded beside what is left: the operator deletes the pod
-        replica.loading()
-        transport = await load_engine(settings, fetched, hear, booted)
+        fetched, transport = await _load(settings, replica, booted, check)
     except (FetchError, ModelRefusedError, TokenizerMismatch, FileNotFoundError, ValueError) as error:
         return _refuse(settings, error)
     except EngineNotLoadedError as error:
         return _refuse(settings, error, trace=error.trace)
     except Exception as error:  # noqa: BLE001  any error of a broken checkpoint: logged, and ends the process
         return _refuse(settings, error, trace=traceback.format_exc())
-    limits = QueueLimits(max_requests=settings.max_num_queued_reqs, max_tokens=settings.max_queued_tokens)
-    client = EngineClient(transport, limits=limits, stall_seconds=settings.stall_seconds)
+    client = EngineClient(transport, limits=queue_limits(settings), stall_seconds=settings.stall_seconds)
     client.on_text_blocks = replica.text_blocks.apply
     await client.start()
     try:
@@ -215,32 +201,67 @@ async def _load_and_run(choice: ModelChoice, replica: Replica, threads: ThreadPo
                 return await _end_with_engine(client, replica)
             settings = claimed
         model = _model(settings, fetched, client, threads, replica.identity)
-        await load_adapters(model, settings.adapters)
-        if settings.max_adapters:
-            await load_boot_list(model, read_boot_list(settings.boot_list))
-        await prefill(model, settings.warm_prompts)
-        times = StartupTimes(
-            download_seconds=round(fetched.seconds, 3),
-            load_seconds=round(client.facts.load_seconds, 3),
-            warmup_seconds=round(client.facts.warmup_seconds, 3),
-        )
-        for warning in client.facts.warnings:
-            log.warning("quantized twice", reason=warning)
-        if client.facts.graphs_failed:
-            log.warning("slower than it could be", reason=client.facts.graphs_failed)
-        replica.ready_with(model, times)
-        log.info(
-            "ready",
-            model=settings.model_name,
-            **times.model_dump(exclude_none=True),
-            total_seconds=round(time.monotonic() - began, 3),
-        )
+        times = await _make_ready(settings, fetched, model, replica)
+        log.info("ready", model=settings.model_name, **times, total_seconds=round(time.monotonic() - began, 3))
         await client.wait_dead()
         return await _end_with_engine(client, replica)
     except StandbyError as error:
         return _refuse(settings, error)
     finally:
         await client.stop()
+
+
+async def _load(
+    settings: RuntimeSettings, replica: Replica, booted: BootedEngine | None, check: _MemoryCheck
+) -> tuple[Fetched, Transport]:
+    """Download the model and load it into an engine. Raises what `_load_and_run` turns into a refusal."""
+
+    def report(news: Loading | WarmingUp) -> None:
+        if isinstance(news, WarmingUp):
+            replica.warming_up()
+        else:
+            replica.loading(news.bytes_done, news.bytes_total)
+
+    if not settings.model_uri.startswith(("file:", "/")):
+        replica.downloading()
+    fetched = await in_daemon_thread(lambda: fetch_model(settings))
+    if settings.standby and booted is not None:
+        if await booted.wait() is not None:
+            await check.is_done.wait()
+        if check.excess:
+            await asyncio.Event().wait()  # load nothing beside what is left: the operator deletes the pod
+    replica.loading()
+    return fetched, await load_engine(settings, fetched, report, booted)
+
+
+async def _make_ready(
+    settings: RuntimeSettings, fetched: Fetched, model: LoadedModel, replica: Replica
+) -> dict[str, float]:
+    """Load the adapters, prefill the warm prompts, and make the replica ready. Returns the seconds of each part."""
+    await load_adapters(model, settings.adapters)
+    if settings.max_adapters:
+        await load_boot_list(model, read_boot_list(settings.boot_list))
+    await prefill(model, settings.warm_prompts)
+    facts = model.engine.facts
+    times = StartupTimes(
+        download_seconds=round(fetched.seconds, 3),
+        load_seconds=round(facts.load_seconds, 3),
+        warmup_seconds=round(facts.warmup_seconds, 3),
+    )
+    for warning in facts.warnings:
+        log.warning("model warning", reason=warning)
+    if facts.graphs_failed:
+        log.warning("CUDA graphs disabled", reason=facts.graphs_failed)
+    replica.ready_with(model, times)
+    return times.model_dump(exclude_none=True)
+
+
+def queue_limits(settings: RuntimeSettings) -> QueueLimits:
+    """The limits of the waiting queue; a setting of 0 is the default, never a queue without a limit."""
+    return QueueLimits(
+        max_requests=settings.max_num_queued_reqs or MAX_QUEUED_REQUESTS,
+        max_tokens=settings.max_queued_tokens or MAX_QUEUED_TOKENS,
+    )
 
 
 async def _end_with_engine(client: EngineClient, replica: Replica) -> int:
@@ -265,15 +286,26 @@ def _fetch_adapter(settings: RuntimeSettings, uri: str, from_client: bool, crede
     """Fetch an adapter. The environment's bearer token is sent to HTTP_BEARER_HOSTS and hosts of the settings only.
 
     Credentials of the load call replace those of the environment; their bearer token is also sent to the host of `uri`.
+    An address that a client names is read without credentials, unless it lies under one that the command line names.
     """
     named = (settings.model_uri, settings.tokenizer_uri, *(adapter.uri for adapter in settings.adapters))
     if credentials:
         kept = {key: value for key, value in os.environ.items() if key not in names.CREDENTIALS}
         access = Access.of({**kept, **credentials}).with_hosts_of(uri)
-    else:
+    elif not from_client:
         access = Access.of(os.environ).with_hosts_of(*named)
+    elif lies_under(uri, (*named, *settings.credentials_for)):
+        access = Access.of(os.environ).with_hosts_of(uri)
+    else:
+        access = Access.of(os.environ).without_credentials()
     access = replace(access, public_only=from_client and not settings.private_adapter_addresses)
-    return fetch(uri, cache=settings.cache_directory, at_most_bytes=ADAPTER_MOST_BYTES, access=access)
+    return fetch(
+        uri,
+        cache=settings.cache_directory,
+        at_most_bytes=ADAPTER_MOST_BYTES,
+        at_most_seconds=FETCH_SECONDS,
+        access=access,
+    )
 
 
 def _model(
@@ -312,4 +344,5 @@ def _model(
         defaults=settings.sampling_defaults.over(model_defaults(fetched.directory)),
         max_output_tokens=settings.max_output_tokens,
         created=int(time.time()),
+        reasoning_parser=settings.reasoning_parser,
     )

@@ -37,7 +37,11 @@ _SAME: Final = (
     "max_rank",
 )
 
+MAX_QUEUED_REQUESTS: Final = 1024
+MAX_QUEUED_TOKENS: Final = 2**21  # some 100 bytes each, in both processes
+
 _NOT_NEGATIVE: Final = (
+    "max_num_queued_reqs",
     "max_num_seqs",
     "max_num_batched_tokens",
     "speculation_max_tokens",
@@ -55,6 +59,7 @@ WarmPrompt = str | tuple[Mapping[str, str], ...]
 
 
 STANDBY_LEVELS: Final = ("loaded", "sleeping")
+REASONING_PARSERS: Final = ("auto", "none", "think", "harmony")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,8 @@ class RuntimeSettings:
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    max_num_queued_reqs: int = 1024
-    max_queued_tokens: int = 2**21  # prompt tokens that may wait: some 100 bytes each, in both processes
+    max_num_queued_reqs: int = MAX_QUEUED_REQUESTS  # 0: this default too
+    max_queued_tokens: int = MAX_QUEUED_TOKENS  # prompt tokens that may wait, paused ones too; 0: this default too
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # shares under load; a tenant not here has 1
     block_size: int = 16
     max_output_tokens: int = 0
@@ -132,6 +137,7 @@ class RuntimeSettings:
     tokenizer_uri: str = ""
     tokenizer_sha256: str = ""
     chat_template: str = ""
+    reasoning_parser: str = "auto"  # auto, none, think or harmony; auto: the chat template says it
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     warm_prompts: tuple[WarmPrompt, ...] = ()
     speculation: str = "none"  # none or promptLookup
@@ -142,6 +148,7 @@ class RuntimeSettings:
     adapters: tuple[BootAdapter, ...] = ()
     boot_list: Path = Path(names.ADAPTERS_DIRECTORY) / names.ADAPTERS_FILE  # more adapters, read at every start
     adapter_endpoints: bool = False  # whether clients may load and unload adapters over HTTP
+    credentials_for: tuple[str, ...] = ()  # addresses under which clients' adapters are read with our credentials
     private_adapter_addresses: bool = False  # whether clients may name http(s) addresses of private networks
     kv_events_endpoint: str = ""  # a ZeroMQ address to publish on, such as tcp://*:5557; empty: off
     no_prefix_caching: bool = False

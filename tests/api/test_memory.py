@@ -110,6 +110,16 @@ def test_adapters_activations_and_graphs_are_taken_before_the_kv_cache():
 
 
 @pytest.mark.capability("KV-5")
+def test_drafts_have_logits_too():
+    """256 rows × (1 + 4 drafts) of 151,936 scores, and a copy; never more than a step has tokens."""
+    vocabulary = 2 * 151_936 * 4
+    step = replace(CHAT, max_num_seqs=256, max_num_batched_tokens=2048)
+    assert activation_bytes(QWEN_06B, step) == 256 * vocabulary
+    assert activation_bytes(QWEN_06B, replace(step, draft_tokens=4)) == 1280 * vocabulary
+    assert activation_bytes(QWEN_06B, replace(step, draft_tokens=32)) == 2048 * vocabulary
+
+
+@pytest.mark.capability("KV-5")
 def test_the_pool_and_everything_else_stay_within_the_budget():
     for gib in (18, 19, 24, 40, 80, 141):
         for needs in (CHAT, replace(CHAT, max_adapters=4, max_rank=16), replace(CHAT, kv_dtype="int8")):

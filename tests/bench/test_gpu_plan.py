@@ -1,5 +1,7 @@
 """The roofline on paper: bytes, operations and launches are those of the runtime's own code."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -66,10 +68,41 @@ def test_the_roofline_counts_no_activations():
     assert (many.roofline_seconds - one.roofline_seconds) * CARDS["H100"].bandwidth == pytest.approx(255 * keys)
 
 
-def test_measured_steps_stand_beside_the_plan(monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
+    config = gpu_plan.CONFIGS[QWEN] | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+    monkeypatch.setitem(gpu_plan.CONFIGS, QWEN, config)
+
+
+def test_the_memory_of_a_timed_machine_is_free_before_the_next_one_is_made(small, monkeypatch):
+    """Runner and graphs refer to each other: two machines of an 8B model with 256 rows are more than 80 GB."""
+    made = []
+
+    class Watched(gpu.Machine):
+        def __init__(self, *args, **settings):
+            assert not [memory for one in made for memory in one if memory() is not None], "the one before has memory"
+            super().__init__(*args, **settings)
+            self.runner.graphs = Graphs(self.runner)
+            made.append([weakref.ref(one) for one in (self.runner.decoder, self.caches[0].untyped_storage())])
+
+    class Graphs:
+        def __init__(self, runner):
+            self._runner = runner
+
+        def replay(self, *_):
+            return None
+
+        def update_tables(self, entries):
+            """Nothing is captured."""
+
+    monkeypatch.setattr(gpu, "Machine", Watched)
+    steps, card = [(1, 64), (4, 64)], CARDS["H100"]
+    assert len(list(gpu.whole_steps(QWEN, torch.device("cpu"), card, steps, [32], dtype=torch.float32))) == 3
+    assert len(made) == 3
+
+
+def test_measured_steps_stand_beside_the_plan(small):
     """The code that times steps on a GPU, here on the CPU with a small model: every case has both numbers."""
-    small = gpu_plan.CONFIGS[QWEN] | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
-    monkeypatch.setitem(gpu_plan.CONFIGS, QWEN, small)
     found = list(
         gpu.whole_steps(QWEN, torch.device("cpu"), CARDS["H100"], [(1, 64), (4, 64)], [32], dtype=torch.float32)
     )

@@ -1,5 +1,6 @@
 """The responses API and Anthropic's messages are routed, limited, accounted and continued as chat is."""
 
+import gzip
 import json
 import random
 from collections.abc import AsyncIterator
@@ -112,10 +113,66 @@ async def test_refusals_of_the_gateway_have_the_shape_of_the_api(pair: Pair):
     assert unknown.value.body == {
         "type": "error",
         "error": {"type": "not_found_error", "message": unknown_model("nonsense").message},
+        "request_id": unknown.value.request_id,
     }
+    assert unknown.value.request_id == unknown.value.response.headers["x-request-id"]
     assert stranger.value.body["error"]["type"] == "authentication_error"
     assert stranger.value.response.headers["www-authenticate"] == "Bearer"
     assert (wrong_method.status, body["type"]) == (405, "error")
+    assert body["request_id"] == wrong_method.headers["request-id"]
+
+
+async def test_tokens_of_an_input_are_counted_as_its_answer_counts_them(pair: Pair):
+    client = an_openai_client(pair)
+    before = counted(pair, "output")
+
+    tokens = await client.responses.input_tokens.count(model=MODEL, input="Tell me a story about a fox.")
+    generated = counted(pair, "output")
+    answer = await client.responses.create(model=MODEL, **body_of(RESPONSES))
+
+    assert answer.usage is not None
+    assert tokens.input_tokens == answer.usage.input_tokens
+    assert generated == before
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(model="nonsense", input="x")
+
+
+async def test_an_error_of_a_replica_has_the_id_under_which_the_gateway_logs_it(pair: Pair):
+    with pytest.raises(anthropic.BadRequestError, match="only text, tool_use") as refusal:
+        await a_client(pair).messages.create(
+            model=MODEL,
+            max_tokens=1,
+            messages=[{"role": "user", "content": [{"type": "document"}]}],  # type: ignore[list-item,typeddict-item]
+        )
+
+    assert refusal.value.request_id == refusal.value.body["request_id"]  # type: ignore[index]
+    assert refusal.value.request_id == refusal.value.response.headers["x-request-id"]
+
+
+async def test_models_are_listed_as_the_client_asks_and_a_head_has_no_body(pair: Pair):
+    url = f"http://127.0.0.1:{pair.gateway.port}/v1/models"
+    listed = [model async for model in a_client(pair).models.list()]
+    found = await a_client(pair).models.retrieve(MODEL)
+    openais = [model async for model in an_openai_client(pair).models.list()]
+
+    assert [(model.id, model.type, model.display_name) for model in listed] == [(MODEL, "model", MODEL)]
+    assert found.display_name == MODEL
+    assert [(model.id, model.object) for model in openais] == [(MODEL, "model")]
+    for path in (url, f"{url}/{MODEL}"):
+        async with pair.http.head(path) as head, pair.http.get(path) as get:
+            assert head.status == get.status == 200
+            assert head.headers["content-type"] == get.headers["content-type"]
+            assert await head.read() == b""
+
+
+async def test_a_compressed_body_is_unpacked_by_the_gateway(pair: Pair):
+    """The replica refuses one: what the gateway forwards is as it has read it."""
+    body = json.dumps({"model": MODEL} | body_of(RESPONSES)).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    url = f"http://127.0.0.1:{pair.gateway.port}{RESPONSES}"
+
+    async with pair.http.post(url, data=gzip.compress(body), headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
 
 
 async def read(pair: Pair, path: str, *cuts: int) -> list[dict[str, Any]]:

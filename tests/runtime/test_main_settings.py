@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slipway_runtime.command_line import parse_arguments, serve_settings
+from slipway_runtime.serve import queue_limits
 from slipway_runtime.settings import BootAdapter, RuntimeSettings, SamplingDefaults
 
 OPERATORS = {
@@ -85,6 +87,22 @@ def test_zero_and_the_empty_text_are_as_good_as_nothing():
     texts += ("kv-cache-bytes", "kv-cache-host-bytes")
 
     assert settings_of(*[f"--{n}=0" for n in numbers], *[f"--{t}=" for t in texts]) == settings_of()
+
+
+@pytest.mark.capability("SE-2")
+def test_the_queue_has_the_limits_of_the_settings_and_a_zero_is_the_default():
+    named = queue_limits(settings_of("--max-num-queued-reqs=7", "--max-queued-tokens=99"))
+    unset, zero = queue_limits(settings_of()), queue_limits(replace(settings_of(), max_queued_tokens=0))
+
+    assert (named.max_requests, named.max_tokens) == (7, 99)
+    assert (unset.max_requests, unset.max_tokens) == (1024, 2**21)
+    assert zero == unset
+
+
+@pytest.mark.parametrize("flag", ["--max-num-queued-reqs", "--max-queued-tokens"])
+def test_a_queue_of_a_negative_length_is_refused(flag: str):
+    with pytest.raises(ValueError, match=flag):
+        settings_of(f"{flag}=-1")
 
 
 def test_switches_are_off_until_they_are_named():

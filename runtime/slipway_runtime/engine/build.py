@@ -94,7 +94,7 @@ def build_engine(
     worker = Worker(launch) if plan.overlap else None
     with oom_refused("the largest batch", plan.device):
         widest_step = _warm_up(_new_scheduler(plan, model), compute, model.slots, plan, worker)
-    capture = partial(capture_steps, runner, plan.device)
+    capture = partial(capture_steps, runner, plan.device, None if ranks is None else ranks.collective)
     graphs_failed = ""
     if not options.pooling:  # no step of embeddings is a decode step
         graphs_failed = capture() if ranks is None else ranks.capture(runner, capture)

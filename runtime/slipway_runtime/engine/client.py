@@ -247,11 +247,11 @@ class EngineClient:
         )
         if stats.running + stats.waiting <= stats.paused:
             self.times.work_came()
+        self._transport.send(request)  # first: a request that cannot be encoded must leave nothing behind
         self._streams[request.id] = stream
         # The engine counts a request once for each of its answers; its prompt is computed once.
         self._sent.extend([len(request.prompt_token_ids), *(0 for _ in range(1, request.n))])
         self._sent_count += request.n
-        self._transport.send(request)
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:

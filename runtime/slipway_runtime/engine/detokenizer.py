@@ -6,6 +6,7 @@ half of one. And a stop string is found across tokens and steps, and no characte
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from tokenizers import Tokenizer
@@ -95,38 +96,56 @@ class StopStrings:
 
     Only the longest end of the text that could still become a stop string is held back: ordinary text is never late.
     The result does not depend on how the text was cut into pieces. Of several that complete at once the longest wins.
+
+    The search is that of Knuth, Morris and Pratt: for each stop string, the length of its longest beginning that the
+    text ends with. A character costs at most two comparisons with each stop string on average, whatever they are.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would end every answer before it begins"
         self._stops = sorted(set(stops), key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # of each stop string, so many characters end the text
         self._held = ""
 
     def push(self, text: str) -> Released:
         """Add text; what may be sent now."""
         if not self._stops:
             return Released(text)
-        already = len(self._held)  # no stop string ends in here: it would have been found before
-        text = self._held + text
-        for end in range(already + 1, len(text) + 1):
-            for stop in self._stops:
-                if text.endswith(stop, 0, end):
-                    self._held = ""
-                    return Released(text[: end - len(stop)], stop)
-        keep = self._could_become_a_stop(text)
-        self._held = text[len(text) - keep :]
-        return Released(text[: len(text) - keep])
+        matched = self._matched
+        for end, char in enumerate(text, start=1):
+            completed = None
+            for number, stop in enumerate(self._stops):
+                length = matched[number]
+                while length and stop[length] != char:
+                    length = self._borders[number][length - 1]
+                length += stop[length] == char
+                matched[number] = length
+                if length == len(stop) and completed is None:
+                    completed = stop  # the first is the longest
+            if completed is not None:
+                self._matched = [0] * len(self._stops)
+                whole, self._held = self._held + text[:end], ""
+                return Released(whole[: len(whole) - len(completed)], completed)
+        whole = self._held + text
+        sent = len(whole) - max(matched)
+        self._held = whole[sent:]
+        return Released(whole[:sent])
 
     def flush(self) -> str:
         """What was held back, once nothing more comes."""
         held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         return held
 
-    def _could_become_a_stop(self, text: str) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = min(len(text), len(self._stops[0]) - 1)
-        for length in range(longest, 0, -1):
-            end = text[len(text) - length :]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+@lru_cache(maxsize=256)  # each answer of a request has the same stop strings
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each beginning of the stop string: the length of the longest shorter beginning that it also ends with."""
+    borders = [0]
+    for char in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != char:
+            length = borders[length - 1]
+        borders.append(length + (stop[length] == char))
+    return tuple(borders)

@@ -53,6 +53,7 @@ from slipway_runtime.messages import (
     WakeUp,
 )
 from slipway_runtime.models.config_values import ModelRefusedError
+from slipway_runtime.scheduling.admission import Refused, refuse_out_of_range
 from slipway_runtime.scheduling.block_pool import KvEvent
 from slipway_runtime.scheduling.scheduler import Scheduler
 from slipway_runtime.worker.out_of_memory import StepOutOfMemoryError
@@ -115,9 +116,17 @@ class Engine:
                 part.wake = wake
 
     def add(self, request: Request, now: float) -> None:
-        """Put a request into the queue. The client sends none while the engine sleeps."""
+        """Put a request into the queue. The client sends none while the engine sleeps.
+
+        A request that the worker could not start ends with an error here: in a step it would end the engine.
+        """
         assert self._pending_sleep is None
         assert self._sleeper is None or not self._sleeper.level
+        try:
+            refuse_out_of_range(request, self._facts)
+        except Refused as refusal:
+            self._scheduler.add(request, now, refusal=str(refusal))
+            return
         compiled = self._grammars is None or self._grammars.start(request)
         self._scheduler.add(request, now)
         if not compiled:  # a step with it, and all requests in that step, would wait for its masks

@@ -27,7 +27,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from slipway_runtime.messages import Grammar
 
-KINDS: Final = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag")
+KINDS: Final = ("json_object", "json_schema", "regex", "choice", "lark", "structural_tag", "harmony")
 _REMEMBERED: Final = 64  # compiled grammars, and refusals, that are kept
 # Between the parts of JSON: a space, or a new line and its indentation. A weak model left free to go on with spaces
 # would do so until its tokens are spent.
@@ -42,6 +42,15 @@ _GENERATED: Final = LLParserLimits(max_items_in_row=8_000, **_LEXER)
 # Where rules may be empty, the time for a row grows with the cube of its length; see above.
 _WRITTEN: Final = LLParserLimits(max_items_in_row=1_000, step_max_items=20_000, max_grammar_size=1_200, **_LEXER)
 _OF_LARK: Final = re.compile(r"\s*(%llguidance\b|start\s*:)")  # a line that is not in GBNF
+# An answer of gpt-oss after `<|start|>assistant`: messages, and at the end one more, or a call of a function. Its names
+# between <| and |> are special tokens; the token that ends the answer is none of the grammar's.
+_HARMONY: Final = r"""%llguidance {}
+start: message* (last | call)
+message: last <|end|> <|start|> "assistant"
+last: <|channel|> CHANNEL <|message|> TEXT
+CHANNEL: /analysis|commentary|final/
+TEXT: /(.|\n)*/
+"""
 _SCHEMA_INSIDE: Final = re.compile(r"%json\b\s*")
 
 
@@ -125,6 +134,8 @@ class GrammarCompiler:
             return LLMatcher.grammar_from_lark(self._choice(_json(kind, text)))
         if kind == "structural_tag":
             return self._structural_tag(_json(kind, text))
+        if kind == "harmony":
+            return self._harmony(_json(kind, text))
         if not text.strip():
             raise GrammarRefusedError(f"the {kind} is empty")
         if kind == "regex":
@@ -209,6 +220,16 @@ class GrammarCompiler:
                 "a structural_tag has triggers (strings) and structures with begin, schema and end, "
                 "each beginning with one of the triggers"
             ) from None
+
+    def _harmony(self, functions: Any) -> str:
+        """`[{"name", "schema"}]`: free text on the channels of gpt-oss, and calls with arguments of these schemas."""
+        lark = _HARMONY + "call: " + " | ".join(f"call_{number}" for number in range(len(functions))) + "\n"
+        for number, function in enumerate(functions):
+            to = json.dumps(f" to=functions.{function['name']}", ensure_ascii=False)
+            schema = json.dumps(self._look_through("harmony", function["schema"]))
+            header = f'({to} <|channel|> "commentary" | <|channel|> /commentary|analysis/ {to})'
+            lark += f'call_{number}: {header} (" " <|constrain|>? "json")? <|message|> %json {schema}\n'
+        return LLMatcher.grammar_from_lark(lark)
 
     def _is_special(self, text: str) -> bool:
         tokens = self.vocabulary.tokenize_str(text, parse_special=True)

@@ -88,7 +88,7 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
         plan.own,
         kernels,
         tokens=plan.max_num_batched_tokens,
-        rows=plan.max_num_seqs,
+        rows=plan.max_samples,
         block_size=plan.options.block_size,
         dtype=plan.dtype,
         device=plan.device,

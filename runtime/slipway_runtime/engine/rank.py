@@ -52,7 +52,6 @@ from slipway_runtime.engine.ranks import (
     RankStart,
     RankStep,
     RankWake,
-    captured,
 )
 from slipway_runtime.engine.sleep import Sleeper
 from slipway_runtime.engine.warmup import capture_steps
@@ -157,6 +156,38 @@ def main() -> int:
 
 def run_rank(leader: Leader) -> None:
     """Load the weights, then compute the plans of rank 0 until this process ends."""
+    runner, sleeper, collective, device = _load(leader)
+    gc.collect()
+    gc.freeze()
+    slots, before = runner.adapters, SchedulerOutput(step=0)
+    while True:
+        match leader.next():
+            case RankStep(plan=step, sampled=sampled):
+                runner.record_sampled(before, sampled)
+                runner.execute_without_sampling(step)
+                before = step
+            case RankKeepAdapter(digest=digest, kept=kept):
+                adapter = leader.read.pop(digest, None)
+                if kept:
+                    assert slots is not None
+                    assert adapter is not None
+                    slots.keep(adapter)
+            case RankForgetAdapter(digest=digest):
+                assert slots is not None
+                slots.forget(digest)
+            case RankCapture():
+                leader.tell(RankCaptured(capture_steps(runner, device, collective)))
+                if not leader.expect(RankGraphs).used:
+                    runner.graphs = None
+            case RankSleep(level=level):
+                sleeper.sleep(level)
+                leader.tell(RankDone())
+            case RankWake():
+                leader.tell(RankDone(_wake(sleeper)))
+
+
+def _load(leader: Leader) -> tuple[Runner, Sleeper, Collective, torch.device]:
+    """Load this rank's share of the model, in the order that rank 0 expects its messages in."""
     rank, options = leader.start.rank, leader.start.options
     if options.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(rank)
@@ -176,6 +207,7 @@ def run_rank(leader: Leader) -> None:
         leader.tell(RankSized(size.num_blocks))
         size = replace(size, num_blocks=leader.expect(RankPool).num_blocks)
         allocate = partial(allocate_cache, plan.own, size, plan.kv_dtype, plan.device)
+        # Only the runner refers to the decoder from here on: a sleeping rank frees it.
         runner = Runner(
             decoder,
             allocate(),
@@ -187,7 +219,6 @@ def run_rank(leader: Leader) -> None:
             device=plan.device,
             adapters=slots,
         )
-    del decoder  # only the runner refers to it: a sleeping rank frees it
     with oom_refused("cold KV blocks in host memory", plan.device):
         if made := make_tier(plan, size):
             _, runner.host = made
@@ -197,33 +228,7 @@ def run_rank(leader: Leader) -> None:
     reload = partial(load_weights, plan, kernels, share=share)
     # Graphs are captured again when rank 0 says so: all ranks do it at the same time.
     sleeper = Sleeper(runner, plan.device, load_weights=reload, allocate_cache=allocate, capture=lambda: None)
-    gc.collect()
-    gc.freeze()
-    before = SchedulerOutput(step=0)
-    while True:
-        match leader.next():
-            case RankStep(plan=step, sampled=sampled):
-                runner.record_sampled(before, sampled)
-                runner.execute_without_sampling(step)
-                before = step
-            case RankKeepAdapter(digest=digest, kept=kept):
-                adapter = leader.read.pop(digest, None)
-                if kept:
-                    assert slots is not None
-                    assert adapter is not None
-                    slots.keep(adapter)
-            case RankForgetAdapter(digest=digest):
-                assert slots is not None
-                slots.forget(digest)
-            case RankCapture():
-                leader.tell(RankCaptured(captured(partial(capture_steps, runner, plan.device))))
-                if not leader.expect(RankGraphs).used:
-                    runner.graphs = None
-            case RankSleep(level=level):
-                sleeper.sleep(level)
-                leader.tell(RankDone())
-            case RankWake():
-                leader.tell(RankDone(_wake(sleeper)))
+    return runner, sleeper, collective, plan.device
 
 
 def _wake(sleeper: Sleeper) -> str:
@@ -236,4 +241,6 @@ def _wake(sleeper: Sleeper) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # while Python ends, a process group would wait for sums that the others never join

@@ -39,6 +39,7 @@ from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.models.decoder import Decoder
 from slipway_runtime.models.sharding import Share
 from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.capture import first_line
 from slipway_runtime.worker.collective import Collective, PeerLostError
 from slipway_runtime.worker.kv_cache import CacheSize
 from slipway_runtime.worker.runner import Runner
@@ -166,8 +167,8 @@ class Ranks:
     ) -> None:
         """directory: for the file where they meet. on_death: called on another thread, once for each rank that ends."""
         size = plan.options.tensor_parallel_size
-        self._collective = Collective(0, size, plan.device)
-        self.share = Share(0, size, self._collective.sum, self._collective.gather)
+        self.collective = Collective(0, size, plan.device)
+        self.share = Share(0, size, self.collective.sum, self.collective.gather)
         self._store = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory)) / "store"
         self._telling = threading.Lock()
         self._sampled: tuple[tuple[int, ...], ...] = ()
@@ -191,7 +192,7 @@ class Ranks:
         """Wait until all ranks have their weights and can compute together; the bytes of the other ranks' weights."""
         news = [other.expect(RankLoaded) for other in self._others]
         with self._or_why_not():
-            self._collective.join(self._store)
+            self.collective.join(self._store)
         return sum(one.weight_bytes for one in news)
 
     def agree(self, size: CacheSize) -> CacheSize:
@@ -201,9 +202,20 @@ class Ranks:
         return replace(size, num_blocks=agreed)
 
     def capture(self, runner: Runner, capture: Callable[[], str]) -> str:
-        """Capture graphs on all ranks; why no rank uses graphs, or an empty string. capture: this rank's."""
+        """Capture graphs on all ranks; why no rank uses graphs, or an empty string. capture: this rank's.
+
+        Raises RankDiedError where a rank has failed elsewhere than in a capture: the others are inside of its sums.
+        """
         self._tell(RankCapture())
-        errors = [captured(capture), *(other.expect(RankCaptured).error for other in self._others)]
+        try:
+            with self._or_why_not():
+                own = capture()
+        except RuntimeError as failed:
+            raise RankDiedError(
+                f"rank 0 of {self.share.size} failed while it captured steps, and the others cannot come out of it: "
+                f"{first_line(failed)}"
+            ) from failed
+        errors = [own, *(other.expect(RankCaptured).error for other in self._others)]
         error = next(filter(None, errors), "")
         self._tell(RankGraphs(used=not error))
         if error:
@@ -211,7 +223,7 @@ class Ranks:
         return error
 
     def capture_again(self, runner: Runner, capture: Callable[[], str]) -> str:
-        """Capture graphs on all ranks after they woke up. Raises RankDiedError where the memory is short on one.
+        """Capture graphs on all ranks after they woke up. Raises RankDiedError where one has failed.
 
         The others are then inside of the capture, or wait for its result, so waking up cannot be tried again.
         """
@@ -387,14 +399,6 @@ class _Other:
         self._news.put(failed)
         self._adapters.put(RankAdapterRead(failed.error))
         on_death(failed)
-
-
-def captured(capture: Callable[[], str]) -> str:
-    """Why a capture failed, or an empty string. A sum that cannot be captured is no lost rank."""
-    try:
-        return capture()
-    except PeerLostError as error:
-        return str(error)
 
 
 def _end(processes: list["subprocess.Popen[bytes]"], directory: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.models.decoder import Decoder
+from slipway_runtime.worker.capture import free_device_memory
 from slipway_runtime.worker.offload import HostCopy, tensors_of
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
@@ -70,7 +71,7 @@ class Sleeper:
             del self._runner.decoder
         if self._device.type != "cpu":
             self._host = HostCopy(tensors_of(self._hooks if self._dropped else self._runner.decoder))
-            torch.cuda.empty_cache()
+            free_device_memory()
         _return_freed_memory()
 
     def _restore(self) -> None:

@@ -17,7 +17,15 @@ import torch
 
 from slipway_runtime.messages import Grammar, Request, SamplingParams, SchedulerOutput, StepResult, TokenMasks
 from slipway_runtime.scheduling.scheduler import Scheduler
-from slipway_runtime.worker.capture import Capture, CudaCapture
+from slipway_runtime.worker.capture import (
+    Capture,
+    CudaCapture,
+    OtherRankFailedError,
+    SharedCapture,
+    StepNotCapturedError,
+    first_line,
+)
+from slipway_runtime.worker.collective import Collective
 from slipway_runtime.worker.out_of_memory import oom_refused
 from slipway_runtime.worker.runner import Runner
 
@@ -93,10 +101,13 @@ def _batches(scheduler: Scheduler, adapters: tuple[str, ...]) -> Iterator[list[R
     scored = request("scored", min(8, most), SamplingParams(max_tokens=2, prompt_logprobs=1, logprobs=0))
     bound = request("bound", min(8, most), _SAMPLING[1])
     yield [scored, msgspec.structs.replace(bound, grammar=Grammar(kind="regex", text=".*"))]
-    # A prompt that repeats itself gives draft tokens; the bias makes the model accept them.
-    repeats = SamplingParams(max_tokens=min(16, most), temperature=0.0, logit_bias=((1, 100.0),), ignore_eos=True)
     if scheduler.speculation is not None:
-        yield [request(f"drafted-{index}", min(16, most), repeats) for index in range(min(2, scheduler.max_num_seqs))]
+        # A prompt that repeats itself gives draft tokens, in all rows at once: no step has more samples. The bias makes
+        # the model accept them, so that each step drafts more than the one before: 3, 6, 12, 24, 32.
+        longest = len(scheduler.speculation.accepted_by_position)
+        length = min(2 * longest + 20, max(most - 4, 1))
+        repeats = SamplingParams(max_tokens=length, temperature=0.0, logit_bias=((1, 100.0),), ignore_eos=True)
+        yield [request(f"drafted-{index}", min(4, most), repeats) for index in range(scheduler.max_num_seqs)]
     for count in sorted({1, len(adapters)} if adapters else ()):
         yield [request(f"adapter-{count}-base", 2, _SAMPLING[0])]
         yield [
@@ -112,21 +123,32 @@ def _all_allowed(plan: SchedulerOutput, vocab_size: int) -> TokenMasks | None:
     return TokenMasks(tuple(range(samples)), b"\xff" * (4 * -(-vocab_size // 32) * samples))
 
 
-def capture_steps(runner: Runner, device: torch.device) -> str:
-    """Capture the steps of a runner on a GPU; why that failed, or an empty string. See `try_capture`."""
-    return try_capture(runner, CudaCapture(), device) if device.type == "cuda" else ""
+def capture_steps(runner: Runner, device: torch.device, collective: Collective | None = None) -> str:
+    """Capture the steps of a runner on a GPU; why that failed, or an empty string. See `try_capture`.
+
+    collective: of several ranks, which all capture at the same time.
+    """
+    if device.type != "cuda":
+        return ""
+    capture = CudaCapture(device)
+    return try_capture(runner, capture if collective is None else SharedCapture(capture, collective), device)
 
 
 def try_capture(runner: Runner, capture: Capture, device: torch.device) -> str:
     """Capture the CUDA graphs of a runner; why that failed, or an empty string. Kernels are warm by then.
 
-    Raises DoesNotFitError where memory is short: an engine that serves with none left would fail under load.
+    Raises DoesNotFitError where memory is short: an engine that serves with none left would fail under load. Of several
+    ranks, those that have captured what another could not return an empty string, without graphs; what fails on one
+    without the knowledge of the others is raised.
     """
     try:
         with oom_refused("the CUDA graphs", device):
             runner.capture_graphs(capture)
-    except RuntimeError as error:
+    except OtherRankFailedError:
         runner.graphs = None
-        told = str(error).partition("\n")[0]
-        return f"steps could not be captured as CUDA graphs, and are launched kernel by kernel: {told}"
+    except RuntimeError as error:
+        if isinstance(capture, SharedCapture) and not isinstance(error, StepNotCapturedError):
+            raise
+        runner.graphs = None
+        return f"steps could not be captured as CUDA graphs, and are launched kernel by kernel: {first_line(error)}"
     return ""

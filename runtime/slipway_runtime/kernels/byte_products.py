@@ -6,6 +6,7 @@ Tested against `layers.matmul_quantized`.
   A decode step reads half the bytes of a product in 16 bits; converting the codes beforehand reads and writes five
   bytes a weight, 2.5 times as many.
 - numbers_of_codes: the codes of groups as numbers, for products of many rows.
+- readable: float8 codes as a GPU reads them; before compute capability 8.9 as bytes, which are decoded by shifts.
 - rows_as_float8: quantizes rows of x to float8 with a scale each, in one launch; with torch operators it took six.
 
 The compiled kernels are described in docs/gpu-ledger.md; nothing was timed on a GPU yet.
@@ -21,11 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipway_runtime.kernels.dispatch import has_float8
 from slipway_runtime.kernels.rounding import LARGEST_CODE, SMALLEST_SCALE
 
 _LARGEST = LARGEST_CODE[torch.float8_e4m3fn]
 
-__all__ = ["MOST_ROWS", "compile_times_codes", "numbers_of_codes", "rows_as_float8", "times_codes"]
+__all__ = ["MOST_ROWS", "compile_times_codes", "numbers_of_codes", "readable", "rows_as_float8", "times_codes"]
 
 # With more rows, a product is compute-bound: then codes are converted once, and the library multiplies.
 MOST_ROWS = 256
@@ -34,8 +36,13 @@ MOST_ROWS = 256
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (MOST_ROWS, (128, 64, 64, 4, 4)))
 
 
+def readable(codes: Tensor) -> Tensor:
+    """The codes, in the dtype in which the kernels of their device read them: the same memory."""
+    return codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn and not has_float8(codes.device) else codes
+
+
 def times_codes(x: Tensor, codes: Tensor, scales: Tensor, group: int = 0) -> Tensor:
-    """x: (T, in), T ≤ MOST_ROWS  codes: (out, in) of one byte -> (T, out), in the type of x.
+    """x: (T, in), T ≤ MOST_ROWS  codes: (out, in), `readable` -> (T, out), in the type of x.
 
     scales: (out,), or (out, groups) for groups of so many inputs, a multiple of 64.
     """
@@ -61,7 +68,7 @@ def compile_times_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype, group
 
 
 def numbers_of_codes(codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """codes: (out, in) of one byte  scales: (out, groups) -> (out, in)."""
+    """codes: (out, in), `readable`  scales: (out, groups) -> (out, in)."""
     outputs, inputs = codes.shape
     numbers = codes.new_empty(outputs, inputs, dtype=dtype)
     block = 1024
@@ -82,6 +89,20 @@ def rows_as_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+@triton.jit
+def _decoded(code):
+    """The numbers of int8 or float8 codes, or of bytes that hold float8_e4m3fn. float32."""
+    if code.dtype == tl.uint8:
+        # Four bits of exponent and three of fraction, put to their places in a float16, whose exponent has five: what
+        # they mean there is 2 ** 8 times too small, subnormals included. A weight is no NaN.
+        wide = code.to(tl.uint16)
+        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        number = half.to(tl.float32) * 256.0
+    else:
+        number = code.to(tl.float32)
+    return number
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _times_codes(
     x, codes, scales, y, rows,
@@ -98,7 +119,7 @@ def _times_codes(
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(of_row + k[None, :], mask=(m < rows)[:, None] & (k < IN)[None, :], other=0.0)
         b = tl.load(of_output + k[None, :], mask=(n < OUT)[:, None] & (k < IN)[None, :], other=0.0)
-        product = tl.dot(a, tl.trans(b.to(tl.float32).to(a.dtype)))
+        product = tl.dot(a, tl.trans(_decoded(b).to(a.dtype)))
         if GROUP:
             own = tl.load(scales + n * tl.cdiv(IN, GROUP) + start // GROUP, mask=n < OUT, other=0.0)
             acc += product * own.to(tl.float32)[None, :]
@@ -115,7 +136,7 @@ def _numbers(codes, scales, numbers, IN: tl.constexpr, GROUP: tl.constexpr, BLOC
     """Grid: (outputs, blocks of inputs)."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.load(codes + row * IN + k, mask=k < IN, other=0.0).to(tl.float32)
+    code = _decoded(tl.load(codes + row * IN + k, mask=k < IN, other=0.0))
     scale = tl.load(scales + row * tl.cdiv(IN, GROUP) + k // GROUP, mask=k < IN, other=0.0)
     tl.store(numbers + row * IN + k, (code * scale).to(numbers.dtype.element_ty), mask=k < IN)
 

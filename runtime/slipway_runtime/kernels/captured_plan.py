@@ -1,8 +1,9 @@
 """Attention plans of captured steps (CUDA graphs): static buffers that each step overwrites, and fixed launches.
 
 A captured step of decode has rows of one new token. A captured step with chunks has rows of one new token, then chunks
-of several: parts of prompts, and draft tokens behind the token before them. Its chunks are all computed in splits, be
-it one, by programs that the host lists for each step: the list has a fixed length, and the rest of it is padding.
+of several: parts of prompts, and draft tokens behind the token before them. Its chunks are all computed in splits, as
+many as in a plan of this step alone, be it one. The host lists their programs for each step: the list has a fixed
+length, and the rest of it is padding.
 """
 
 from dataclasses import dataclass, replace
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from slipway_runtime.kernels.attention_plan import (
     CHUNK_SPLIT,
-    MAX_CHUNK_SPLITS,
     MAX_SPLITS,
     SPLIT,
+    ChunkTile,
     ChunkWork,
     Plan,
     divide_splits,
     num_splits,
+    tokens_of_splits,
 )
 from slipway_runtime.kernels.upload import Ints
 
@@ -71,8 +73,6 @@ def plan_for_capture(num_rows: int, max_model_len: int, block_size: int, like: T
         chunk_starts=torch.zeros(1, dtype=torch.int32, device=like.device),
         chunk_new=np.zeros(0, dtype=np.int64),
         chunk_lengths=np.zeros(0, dtype=np.int64),
-        chunk_split=CHUNK_SPLIT,
-        max_chunk_splits=1,
         block_size=block_size,
     )
 
@@ -93,7 +93,6 @@ def with_chunks(plan: Plan, capacity: ChunkCapacity, starts: Tensor, work: Tenso
         chunk_starts=starts,
         chunk_new=np.zeros(capacity.chunks, dtype=np.int64),  # known on the device alone
         chunk_lengths=np.zeros(capacity.chunks, dtype=np.int64),
-        max_chunk_splits=MAX_CHUNK_SPLITS,
         captured_work=ChunkWork(work.new_empty(0, 2), work, merges, capacity.slots),
     )
 
@@ -109,8 +108,9 @@ def update_static_inputs(plan: Plan, lengths: Tensor, tables: Tensor, rows: Tens
 
 def empty_chunks(capacity: ChunkCapacity, padding_row: int) -> StaticChunks:
     """Static inputs of a captured step with chunks that consists of padding."""
-    work = np.zeros((capacity.programs, 4), dtype=np.int32)
+    work = np.zeros((capacity.programs, 5), dtype=np.int32)
     work[:, 0] = capacity.chunks  # the row that is always padding
+    work[:, 4] = CHUNK_SPLIT
     merges = np.zeros((capacity.tokens, 3), dtype=np.int32)
     merges[:, 0] = np.arange(capacity.tokens)  # of no split: the token's output becomes zero
     return (
@@ -123,11 +123,11 @@ def empty_chunks(capacity: ChunkCapacity, padding_row: int) -> StaticChunks:
 
 
 def pack_chunks(
-    capacity: ChunkCapacity, row_ids: Ints, num_computed: Ints, num_new: Ints, *, padding_row: int, queries: int
+    capacity: ChunkCapacity, row_ids: Ints, num_computed: Ints, num_new: Ints, *, padding_row: int, tile: ChunkTile
 ) -> StaticChunks | None:
     """Static inputs of a step with chunks, padded to a capacity; None: it exceeds the capacity, or has no chunk.
 
-    Rows of one new token come first. padding_row: the row whose block table padding has  queries: tokens of a tile.
+    Rows of one new token come first. padding_row: the row whose block table padding has  tile: of `chunk_tile`.
     """
     num_tokens, num_decodes = int(num_new.sum()), int(np.count_nonzero(num_new == 1))
     new, all_lengths = num_new[num_decodes:], num_computed + num_new
@@ -135,8 +135,9 @@ def pack_chunks(
     if not num_chunks or num_tokens > capacity.tokens or num_chunks > capacity.chunks:
         return None
     first_tokens = num_decodes + new.cumsum() - new
-    splits = num_splits(all_lengths[num_decodes:], CHUNK_SPLIT, MAX_CHUNK_SPLITS)
-    programs, merged, num_slots = divide_splits(new, first_tokens, splits, queries)
+    chunk_lengths = all_lengths[num_decodes:]
+    each = tokens_of_splits(new, chunk_lengths, tile)
+    programs, merged, num_slots = divide_splits(new, chunk_lengths, first_tokens, each, tile.queries)
     if len(programs) > capacity.programs or num_slots > capacity.slots:
         return None
     static = rows, lengths, starts, work, merges = empty_chunks(capacity, padding_row)

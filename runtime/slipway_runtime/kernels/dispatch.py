@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipway_runtime.kernels import fixed_order, native, reference
+from slipway_runtime.kernels.attention_plan import ChunkTile
 from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
 from slipway_runtime.kernels.reference_attention import HeadNorms, Scoring
 from slipway_runtime.kernels.reference_experts import ExpertWeights
@@ -136,12 +137,12 @@ class CapturableKernels(Kernels, Protocol):
         num_new: Ints,
         *,
         padding_row: int,
-        queries: int,
+        tile: ChunkTile,
     ) -> StaticChunks | None:
-        """Static inputs of such a step, padded; None: it has no room for the step. queries: see `split_queries`."""
+        """Static inputs of such a step, padded; None: it has no room for the step. tile: see `chunk_tile`."""
 
-    def split_queries(self, q: Tensor, cache: Tensor, block_size: int) -> int:
-        """New tokens that a program of such a step attends. q: (…, Hq, D)."""
+    def chunk_tile(self, q: Tensor, cache: Tensor, block_size: int) -> ChunkTile:
+        """What a program of such a step attends. q: (…, Hq, D)."""
 
     def plan_lora_for_capture(self, num_tokens: int, num_slots: int, like: Tensor) -> LoraPlan:
         """LoRA plan in static buffers, for any adapters that a step uses."""
@@ -174,6 +175,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype, *, deterministic: bool
 
         return cpu
     return fixed_order if deterministic else reference
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether kernels for this device convert float8; those that do not read its codes as bytes."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_WITH_FLOAT8
 
 
 def refusal(

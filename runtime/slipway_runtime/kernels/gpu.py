@@ -17,7 +17,7 @@ from slipway_runtime.kernels.expert_rows import choose_experts
 from slipway_runtime.kernels.experts import mix_experts
 from slipway_runtime.kernels.lora import add_lora, plan_lora, plan_lora_for_capture, update_static_lora_inputs
 from slipway_runtime.kernels.norms import add_rms_norm, geglu, rms_norm, swiglu
-from slipway_runtime.kernels.paged_attention import paged_attention, split_queries
+from slipway_runtime.kernels.paged_attention import chunk_tile, paged_attention
 from slipway_runtime.kernels.penalties import penalize_rows
 from slipway_runtime.kernels.sampling import apply_bitmask, sample
 from slipway_runtime.kernels.store_kv import rope_and_store
@@ -28,6 +28,7 @@ __all__ = [
     "apply_bitmask",
     "choose_experts",
     "chunk_capacity",
+    "chunk_tile",
     "empty_chunks",
     "first_rows",
     "geglu",
@@ -42,7 +43,6 @@ __all__ = [
     "rms_norm",
     "rope_and_store",
     "sample",
-    "split_queries",
     "swiglu",
     "update_static_inputs",
     "update_static_lora_inputs",

@@ -29,10 +29,10 @@ import triton.language as tl
 from torch import Tensor
 
 from slipway_runtime.kernels import kv_pages, tiles
-from slipway_runtime.kernels.attention_plan import DECODE_PROGRAMS, Plan
+from slipway_runtime.kernels.attention_plan import DECODE_PROGRAMS, MAX_CHUNK_SPLITS, ChunkTile, Plan
 from slipway_runtime.kernels.reference_attention import Scoring
 
-__all__ = ["paged_attention", "split_queries"]
+__all__ = ["chunk_tile", "paged_attention"]
 
 EXTEND_ROWS = 64  # of a tile: new tokens × query heads of a KV head
 LOWEST = tl.constexpr(-1e30)  # below any score, and finite
@@ -65,10 +65,10 @@ def paged_attention(
     return out
 
 
-def split_queries(q: Tensor, cache: Tensor, block_size: int) -> int:
-    """New tokens of a tile of a chunk that is computed in splits. q: (…, Hq, D)."""
+def chunk_tile(q: Tensor, cache: Tensor, block_size: int) -> ChunkTile:
+    """The tile of a chunk that is computed in splits. q: (…, Hq, D)."""
     groups = q.shape[1] // cache.shape[2]
-    return _extend_tile("extend_split", q, cache, block_size)["BLOCK_M"] // groups
+    return ChunkTile(extend_tile("extend_split", q, cache, block_size)["BLOCK_M"] // groups, cache.shape[2])
 
 
 def _launch_decode(
@@ -85,18 +85,18 @@ def _launch_decode(
         stats = q.new_empty(rows, splits, num_heads, 2, dtype=torch.float32)
     programs = min(splits, triton.cdiv(DECODE_PROGRAMS, rows * num_kv_heads))
     _decode[(rows, num_kv_heads, programs)](
-        q, cache, _scales(cache, head_dim), out, partial, stats, plan.lengths, plan.tables,
+        q, cache, scales_of(cache, head_dim), out, partial, stats, plan.lengths, plan.tables,
         plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e), splits,
-        *_of_scoring(scoring, q),
+        *of_scoring(scoring, q),
         SOFTCAP=scoring is not None and scoring.softcap is not None,
         SINKS=scoring is not None and scoring.sinks is not None,
         GROUPS=groups, SPLIT_TOKENS=plan.split, MOST_SPLITS=plan.max_splits, PARTIAL=merge,
-        BLOCK_M=max(16, _power_of_two(groups)), **_tile("decode", q, cache, plan.block_size),
+        BLOCK_M=max(16, power_of_two(groups)), **_tile("decode", q, cache, plan.block_size),
     )  # fmt: skip
     if merge:
         _merge[(rows, num_heads)](
             partial, stats, out, plan.lengths, splits, SPLIT_TOKENS=plan.split, MOST_SPLITS=plan.max_splits,
-            HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), BLOCK_S=_power_of_two(plan.max_splits),
+            HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_S=power_of_two(plan.max_splits),
         )  # fmt: skip
 
 
@@ -107,8 +107,8 @@ def _launch_extend(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = cache.shape[2]
     groups = num_heads // num_kv_heads
-    whole, split = (_extend_tile(name, q, cache, plan.block_size) for name in ("extend", "extend_split"))
-    work = plan.chunk_work(whole["BLOCK_M"] // groups, split["BLOCK_M"] // groups)
+    whole, split = (extend_tile(name, q, cache, plan.block_size) for name in ("extend", "extend_split"))
+    work = plan.chunk_work(whole["BLOCK_M"] // groups, ChunkTile(split["BLOCK_M"] // groups, num_kv_heads))
     partial, stats = out, out
     if work.num_slots:
         partial = q.new_empty(work.num_slots, num_heads, head_dim, dtype=torch.float32)
@@ -119,30 +119,29 @@ def _launch_extend(
         # Whole tiles do not use partial results; a tensor of another dtype would compile the kernel again.
         parts = (partial, stats) if of_splits else (out, out)
         _extend[(len(programs), num_kv_heads)](
-            q, cache, _scales(cache, head_dim), out, *parts, programs,
+            q, cache, scales_of(cache, head_dim), out, *parts, programs,
             plan.chunk_starts, plan.lengths[plan.num_decodes :], plan.tables[plan.num_decodes :],
             plan.tables.stride(0), q.stride(0), q.stride(1), window, scale * math.log2(math.e),
-            *_of_scoring(scoring, q),
+            *of_scoring(scoring, q),
             SOFTCAP=scoring is not None and scoring.softcap is not None,
             SINKS=scoring is not None and scoring.sinks is not None,
-            GROUPS=groups, QUERIES=tile["BLOCK_M"] // groups, PARTIAL=of_splits,
-            SPLIT_TOKENS=plan.chunk_split, MOST_SPLITS=plan.max_chunk_splits if of_splits else 1, **tile,
+            GROUPS=groups, QUERIES=tile["BLOCK_M"] // groups, PARTIAL=of_splits, **tile,
         )  # fmt: skip
     if work.num_slots:
         _merge_chunks[(len(work.merges), num_heads)](
             partial, stats, out, work.merges,
-            HEAD_DIM=head_dim, BLOCK_D=_power_of_two(head_dim), BLOCK_S=_power_of_two(plan.max_chunk_splits),
+            HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_S=power_of_two(MAX_CHUNK_SPLITS),
         )  # fmt: skip
 
 
-def _of_scoring(scoring: Scoring | None, q: Tensor) -> tuple[Tensor, float]:
+def of_scoring(scoring: Scoring | None, q: Tensor) -> tuple[Tensor, float]:
     """Sinks (or a dummy tensor that is not read), and the soft cap of scores in base 2."""
     if scoring is None:
         return q, 0.0
     return q if scoring.sinks is None else scoring.sinks, (scoring.softcap or 0.0) * math.log2(math.e)
 
 
-def _scales(cache: Tensor, head_dim: int) -> Tensor:
+def scales_of(cache: Tensor, head_dim: int) -> Tensor:
     """Scales of a quantized cache; else a dummy tensor that is not read."""
     return kv_pages.scales(cache, head_dim) if kv_pages.is_quantized(cache.dtype) else cache
 
@@ -153,7 +152,7 @@ def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, i
     Queries in float32 take twice the registers: their tiles are smaller, and `tiles.json` is for 16-bit queries only.
     """
     head_dim = q.shape[2]
-    block_d = max(16, _power_of_two(head_dim))  # tl.dot takes no less than 16
+    block_d = max(16, power_of_two(head_dim))  # tl.dot takes no less than 16
     layout = {
         "HEAD_DIM": head_dim,
         "NUM_KV_HEADS": cache.shape[2],
@@ -161,29 +160,37 @@ def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, i
         "QUANTIZED": kv_pages.is_quantized(cache.dtype),
         "BLOCK_D": block_d,
     }
+    rows = {} if kernel == "decode" else {"BLOCK_M": 32}
+    if kernel == "ordered":  # which has two sums of values in registers
+        rows["num_warps"] = 8
     if q.dtype == torch.float32:
-        return layout | {"BLOCK_N": 32 if block_d <= 128 else 16} | ({} if kernel == "decode" else {"BLOCK_M": 32})
+        narrow = {"BLOCK_M": 16, "BLOCK_N": 16} if kernel == "ordered" else {}
+        return layout | rows | {"BLOCK_N": 32 if block_d <= 128 else 16} | narrow
     if block_d > 128:
-        default = {"BLOCK_N": 32} | ({} if kernel == "decode" else {"BLOCK_M": 64, "num_warps": 8, "num_stages": 3})
+        default = {"BLOCK_N": 32} | rows
+        if kernel.startswith("extend"):
+            default |= {"BLOCK_M": 64, "num_warps": 8, "num_stages": 3}
     else:
         default = {"BLOCK_N": 64 if block_d * cache.itemsize <= 256 else 32}
+        if kernel == "ordered":
+            default["num_warps"] = 8
     return layout | default | tiles.tuned(kernel, head_dim=block_d, itemsize=cache.itemsize, device=cache.device)
 
 
-def _extend_tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, int]:
+def extend_tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, int]:
     """Launch options of the extend kernel, for whole or for split chunks."""
     tile = _tile(kernel, q, cache, block_size)
-    tile["BLOCK_M"] = max(tile.get("BLOCK_M", EXTEND_ROWS), _power_of_two(q.shape[1] // cache.shape[2]))
+    tile["BLOCK_M"] = max(tile.get("BLOCK_M", EXTEND_ROWS), power_of_two(q.shape[1] // cache.shape[2]))
     return tile
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 @triton.jit
-def _attend(
+def attend(
     q, cache, scales, kv_head, table, start, end, since, seen, scale_log2, softcap_log2,
     SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
@@ -231,7 +238,7 @@ def _attend(
 
 
 @triton.jit
-def _with_sink(maximum, total, acc, sink):
+def with_sink(maximum, total, acc, sink):
     """Add a sink, a score without a value, to a running softmax. sink: (BLOCK_M,) in base 2; -inf: no sink."""
     higher = tl.maximum(tl.maximum(maximum, sink), LOWEST)
     shrink = tl.exp2(maximum - higher)
@@ -275,16 +282,16 @@ def _decode(
         end = tl.minimum((split + 1) * tokens, length)
         start = tl.maximum(split * tokens, first // BLOCK_N * BLOCK_N)
         seen = tl.zeros([BLOCK_M], dtype=tl.int32) + end
-        maximum, total, acc = _attend(
+        maximum, total, acc = attend(
             tile, cache, scales, kv_head, tables + row * table_stride, start, end, since, seen, scale_log2,
             softcap_log2, SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if SINKS:  # in the first split, which there always is
             sink = tl.load(sinks + head, mask=m < GROUPS, other=0.0) * LOG2_E
-            maximum, total, acc = _with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
+            maximum, total, acc = with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
         if PARTIAL:
             place = (row * room + split) * num_heads + head
-            _store_partial(partial, stats, place, maximum, total, acc, m < GROUPS, HEAD_DIM, BLOCK_D)
+            store_partial(partial, stats, place, maximum, total, acc, m < GROUPS, HEAD_DIM, BLOCK_D)
         else:
             attended = acc / tl.where(total > 0, total, 1.0)[:, None]
             place = row * num_heads + head
@@ -292,7 +299,7 @@ def _decode(
 
 
 @triton.jit
-def _store_partial(partial, stats, place, maximum, total, acc, ours, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_partial(partial, stats, place, maximum, total, acc, ours, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store the partial result of a split in the slots `place`."""
     d = tl.arange(0, BLOCK_D)
     tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc, mask=ours[:, None] & (d < HEAD_DIM)[None, :])
@@ -353,15 +360,15 @@ def _extend(
     q, cache, scales, out, partial, stats, work, chunk_starts, lengths, tables,
     table_stride, q_token_stride, q_head_stride, window, scale_log2, sinks, softcap_log2,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    GROUPS: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUPS: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """QUERIES new tokens of one chunk × the query heads of one KV head. Grid: (programs of `work`, Hkv).
 
     PARTIAL: over one split of the chunk's context, merged by `_merge_chunks`; else over the whole context.
     """
-    entry = work + tl.program_id(0) * (4 if PARTIAL else 2)
+    entry = work + tl.program_id(0) * (5 if PARTIAL else 2)
     kv_head = tl.program_id(1)
     chunk = tl.load(entry)
     first = tl.load(entry + 1)
@@ -383,22 +390,23 @@ def _extend(
     num_splits = 1
     split = 0
     if PARTIAL:
-        num_splits, tokens = _splits_of(length, SPLIT_TOKENS, MOST_SPLITS)
         split = tl.load(entry + 2)
+        tokens = tl.load(entry + 4)
+        num_splits = tl.cdiv(length, tokens)
         start = tl.maximum(start, split * tokens)
         end = tl.minimum(end, (split + 1) * tokens)
-    maximum, total, acc = _attend(
+    maximum, total, acc = attend(
         tile, cache, scales, kv_head, tables + tl.cast(chunk, tl.int64) * table_stride, start, end,
         past + t + 1 - window, tl.minimum(past + t + 1, end), scale_log2, softcap_log2,
         SOFTCAP, HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, QUANTIZED, BLOCK_M, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head, mask=m < QUERIES * GROUPS, other=0.0) * LOG2_E
-        maximum, total, acc = _with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
+        maximum, total, acc = with_sink(maximum, total, acc, tl.where(split == 0, sink, float("-inf")))
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUPS
     if PARTIAL:
         slot = tl.load(entry + 3).to(tl.int64) + t * num_splits + split
-        _store_partial(partial, stats, slot * num_heads + head, maximum, total, acc, real, HEAD_DIM, BLOCK_D)
+        store_partial(partial, stats, slot * num_heads + head, maximum, total, acc, real, HEAD_DIM, BLOCK_D)
     else:
         place = (token * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
         tl.store(out + place, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=ours)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
+from slipway_runtime.kernels.dispatch import OLDEST, has_float8
 from slipway_runtime.kernels.rounding import LARGEST_CODE, SMALLEST_SCALE, quantize
 from slipway_runtime.layers.quantized_weight import OneScaleRows, QuantizedWeight
 
@@ -36,24 +37,28 @@ class WeightOnly:
 
     def __init__(self, weight: Tensor | OneScaleRows, dtype: torch.dtype) -> None:  # (out, in)
         self.out_features, self.in_features = weight.shape
-        self.codes, scales = rounded_rows(weight, dtype)
-        self.scales = scales.to(weight.dtype)
-        self._on_gpu = dtype == torch.int8 and weight.device.type == "cuda" and weight.dtype.itemsize == 2
+        # Scales stay in float32: a result is rounded once, and small scales are no float16.
+        self.codes, self.scales = rounded_rows(weight, dtype)
+        self._on_gpu = weight.device.type == "cuda" and weight.dtype.itemsize == 2
         if self._on_gpu:
-            from slipway_runtime.kernels.byte_products import compile_times_codes  # Triton, which a CPU never imports
+            from slipway_runtime.kernels.byte_products import (  # Triton, which a CPU never imports
+                compile_times_codes,
+                readable,
+            )
 
-            compile_times_codes(self.codes, self.scales, self.scales.dtype)
+            compile_times_codes(readable(self.codes), self.scales, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
         if self._on_gpu:
             from slipway_runtime.kernels.byte_products import (  # Triton, which a CPU never imports
                 MOST_ROWS,
+                readable,
                 times_codes,
             )
 
             if len(x) <= MOST_ROWS:
-                return times_codes(x, self.codes, self.scales)
+                return times_codes(x, readable(self.codes), self.scales)
         if x.dtype == torch.float16:  # codes are 100 times as large as weights: their sums would overflow
             return F.linear(x, self.codes.to(x.dtype).mul_(self.scales[:, None]))
         return F.linear(x, self.codes.to(x.dtype)).mul_(self.scales)
@@ -136,7 +141,7 @@ class ScaledFp8:
         """Whether this device multiplies float8 matrices of this shape."""
         if weight.device.type != "cuda" or weight.shape[0] % 16 or weight.shape[1] % 16:
             return False
-        return torch.cuda.get_device_capability(weight.device) >= (8, 9)
+        return has_float8(weight.device)
 
 
 class GroupedFp8:
@@ -146,10 +151,13 @@ class GroupedFp8:
     rows_are_independent = False
 
     def __init__(self, weight: QuantizedWeight) -> None:  # (out, in)
-        from slipway_runtime.kernels.byte_products import compile_times_codes  # Triton, which a CPU never imports
+        from slipway_runtime.kernels.byte_products import (  # Triton, which a CPU never imports
+            compile_times_codes,
+            readable,
+        )
 
         self.out_features, self.in_features = weight.shape
-        self._codes, self._scales, self._group = weight.codes, weight.scales, weight.group
+        self._codes, self._scales, self._group = readable(weight.codes), weight.scales, weight.group
         compile_times_codes(self._codes, self._scales, weight.dtype, self._group)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -167,12 +175,12 @@ class GroupedFp8:
 
     @staticmethod
     def fits(weight: QuantizedWeight) -> bool:
-        """Whether this is such a weight on a GPU that reads float8."""
+        """Whether this is such a weight on a GPU."""
         if weight.codes.dtype != torch.float8_e4m3fn or weight.zeros is not None or weight.order is not None:
             return False
         if weight.device.type != "cuda" or weight.group % 64 or weight.dtype.itemsize != 2:
             return False
-        return torch.cuda.get_device_capability(weight.device) >= (8, 9)
+        return torch.cuda.get_device_capability(weight.device) >= OLDEST
 
 
 _GROUPS: Final = (32, 64, 128, 256)
@@ -231,7 +239,7 @@ class Int4:
             return False
         if weight.device.type == "cpu":
             return works_here()
-        capable = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+        capable = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= OLDEST
         return capable and weight.dtype == torch.bfloat16 and in_features % (16 * _INNER_TILES) == 0
 
 

@@ -5,11 +5,15 @@ A checkpoint that was quantized in activation order (act-order, desc_act) has gr
 its codes are stored sorted by group, and `order` has the input that each column multiplies.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
+
+SMALLEST_GROUP: Final = 32  # columns that share a scale, as the kernels multiply them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,25 @@ class QuantizedWeight:
         """Some outputs, or all of them in another order."""
         zeros = None if self.zeros is None else self.zeros[wanted]
         return replace(self, codes=self.codes[wanted], scales=self.scales[wanted], zeros=zeros)
+
+    def columns(self, wanted: slice) -> "QuantizedWeight | None":
+        """Some inputs, copied; None: this cuts groups into parts of too few columns, or their inputs are not adjacent.
+
+        A cut in the middle of groups halves them, with the same scales: 192 of 384 columns in groups of 128 are three
+        groups of 64.
+        """
+        if self.order is not None:
+            return None
+        start, stop, _ = wanted.indices(self.shape[1])
+        codes, scales, zeros = self.codes[:, start:stop].contiguous(), self.scales, self.zeros
+        if scales.shape[1] == 1:
+            return replace(self, codes=codes, group=stop - start)
+        part = math.gcd(self.group, start) if stop == self.shape[1] else math.gcd(self.group, start, stop)
+        if part < SMALLEST_GROUP:
+            return None
+        own = torch.arange(start, stop, part, device=scales.device) // self.group
+        zeros = None if zeros is None else zeros[:, own]
+        return replace(self, codes=codes, scales=scales[:, own], zeros=zeros, group=part)
 
     def dequantized(self) -> Tensor:
         """(out, in), in the type that the model computes in."""

@@ -8,6 +8,7 @@ import structlog
 
 from slipway_api.memory import ModelShape
 from slipway_runtime.layers.rotary import RopeScaling
+from slipway_runtime.models.config_keys import HONOURED, INERT, may_compute
 from slipway_runtime.models.config_rope import (
     default_context,
     local_rope_theta,
@@ -33,7 +34,6 @@ from slipway_runtime.models.families import (
     check_activation,
     experts_of,
     layers_without_positions,
-    words,
 )
 
 __all__ = ["DoesNotFitError", "ModelConfig", "ModelRefusedError", "parse_config", "read_config"]
@@ -127,33 +127,6 @@ class ModelConfig:
 log = structlog.get_logger()
 
 
-# Keys without effect on the output tokens, whatever their value.
-_INERT = words(
-    "_name_or_path architectures transformers_version use_cache bos_token_id pad_token_id unk_token_id sep_token_id "
-    "decoder_start_token_id initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop model_type "
-    "output_attentions output_hidden_states return_dict return_dict_in_generate id2label label2id problem_type "
-    "gradient_checkpointing torchscript tokenizer_class prefix task_specific_params finetuning_task auto_map "
-    "_attn_implementation attn_implementation _attn_implementation_autoset cache_implementation "
-    "chunk_size_feed_forward is_encoder_decoder is_decoder torch_dtype dtype tf_legacy_loss use_bfloat16 "
-    # defaults of transformers' generate(); here each request sets them
-    "max_length min_length do_sample early_stopping num_beams temperature top_k top_p typical_p repetition_penalty "
-    "length_penalty num_return_sequences"
-)
-_HONOURED = words(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings tie_word_embeddings attention_bias "
-    "mlp_bias sliding_window use_sliding_window max_window_layers layer_types eos_token_id hidden_act pretraining_tp "
-    "quantization_config add_cross_attention pruned_heads "
-    "is_matryoshka matryoshka_dimensions"  # models/pooling.py
-)
-# An unknown key with one of these words may change how tokens are computed, and is refused. Any other unknown key is
-# metadata of a library or a person, such as `unsloth_version`, and is logged.
-_COMPUTING = words(
-    "expert moe router lora_rank attn attention head query rope rotary alibi position window sliding norm logit "
-    "softcap multiplier scal bias act mlp intermediate hidden embed layer residual mup conv mamba ssm state "
-    "recurrent cross encoder vision image audio text_config quant sparse mtp nextn parallel"
-)
-
 # Limits: far above any published model, and small enough that nothing computed from them overflows or fills a disk.
 _MOST: Final = {
     "vocab_size": 1 << 22,
@@ -182,9 +155,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         raise ModelRefusedError(f"model_type is {shown(model_type)}: this engine runs {', '.join(FAMILIES)}")
     for key, value in family.neutral:
         demand(raw, key, value)
-    known = _INERT | _HONOURED | family.keys | family.inert | {key for key, _ in family.neutral}
-    unknown = sorted(key for key in raw.keys() - known if raw[key] not in (None, False))
-    if computed := [key for key in unknown if any(word in key.lower() for word in _COMPUTING)]:
+    demand(raw, "is_causal", True)
+    known = INERT | HONOURED | family.keys | family.inert | {key for key, _ in family.neutral}
+    unknown = sorted(key for key in raw.keys() - known if raw[key])  # null, false, 0 and empty: switched off
+    if computed := [key for key in unknown if may_compute(key)]:
         raise ModelRefusedError(f"config.json asks for what this engine does not know: {', '.join(computed)}")
     if unknown:
         log.info("config.json has keys that are not used", keys=[shown(key) for key in unknown[:20]])

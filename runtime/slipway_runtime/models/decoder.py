@@ -1,5 +1,6 @@
 """The decoder of all model families, and `load_decoder`; differences are in the config (listed in `families`)."""
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.layer_loader import LayerLoader
 from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
 from slipway_runtime.models.sharding import WHOLE, Share
+
+log = structlog.get_logger()
 
 
 class Decoder:
@@ -102,6 +105,8 @@ def load_decoder(
     tokens = share.of_vocabulary(vocabulary)
     table = checkpoint.take("model.embed_tokens.weight", vocabulary, hidden, rows=tokens)
     layers = checkpoint.in_parallel(loader.layer, config.num_layers)
+    if share.rank == 0 and (reason := loader.cut.lost_codes):  # the same on all ranks
+        log.warning("weights take more memory than in the checkpoint", reason=reason)
     head = None
     if not scores_tokens or config.tied_embeddings:
         checkpoint.ignore("lm_head.weight")

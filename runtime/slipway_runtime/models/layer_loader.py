@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels.dispatch import OLDEST_WITH_FLOAT8, Kernels
+from slipway_runtime.kernels.dispatch import Kernels, has_float8
 from slipway_runtime.kernels.reference_experts import ByteMatrices, ExpertWeights, Mxfp4Matrices
 from slipway_runtime.layers.attention import Attention
 from slipway_runtime.layers.decoder_layer import DecoderLayer, DenseMlp, Mlp
@@ -33,7 +33,7 @@ from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.config_values import ModelRefusedError
 from slipway_runtime.models.quantized_checkpoint import WeightReader
-from slipway_runtime.models.sharding import Share, part_of
+from slipway_runtime.models.sharding import InputCut, Share, part_of
 
 GROUP: Final = 32  # columns that share a scale in MXFP4
 TILE_COLUMNS: Final = 64  # that the grouped product takes at a time: BLOCK_K of `kernels.experts`
@@ -50,6 +50,7 @@ def load_experts(
     make_matmul: MakeMatmul,
     make_router: MakeMatmul,
     share: Share,
+    cut: InputCut,
 ) -> ExpertsMlp:
     """Load the MoE MLP of the layer whose tensor names begin with `prefix`."""
     about, hidden = config.experts, config.hidden_size
@@ -68,7 +69,9 @@ def load_experts(
         block = f"{prefix}.block_sparse_moe" if config.model_type == "mixtral" else f"{prefix}.mlp"
         names = ("w1", "w3", "w2") if config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         router_name = f"{block}.gate"
-        pairs = [_of_one(config, weights, f"{block}.experts.{number}", names, share) for number in range(about.count)]
+        pairs = [
+            _of_one(config, weights, f"{block}.experts.{number}", names, own, cut) for number in range(about.count)
+        ]
     router = Linear(
         make_router(checkpoint.take(f"{router_name}.weight", about.count, hidden)),
         checkpoint.take(f"{router_name}.bias", about.count) if about.biased else None,
@@ -98,7 +101,9 @@ def stack_experts(matrices: Sequence[Weight]) -> Tensor | ByteMatrices:
     if isinstance(first, QuantizedWeight) and first.zeros is None and first.order is None:
         alike = [one for one in matrices if isinstance(one, QuantizedWeight) and one.group == first.group]
         whole = first.scales.shape[1] == 1  # a scale for each row
-        multiplied = first.codes.dtype == torch.int8 or (first.codes.dtype == torch.float8_e4m3fn and has_float8(first))
+        multiplied = first.codes.dtype == torch.int8 or (
+            first.codes.dtype == torch.float8_e4m3fn and has_float8(first.device)
+        )
         if multiplied and len(alike) == len(matrices) and (whole or first.group % TILE_COLUMNS == 0):
             codes = torch.stack([one.codes.view(torch.uint8) for one in alike]).view(first.codes.dtype)
             scales = torch.stack([one.scales for one in alike])
@@ -106,21 +111,13 @@ def stack_experts(matrices: Sequence[Weight]) -> Tensor | ByteMatrices:
     return torch.stack([dequantized(one) for one in matrices])
 
 
-def has_float8(weight: QuantizedWeight) -> bool:
-    """Whether kernels for the weight's device read float8."""
-    return weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device) >= OLDEST_WITH_FLOAT8
-
-
 def _of_one(
-    config: ModelConfig, weights: WeightReader, prefix: str, names: tuple[str, str, str], share: Share
+    config: ModelConfig, weights: WeightReader, prefix: str, names: tuple[str, str, str], own: slice, cut: InputCut
 ) -> _Pair:
     assert config.experts is not None
     inner, hidden = config.experts.intermediate_size, config.hidden_size
-    own = share.of(inner)
     gate, up = (weights.matrix(f"{prefix}.{name}", inner, hidden, rows=own) for name in names[:2])
-    down = weights.matrix(f"{prefix}.{names[2]}", hidden, inner)
-    if share.size > 1:
-        down = dequantized(down)[:, own].contiguous()
+    down = cut(weights.matrix(f"{prefix}.{names[2]}", hidden, inner))
     return concatenated([gate, up]), down
 
 
@@ -223,6 +220,7 @@ class LayerLoader:
         self._make_matmul = make_matmul
         self._make_router = make_router
         self._share = share
+        self.cut = InputCut(share)
 
     def layer(self, index: int) -> DecoderLayer:
         """Build the layer of this index."""
@@ -309,9 +307,7 @@ class LayerLoader:
 
     def _summed(self, name: str, in_size: int, *, bias: bool) -> Linear:
         hidden, share = self._config.hidden_size, self._share
-        weight = self._weights.matrix(name, hidden, in_size)
-        if share.size > 1:
-            weight = dequantized(weight)[:, share.of(in_size)].contiguous()
+        weight = self.cut(self._weights.matrix(name, hidden, in_size))
         own_bias = self._checkpoint.take(f"{name}.bias", hidden) if bias else None
         # Only rank 0 has the bias, so that the all-reduce adds it once.
         return Linear.merged([(name, weight, own_bias if share.rank == 0 else None)], self._make_matmul, share.reduce)
@@ -328,6 +324,7 @@ class LayerLoader:
                 make_matmul=self._make_matmul,
                 make_router=self._make_router,
                 share=self._share,
+                cut=self.cut,
             )
         inner = config.intermediate_size
         parts = self._side_by_side(

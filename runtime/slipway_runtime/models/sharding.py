@@ -16,6 +16,9 @@ So a layer has two all-reduces (Shoeybi et al. 2019, Megatron-LM), and the KV ca
 A rank quantizes its own part. A matrix cut by outputs has the codes and scales of the whole matrix, row for row. A
 matrix cut by inputs has a scale for its part of a row, and rows of x are quantized by parts, too: the codes differ from
 those of the whole matrix, but come from smaller ranges, so the error is no larger.
+
+A matrix that is quantized in the checkpoint keeps its codes and scales, cut by outputs or by inputs. Where a cut by
+inputs would leave groups of too few columns, or the groups are in the order of activations, the rank has numbers.
 """
 
 from collections.abc import Callable
@@ -25,6 +28,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from slipway_runtime.layers.linear import Reduce
+from slipway_runtime.layers.matmul_quantized import GroupedFp8, Int4
+from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, dequantized
 from slipway_runtime.models.config import ModelConfig, ModelRefusedError
 
 Gather = Callable[[Tensor], Tensor]  # all-gather: (R, n) of each rank -> (R, size * n), in the order of ranks
@@ -58,6 +63,38 @@ class Share:
 
 
 WHOLE = Share()
+
+
+class InputCut:
+    """Cuts matrices by inputs for a rank, and counts those whose codes cannot be cut. Threads may share it."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._numbers: list[int] = []  # bytes of each matrix that would be codes on a device that has all of it
+
+    def __call__(self, weight: Weight) -> Weight:
+        """The rank's columns of a matrix (out, in)."""
+        if self._share.size == 1:
+            return weight
+        own = self._share.of(weight.shape[1])
+        part = weight.columns(own) if isinstance(weight, QuantizedWeight) else None
+        if part is not None:
+            return part
+        numbers = dequantized(weight)[:, own].contiguous()
+        if isinstance(weight, QuantizedWeight) and (Int4.fits(weight) or GroupedFp8.fits(weight)):
+            self._numbers.append(numbers.nbytes)
+        return numbers
+
+    @property
+    def lost_codes(self) -> str:
+        """A sentence about the matrices that are numbers; "": there are none."""
+        if not self._numbers:
+            return ""
+        return (
+            f"tensor_parallel_size is {self._share.size}, which cuts {len(self._numbers)} matrices within their groups "
+            f"of inputs: they are kept as numbers, {sum(self._numbers) / (1 << 20):.1f} MiB on each rank; use fewer "
+            "ranks, or a checkpoint with smaller groups that are not in the order of activations"
+        )
 
 
 def part_of(config: ModelConfig, size: int) -> ModelConfig:

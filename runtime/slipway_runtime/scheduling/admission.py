@@ -6,7 +6,7 @@ Refusals, as a tree:
     ├── Refused          this request can never run here (400)
     ├── Overloaded       retry later (429)
     │   └── Draining     this replica accepts no more requests; another one will (503)
-    └── EngineDead       the step loop has ended; nothing will run here again (500)
+    └── EngineDead       the step loop has ended; nothing will run here again (503)
 """
 
 import math
@@ -17,6 +17,9 @@ from slipway_runtime.messages import EngineFacts, EngineStats, Request
 
 WINDOW_SECONDS = 10.0  # how far back the pace of the queue is measured
 LONGEST_RETRY_SECONDS = 60.0
+_INT32 = 2**31 - 1
+_INT64 = 2**63 - 1
+_FLOAT32 = 3.4e38  # beyond it a float32 is infinite
 
 
 class EngineError(Exception):
@@ -49,7 +52,7 @@ def refuse_impossible(request: Request, facts: EngineFacts) -> None:
     length = len(request.prompt_token_ids)
     if length == 0:
         raise Refused("the prompt is empty: at least one token is needed")
-    if length >= facts.max_model_len:
+    if length + (not facts.pooling) > facts.max_model_len:  # an embedding has no answer that needs a place
         raise Refused(
             f"the prompt has {length} tokens; this model takes {facts.max_model_len} tokens, prompt and output together"
         )
@@ -57,6 +60,7 @@ def refuse_impossible(request: Request, facts: EngineFacts) -> None:
         raise Refused(f"n is {request.n}: at least 1, and 1 for an answer that was begun elsewhere")
     if request.params.max_tokens < 1:
         raise Refused(f"max_tokens is {request.params.max_tokens}: at least 1 is needed")
+    refuse_out_of_range(request, facts)
     for name, tokens in (
         ("prompt", request.prompt_token_ids),
         ("output_token_ids", request.output_token_ids),
@@ -64,6 +68,36 @@ def refuse_impossible(request: Request, facts: EngineFacts) -> None:
     ):
         if tokens and (min(tokens) < 0 or max(tokens) >= facts.vocab_size):
             raise Refused(f"{name} holds a token id outside the vocabulary of {facts.vocab_size} entries")
+
+
+def refuse_out_of_range(request: Request, facts: EngineFacts) -> None:
+    """Raise Refused for a number that the worker's arrays cannot hold.
+
+    The client calls it first, and the engine again: in the worker such a number would end the step of all requests.
+    """
+    params = request.params
+    for name, value, least, most in (
+        ("top_k", params.top_k, 0, _INT32),
+        ("min_tokens", params.min_tokens, 0, _INT32),
+        ("seed", params.seed, -_INT64 - 1, 2 * _INT64 + 1 - request.n),  # its bits count; answer i adds i to it
+        ("logprobs", params.logprobs or 0, 0, facts.vocab_size),
+        ("prompt_logprobs", params.prompt_logprobs or 0, 0, facts.vocab_size),
+        ("priority", request.priority, -_INT32, _INT32),
+        *(("logit_bias", token_id, 0, facts.vocab_size - 1) for token_id, _ in params.logit_bias),
+    ):
+        if not least <= value <= most:
+            raise Refused(f"{name} is out of range: from {least} to {most}")
+    for name, number in (
+        ("temperature", params.temperature),
+        ("top_p", params.top_p),
+        ("min_p", params.min_p),
+        ("repetition_penalty", params.repetition_penalty),
+        ("presence_penalty", params.presence_penalty),
+        ("frequency_penalty", params.frequency_penalty),
+        *(("logit_bias", bias) for _, bias in params.logit_bias),
+    ):
+        if not abs(number) <= _FLOAT32:
+            raise Refused(f"{name} is not a finite number")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ class RequestTable:
         self.running: list[Sequence] = []  # by rank; the last one is preempted first
         self.free_rows = list(range(max_num_seqs))  # a heap: the lowest free row is next
         self.final_outputs: list[Output] = []  # of sequences that ended outside of a step, for the next update
-        self.parked: set[Sequence] = set()  # paused, without a row
+        self.parked: dict[Sequence, int] = {}  # paused, without a row: its number of tokens then
+        self._parked_tokens = 0
         self.ending: set[Sequence] = set()  # ended, and in a plan in flight
         self._eos = eos_token_ids
         self._max_num_seqs = max_num_seqs
@@ -97,11 +98,12 @@ class RequestTable:
 
     # --- adding requests
 
-    def add(self, request: Request, now: float) -> None:
-        """Add all answers of a request."""
+    def add(self, request: Request, now: float, *, refusal: str = "") -> None:
+        """Add all answers of a request. With a refusal they end at once, with this sentence as their error."""
         assert request.id not in self._requests, "an id runs once"
-        assert 0 < len(request.prompt_token_ids) < self._max_model_len, "refused before it is queued"
-        refusal = self._refusal(request.adapter)
+        # A prompt that fills the context ends with its one sample: it is pooled.
+        assert 0 < len(request.prompt_token_ids) <= self._max_model_len, "refused before it is queued"
+        refusal = refusal or self._refusal(request.adapter)
         answers = [self._new(request, index, "" if refusal else request.adapter, now) for index in range(request.n)]
         self._requests[request.id] = answers.copy()
         leader = answers[0]
@@ -201,9 +203,9 @@ class RequestTable:
             sequence.paused = on
             if on and sequence in self.waiting:
                 self.waiting.remove(sequence)
-                self.parked.add(sequence)
+                self._park(sequence)
             elif not on and sequence in self.parked:
-                self.parked.remove(sequence)
+                self._unpark(sequence)
                 self.waiting.push(sequence, now)
 
     def preempt_paused(self, now: float) -> None:
@@ -214,9 +216,16 @@ class RequestTable:
 
     def _line_up(self, sequence: Sequence, now: float) -> None:
         if sequence.paused:
-            self.parked.add(sequence)
+            self._park(sequence)
         else:
             self.waiting.push(sequence, now)
+
+    def _park(self, sequence: Sequence) -> None:
+        self.parked[sequence] = sequence.num_tokens
+        self._parked_tokens += sequence.num_tokens
+
+    def _unpark(self, sequence: Sequence) -> None:
+        self._parked_tokens -= self.parked.pop(sequence)
 
     def _follow(self, leader: Sequence, followers: list[Sequence]) -> None:
         leader.siblings = followers
@@ -262,7 +271,7 @@ class RequestTable:
             sequence.leader.siblings.remove(sequence)
             self._num_following -= 1
         elif sequence in self.parked:
-            self.parked.remove(sequence)
+            self._unpark(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.state = State.ENDED
@@ -324,8 +333,8 @@ class RequestTable:
         return EngineStats(
             running=len(self.running),
             waiting=self.num_waiting,
-            waiting_tokens=waiting.num_tokens,
-            running_tokens=sum([len(sequence.token_ids) for sequence in self.running]),
+            waiting_tokens=waiting.num_tokens + self._parked_tokens,  # parked prompts take memory like waiting ones
+            running_tokens=sum([sequence.num_tokens for sequence in self.running]),
             blocks_total=pool.total - pool.reserved,
             blocks_live=pool.live,
             blocks_cached=pool.cached,
@@ -372,6 +381,7 @@ class RequestTable:
         assert len(held) == self.pool.live, "every live block belongs to a running sequence"
         assert not any(sequence.blocks for sequence in (*self.waiting, *self.parked))
         assert all(sequence.paused for sequence in self.parked)
+        assert self._parked_tokens == sum(self.parked.values())
         assert not any(sequence.paused for sequence in self.waiting)
         assert len(self.free_rows) + sum(s.row != NO_ROW for s in holders) == self._max_num_seqs
         answers = [sequence for answers in self._requests.values() for sequence in answers]

@@ -129,9 +129,9 @@ class Scheduler:
 
     # --- requests
 
-    def add(self, request: Request, now: float) -> None:
-        """Put a request into the queue. One for an adapter that is not loaded ends with an error."""
-        self._table.add(request, now)
+    def add(self, request: Request, now: float, *, refusal: str = "") -> None:
+        """Put a request into the queue. With a refusal, or for an adapter that is not loaded, it ends with an error."""
+        self._table.add(request, now, refusal=refusal)
 
     def abort(self, request_id: str, reason: FinishReason, now: float, index: int | None = None) -> None:
         """End a request, or one of its answers, in whatever state it is; unknown ids are ignored.

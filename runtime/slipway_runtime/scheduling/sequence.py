@@ -45,7 +45,7 @@ class Sequence:
     queued_at: float
     share: Share  # the counter that its tokens are charged to
     public_keys: list[bytes] = field(default_factory=list)  # as `keys`, under the public root; made on demand
-    token_ids: list[int] = field(default_factory=list)
+    _tokens: list[int] = field(default_factory=list, init=False)  # empty until `token_ids` is read
     state: State = State.WAITING
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)
@@ -68,8 +68,6 @@ class Sequence:
     draft_length: int = 0  # draft tokens to make next, set by Speculation; 0: none made yet
 
     def __post_init__(self) -> None:
-        self.token_ids.extend(self.request.prompt_token_ids)
-        self.token_ids.extend(self.request.output_token_ids)
         self.has_text_blocks = bool(self.request.text_blocks) and not self.index
 
     @property
@@ -78,16 +76,27 @@ class Sequence:
         return (-self.request.priority, self.serial)
 
     @property
+    def token_ids(self) -> list[int]:
+        """Its tokens known so far: the prompt and what was sampled.
+
+        Copied from the request when they are first read: the answers that wait share their prompt.
+        """
+        if not self._tokens:
+            self._tokens.extend(self.request.prompt_token_ids)
+            self._tokens.extend(self.request.output_token_ids)
+        return self._tokens
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens known so far: the prompt and what was sampled."""
-        return len(self.token_ids)
+        """The number of tokens known so far."""
+        return len(self._tokens) or len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     @property
     def num_ahead(self) -> int:
         """Tokens, known or sampled in flight, that are not planned yet. The last possible token is never computed."""
         if self.paused:
             return 0
-        length = len(self.token_ids) + self.num_pending
+        length = self.num_tokens + self.num_pending
         return 0 if self.num_pending and length >= self.max_tokens else length - self.num_planned
 
     @property
@@ -98,7 +107,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, including those that came with the request."""
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return self.num_tokens - len(self.request.prompt_token_ids)
 
     @property
     def reads_cache(self) -> bool:

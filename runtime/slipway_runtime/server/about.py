@@ -1,5 +1,6 @@
 """The endpoints /v1/models, /tokenize, /detokenize, /load, /version, /health and /metrics of the serving port."""
 
+from os.path import normpath
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -8,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 import slipway_api
+from slipway_api.anthropic_models import anthropic_model, anthropic_model_list, asks_as_anthropic
 from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.adapters import Adapter
 from slipway_runtime.server.bodies import read_body
@@ -21,16 +23,18 @@ router = APIRouter()
 probes = APIRouter()  # on both ports
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(http: Request) -> dict[str, Any]:
-    """List the base model and the loaded adapters."""
+    """List the base model and the loaded adapters, as the API does whose client asks."""
     replica: Replica = http.app.state.replica
     model = replica.model_for("")
     cards = [_card(replica, model)]
     cards += [_adapter_card(replica, model, a) for a in model.adapters.all() if a.state is AdapterState.HOST]
-    return {"object": "list", "data": cards}
+    return anthropic_model_list(cards) if asks_as_anthropic(http.headers) else {"object": "list", "data": cards}
 
 
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, http: Request) -> dict[str, Any]:
     """One model by its id."""
@@ -39,7 +43,8 @@ async def get_model(name: str, http: Request) -> dict[str, Any]:
         raise unknown_model(name)
     served = served_by(replica, name)
     adapter = served.model.adapters.find(served.name) if served.digest else None
-    return _card(replica, served.model) if adapter is None else _adapter_card(replica, served.model, adapter)
+    card = _card(replica, served.model) if adapter is None else _adapter_card(replica, served.model, adapter)
+    return anthropic_model(card) if asks_as_anthropic(http.headers) else card
 
 
 def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
@@ -70,6 +75,7 @@ def _card(replica: Replica, model: LoadedModel) -> dict[str, Any]:
 def _adapter_card(replica: Replica, model: LoadedModel, adapter: Adapter) -> dict[str, Any]:
     """OpenAI's model object of an adapter, with its address and its base model."""
     root = shown(adapter.uri).removeprefix("file://")
+    root = normpath(root) if root.startswith("/") else root
     own = {"id": adapter.name, "root": root, "parent": replica.identity.model, "digest": adapter.digest}
     return _card(replica, model) | own
 
@@ -116,6 +122,7 @@ async def detokenize(http: Request) -> dict[str, Any]:
     return {"prompt": await model.prompts.decode(body.tokens)}
 
 
+@router.head("/load", include_in_schema=False)
 @router.get("/load")
 async def load(http: Request) -> dict[str, int]:
     """The number of running and waiting requests, under vLLM's name `server_load`."""
@@ -124,12 +131,14 @@ async def load(http: Request) -> dict[str, int]:
     return {"server_load": stats.running + stats.waiting}
 
 
+@router.head("/version", include_in_schema=False)
 @router.get("/version")
 async def version() -> dict[str, str]:
     """The version of Slipway."""
     return {"version": slipway_api.__version__}
 
 
+@probes.head("/health", include_in_schema=False)
 @probes.get("/health")
 async def health(http: Request) -> Response:
     """200, or 503 where only a restart can help."""
@@ -138,6 +147,7 @@ async def health(http: Request) -> Response:
     return Response(body.wire(), status_code=200 if body.healthy else 503, media_type="application/json")
 
 
+@probes.head("/metrics", include_in_schema=False)
 @probes.get("/metrics")
 async def metrics(http: Request) -> Response:
     """All metrics in the text format 0.0.4, whatever the scraper prefers.

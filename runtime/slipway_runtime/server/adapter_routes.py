@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from slipway_runtime.messages import AdapterState
 from slipway_runtime.server.adapters import AdapterRegistry
 from slipway_runtime.server.bodies import RequestBody, read_body
-from slipway_runtime.server.errors import ApiError
+from slipway_runtime.server.errors import ApiError, unknown_adapter
 from slipway_runtime.server.replica import Replica
 
 router = APIRouter()
@@ -63,7 +63,10 @@ async def load_lora_adapter(http: Request) -> Response:
 async def unload_lora_adapter(http: Request) -> Response:
     """Unload the adapter of a name; its running requests finish first."""
     body = await read_body(http, UnloadLora)
-    await registry_of(http).unload(body.lora_name)
+    registry = registry_of(http)
+    if registry.find(body.lora_name) is None:
+        raise unknown_adapter(body.lora_name)
+    await registry.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

@@ -21,8 +21,11 @@ Files of adapters are fetched from their address, and released in the cache:
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
@@ -135,6 +138,8 @@ def redact_paths(sentence: str, path: Path) -> str:
 log = structlog.get_logger()
 
 MAX_NAMES: Final = 1024
+FETCH_THREADS: Final = 4
+FETCH_SECONDS: Final = 1800.0  # for one adapter; the largest takes minutes
 TOO_LARGE: Final = "all adapters together may take"  # part of the scheduler's refusal of an adapter that can never fit
 
 
@@ -178,9 +183,13 @@ class AdapterRegistry:
         self._base = base
         self._source = source
         self._clock = clock
+        # Threads of their own: slow hosts must not stop the other work of threads, nor clients' loads the operator's.
+        self._threads = ThreadPoolExecutor(FETCH_THREADS, "adapter")
+        self._client_threads = ThreadPoolExecutor(FETCH_THREADS, "client adapter")
         self._named: dict[str, Adapter] = {}
         self._going: dict[str, tuple[Adapter, asyncio.Task[Reply]]] = {}  # by digest: being unloaded
-        self._locks: dict[str, asyncio.Lock] = {}
+        # By name, while in use: whoever waits for a lock keeps it, so a name never has two.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._contents: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest, while in use
         self._fetched: dict[
             str, list[FetchedAdapter]
@@ -259,9 +268,7 @@ class AdapterRegistry:
             if before is None:  # the adapter was unloaded while this call waited for the lock
                 before = self._named[name] = wanted
             try:
-                fetched = await asyncio.to_thread(
-                    self._source.fetch, uri, from_client=from_client, credentials=credentials
-                )
+                fetched = await self._fetch(uri, from_client, credentials)
                 loaded = await self._load(before, wanted, fetched, digest, replaces)
             except ApiError as refusal:
                 if before.state is not AdapterState.HOST:
@@ -274,6 +281,26 @@ class AdapterRegistry:
         if before.digest and before.digest != loaded.digest:
             self._unload_unnamed(before)
         return loaded
+
+    async def _fetch(self, uri: str, from_client: bool, credentials: Mapping[str, str] | None) -> FetchedAdapter:
+        """Fetch the adapter on a thread for such work; raises ApiError, also when it takes too long."""
+        threads = self._client_threads if from_client else self._threads
+        work = partial(self._source.fetch, uri, from_client=from_client, credentials=credentials)
+        fetching = asyncio.get_running_loop().run_in_executor(threads, work)
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                return await asyncio.shield(fetching)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            fetching.add_done_callback(self._release_late)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            sentence = f"the adapter did not come from this address within {FETCH_SECONDS:g} s"
+            raise ApiError(404, sentence, reason=AdapterReason.DOWNLOAD_FAILED) from None
+
+    def _release_late(self, fetching: "asyncio.Future[FetchedAdapter]") -> None:
+        """Release an adapter that came when nobody waited for it any more."""
+        if not fetching.cancelled() and fetching.exception() is None:
+            self._threads.submit(self._source.release, fetching.result())
 
     async def _load(
         self, before: Adapter, wanted: Adapter, fetched: FetchedAdapter, expected: str, replaces: bool
@@ -309,10 +336,17 @@ class AdapterRegistry:
         except EngineDead:
             raise unavailable("the engine of this replica has stopped", retry_after_seconds=None) from None
         if reply.error:
+            await self._forget_rejected(fetched.digest)
             sentence = f"the adapter cannot be used: {redact_paths(reply.error, fetched.path)}"
             is_too_large = TOO_LARGE in reply.error
             reason = AdapterReason.CAPACITY_EXCEEDED if is_too_large else AdapterReason.ENGINE_REJECTED
             raise ApiError(400, sentence, param="lora_path", reason=reason)
+
+    async def _forget_rejected(self, digest: str) -> None:
+        """Let the engine forget content that it rejected: no name has it, so no unload would follow."""
+        if not self._is_named(digest):
+            with contextlib.suppress(EngineDead):
+                await self._engine.call(UnloadAdapter(call=0, digest=digest))
 
     def _check_rank(self, fetched: FetchedAdapter) -> None:
         """Refuse a rank above the engine's limit before the weights are read. Raises ApiError."""
@@ -335,7 +369,6 @@ class AdapterRegistry:
             raise ApiError(404, "there is no adapter of that name", param="lora_name")
         async with self._locks.setdefault(name, asyncio.Lock()):
             adapter = self._named.pop(name, adapter)
-        self._locks.pop(name, None)
         return self._unload_unnamed(adapter)
 
     def leaving(self, name: str) -> bool:

@@ -71,6 +71,7 @@ async def _asked(http: Request, kind: type[_B], shape: str, *, or_empty: bool = 
         raise ApiError(400, f"the body is {shape}{', or empty' if or_empty else ''}") from None
 
 
+@open_routes.head(names.PATH_READY, include_in_schema=False)
 @open_routes.get(names.PATH_READY)
 async def ready(
     http: Request, wait_seconds: Annotated[float, Query(alias=names.PARAMETER_WAIT, ge=0, le=MOST_WAIT_SECONDS)] = 0.0

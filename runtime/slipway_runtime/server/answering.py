@@ -5,6 +5,7 @@ Errors after it are events of the stream. Each engine request of a call leaves o
 an error: metrics and one log line.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from slipway_api import names, stream_marks
 from slipway_runtime.messages import FinishReason, Request
 from slipway_runtime.server.errors import ApiError, unavailable
 from slipway_runtime.server.generation import Delta, Generation
+from slipway_runtime.server.json_pieces import json_in_pieces
 from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
@@ -29,10 +31,15 @@ log = structlog.get_logger()
 # Reasons of the server, not of the answer itself.
 _BROKEN: Final = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.OUT_OF_MEMORY, FinishReason.HANDED_OVER}
 _UNAVAILABLE: Final = 503  # another replica may succeed
+MANY_LOGPROBS: Final = 1024  # tokens with logprobs; a body with more is written in a thread
 
 
 class Writer(Protocol):
     """Writes one answer (choice) in the format of one endpoint."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of the reasoning so far; None where no reasoning is looked for."""
 
     def opening(self) -> list[dict[str, Any]]:
         """The choices of the stream events before the first text."""
@@ -142,12 +149,20 @@ class Answering:
             await while_connected(self._http, collect())
         except ClientGone:
             return Response(status_code=499)  # the client has disconnected
+        scored = (len(each.logprobs) + len(each.prompt_logprobs or ()) for one in collected.values() for each in one)
+        if sum(scored) <= MANY_LOGPROBS:
+            return JSONResponse(self._whole(collected))
+        written = await asyncio.to_thread(lambda: b"".join(json_in_pieces(self._whole(collected))))
+        return Response(written, media_type="application/json")
+
+    def _whole(self, collected: dict[int, list[Delta]]) -> dict[str, Any]:
+        """The body with all answers."""
         choices = [
             self._with_ids(writer.whole(deltas), tuple(i for delta in deltas for i in delta.token_ids))
             for writer, deltas in ((self._writers[index], collected[index]) for index in sorted(collected))
         ]
         whole = self._shape.envelope(choices, streamed=False) | {"usage": self._usage()}
-        return JSONResponse(self._dialect.whole(self._signed(self._with_prompt_ids(whole))))
+        return self._dialect.whole(self._signed(self._with_prompt_ids(whole)))
 
     async def as_stream(self) -> Response:
         """Wait for the first token, then stream: until then a failure is a response with its own status."""
@@ -296,12 +311,14 @@ class Answering:
         prompt, completion = self._finished_elsewhere
         prompt += sum(part.generation.prompt_tokens for part in self._parts if part.counts_prompt)
         completion += sum(part.generation.completion_tokens for part in self._parts)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(part.generation.cached_tokens for part in self._parts)},
         }
+        reasoning = [count for writer in self._writers.values() if (count := writer.reasoning_tokens) is not None]
+        return usage | ({"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else {})
 
     def _end(self, part: _Part) -> None:
         if part.ended:

@@ -32,6 +32,7 @@ from slipway_runtime.server.replica import Replica
 
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module has no name for it before 3.12
 MAX_OPEN_REQUESTS = 4096  # each is being read, waits in the engine's queue, or is being answered
+MAX_OPEN_BODY_BYTES = 256 * 2**20  # of the requests whose answers have not begun; parsed, they take a few times as much
 
 
 def serving_app(
@@ -39,6 +40,7 @@ def serving_app(
     *,
     max_body_bytes: int = 8 * 2**20,
     max_open_requests: int = MAX_OPEN_REQUESTS,
+    max_open_body_bytes: int = MAX_OPEN_BODY_BYTES,
     adapter_endpoints: bool = False,
     token_digests: tuple[str, ...] = (),
 ) -> ASGIApp:
@@ -47,7 +49,13 @@ def serving_app(
     adapter_endpoints: clients may load and unload adapters.
     token_digests: SHA-256 of the accepted tokens; empty: no token is required.
     """
-    app = FastAPI(title="Slipway runtime", version=slipway_api.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Slipway runtime",
+        version=slipway_api.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would name the Host header of the request
+    )
     app.state.replica = replica
     errors.install(app)
     generating = (chat.router, completions.router, responses.router, messages_api.router)
@@ -60,13 +68,20 @@ def serving_app(
         replica=replica,
         max_body_bytes=max_body_bytes,
         max_open_requests=max_open_requests,
+        max_open_body_bytes=max_open_body_bytes,
         token_digests=token_digests,
     )
 
 
 def admin_app(replica: Replica, choice: ModelChoice, *, token_digests: tuple[str, ...] = ()) -> FastAPI:
     """The application of the admin port, for the operator, the gateway and the kubelet."""
-    app = FastAPI(title="Slipway runtime, admin port", version=slipway_api.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Slipway runtime, admin port",
+        version=slipway_api.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.replica = replica
     app.state.model_choice = choice
     app.state.admin_token_digests = token_digests

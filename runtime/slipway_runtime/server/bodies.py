@@ -9,12 +9,12 @@ brackets; each of these is an error of the client and must not be answered like 
 import asyncio
 import json
 import re
-from typing import Any, ClassVar, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 
-from slipway_runtime.server.errors import ApiError, InvalidField, of_validation
+from slipway_runtime.server.errors import ApiError, of_validation
 
 MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 50_000  # objects and lists
@@ -22,34 +22,49 @@ MAX_STRINGS: Final = 500_000
 _BIG: Final = 64 * 1024  # bytes; larger bodies are scanned in a thread
 # A string, even one that never ends (so no byte is looked at twice), or a bracket.
 _TOKEN: Final = re.compile(rb'"(?>[^"\\]*(?:\\.[^"\\]*)*)"?|[\[\]{}]', re.DOTALL)
+_ENCODING: Final = re.compile(r"[a-z0-9_, -]{1,40}")
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _M = TypeVar("_M", bound=BaseModel)
 
 
 class RequestBody(BaseModel):
-    """Base class of request bodies: unknown fields are errors, and so are NaN and infinity."""
+    """Base class of request bodies: unknown fields are errors unless they are null, and so are NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any) -> Any:
+        """Drop unknown fields that are null: clients send back objects of other servers with all of their fields."""
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        return {key: one for key, one in value.items() if one is not None or key in cls._known()}
 
-class UnsupportedItem(RequestBody):
-    """An item of a list whose type this server does not support: refused, because the model cannot read it."""
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {info.alias or name for name, info in cls.model_fields.items()}
 
-    model_config = ConfigDict(extra="allow")
-    field: ClassVar[str]  # the list
-    supported: ClassVar[str]  # what it may hold
 
-    type: str
+def only_types(*types: str | None, supported: str) -> BeforeValidator:
+    """Refuses objects of any other `type` in a sentence; None: an object may have no type. `supported`: in plural."""
 
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        raise InvalidField(self.field, f"may hold {self.supported}; no other type")
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else types[0]
+        if kind not in types:
+            raise ValueError(f"only {supported} are supported by this server")
+        return value
+
+    return BeforeValidator(check)
 
 
 async def read_body(http: Request, kind: type[_M]) -> _M:
     """Read and validate the body; raises ApiError 400 where it is invalid."""
     if not _is_json(http.headers.get("content-type", "")):
         raise ApiError(400, "a JSON body with content type application/json is needed")
+    encoding = http.headers.get("content-encoding", "").strip().lower()
+    if encoding not in {"", "identity"}:
+        named = encoding if _ENCODING.fullmatch(encoding) else "that"
+        raise ApiError(415, f"the content encoding {named} is not supported: send the body uncompressed")
     raw = await http.body()
     if len(raw) > _BIG:
         value = await asyncio.to_thread(parse_json, raw)
@@ -65,7 +80,7 @@ def checked(kind: type[_M], value: Any) -> _M:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise of_validation(error.errors(include_url=False, include_input=False)) from None
+        raise of_validation(error.errors(include_url=False, include_input=False), value) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
 

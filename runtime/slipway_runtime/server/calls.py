@@ -50,7 +50,12 @@ async def answer(call: Call) -> Response:
     replica: Replica = call.http.app.state.replica
     if call.served.model.engine.facts.pooling:
         raise ApiError(404, "this service computes embeddings at /v1/embeddings; it does not generate text")
-    params = [_params(call, prompt) for prompt in call.prompts]
+    params = sampling.within_logprob_limit(
+        call.body,
+        [_params(call, prompt) for prompt in call.prompts],
+        [len(prompt.token_ids) for prompt in call.prompts],
+        repeats=call.dialect.repeats,
+    )
     answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
     try:
         for number, (prompt, each) in enumerate(zip(call.prompts, params, strict=True)):
@@ -60,6 +65,9 @@ async def answer(call: Call) -> Response:
         refusal = of_engine(error)
         call.served.model.metrics.refused(refusal.status)
         raise refusal from None
+    except BaseException:
+        await answering.abandon()  # whatever it was: the prompts before this one must not run on without a reader
+        raise
     return await (answering.as_stream() if call.body.stream else answering.as_body())
 
 
@@ -92,7 +100,7 @@ def _submit(
             answering.count_finished(prompt, len(resumed.output_token_ids))
             continue
         given = tuple(resumed.output_token_ids)
-        prompt_logprobs = params.prompt_logprobs if i == 0 and not given else None
+        prompt_logprobs = params.prompt_logprobs if not given else None  # sent with the first token
         own = msgspec.structs.replace(params, seed=params.seed + i, prompt_logprobs=prompt_logprobs)
         _generate(call, answering, prompt, own, replica, (index,), given)
 

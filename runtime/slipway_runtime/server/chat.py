@@ -6,20 +6,24 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from slipway_runtime.messages import Grammar, TokenLogprobs
+from slipway_runtime.server.answer_parts import AnswerParser, ReasoningUse, Segment, binds_at_once
 from slipway_runtime.server.answering import Writer
 from slipway_runtime.server.bodies import read_body
 from slipway_runtime.server.calls import Call, answer
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.generation import Delta
+from slipway_runtime.server.harmony import header_of_bound_answer
 from slipway_runtime.server.logprobs import LogprobWriter
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.openai_types import ChatRequest
 from slipway_runtime.server.prompt import Prompt
+from slipway_runtime.server.reasoning import Part, ReasoningEvent, form_of
 from slipway_runtime.server.replica import LoadedModel, Replica
 from slipway_runtime.server.request_context import Caller, served_by
 from slipway_runtime.server.sse import Dialect, OpenAIChunks
 from slipway_runtime.server.structured import grammar_of
-from slipway_runtime.server.tool_calls import CallDelta, CallStart, Event, TextEvent
+from slipway_runtime.server.tool_calls import CallDelta, CallStart, TextEvent
 from slipway_runtime.server.tools import ToolUse, tool_use
 
 router = APIRouter()
@@ -29,7 +33,14 @@ class ChatShape:
     """The response format of chat completions."""
 
     def __init__(
-        self, body: ChatRequest, tools: ToolUse, logprobs: LogprobWriter, *, id: str = "", route: str = "chat"
+        self,
+        body: ChatRequest,
+        tools: ToolUse,
+        reasoning: ReasoningUse,
+        logprobs: LogprobWriter,
+        *,
+        id: str = "",
+        route: str = "chat",
     ) -> None:
         """`id`: the response id, where the requested API has another form of id."""
         resume = body.slipway_resume
@@ -39,11 +50,14 @@ class ChatShape:
         self._created = (resume and resume.created) or int(time.time())
         self._body = body
         self._tools = tools
+        self._reasoning = reasoning
         self._logprobs = logprobs
 
     def writer(self, index: int, prompt: Prompt) -> Writer:
         """A writer for one answer."""
-        return ChatWriter(index, self._body, self._tools, self._logprobs)
+        splitter = self._reasoning.splitter(prompt, self._tools)
+        parser = AnswerParser(splitter, self._tools.parser(), self._reasoning)
+        return ChatWriter(index, self._body, self._tools, parser, self._logprobs)
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
         """A chat chunk, or the whole chat completion."""
@@ -52,18 +66,20 @@ class ChatShape:
         for choice in choices:
             # As in vLLM, these stand beside the choices: every answer has the same prompt.
             if "prompt_logprobs" in choice:
-                whole["prompt_logprobs"] = choice.pop("prompt_logprobs")
+                whole["prompt_logprobs"] = choice.pop("prompt_logprobs") or whole.get("prompt_logprobs", [])
         return whole
 
 
 class ChatWriter:
     """Writes one answer as a chat message."""
 
-    def __init__(self, index: int, body: ChatRequest, tools: ToolUse, logprobs: LogprobWriter) -> None:
+    def __init__(
+        self, index: int, body: ChatRequest, tools: ToolUse, parser: AnswerParser, logprobs: LogprobWriter
+    ) -> None:
         self._index = index
         self._body = body
         self._tools = tools
-        self._parser = tools.parser()
+        self._parser = parser
         self._logprobs = logprobs
         self._has_calls = False
         # With `echo`, the answer begins with the text of the message that is continued.
@@ -73,28 +89,42 @@ class ChatWriter:
         """The first event: the role of the message."""
         return [self._choice({"delta": {"role": "assistant", "content": self._echo}})]
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of the reasoning so far; None where no reasoning is looked for."""
+        return self._parser.reasoning_tokens if self._parser.splits else None
+
     def piece(self, delta: Delta) -> list[dict[str, Any]]:
-        """Events for the text and tool calls of a delta; the last one has its logprobs and finish reason."""
-        deltas = self._deltas(self._events(delta))
-        wants_logprobs = self._body.logprobs and bool(delta.logprobs)
-        if not deltas and (delta.finish_reason is not None or wants_logprobs):
-            deltas = [{}]
-        choices = [self._choice({"delta": each}) for each in deltas]
-        if choices and wants_logprobs:
-            choices[-1]["logprobs"] = self._logprobs.chat(delta.logprobs)
+        """Events for the parts of a delta, each with the logprobs of its tokens; the last one has the finish reason."""
+        choices: list[dict[str, Any]] = []
+        segments = self._segments(delta)
+        for segment in segments:
+            deltas = self._deltas(segment.parts)
+            wants_logprobs = self._body.logprobs and bool(segment.logprobs)
+            is_end = delta.finish_reason is not None and segment is segments[-1]
+            if not deltas and (is_end or wants_logprobs):
+                deltas = [{}]
+            said = [self._choice({"delta": each}) for each in deltas]
+            if said and wants_logprobs:
+                said[-1]["logprobs"] = self._logprobs.chat(tuple(segment.logprobs))
+            choices += said
         if delta.finish_reason is not None:
             choices[-1] |= {"finish_reason": self._finish(delta), "stop_reason": delta.stop_reason}
         return choices
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
         """The choice with the whole message."""
-        text = self._echo
+        text, reasoning = self._echo, ""
         calls: list[dict[str, Any]] = []
-        for delta in deltas:
-            for event in self._events(delta):
+        sampled: list[TokenLogprobs] = []
+        for segment in (segment for delta in deltas for segment in self._segments(delta)):
+            sampled += segment.logprobs
+            for event in segment.parts:
                 match event:
                     case TextEvent():
                         text += event.text
+                    case ReasoningEvent():
+                        reasoning += event.text
                     case CallStart():
                         function = {"name": event.name, "arguments": ""}
                         calls.append({"id": event.id, "type": "function", "function": function})
@@ -102,33 +132,32 @@ class ChatWriter:
                         calls[event.index]["function"]["arguments"] += event.arguments
         last = deltas[-1]
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = calls
         choice = self._choice({"message": message, "stop_reason": last.stop_reason})
         choice["finish_reason"] = self._finish(last)
         if self._body.logprobs:
-            sampled = tuple(token for delta in deltas for token in delta.logprobs)
-            choice["logprobs"] = self._logprobs.chat(sampled)
+            choice["logprobs"] = self._logprobs.chat(tuple(sampled))
         if self._body.prompt_logprobs is not None:
             scored = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), ())
             choice["prompt_logprobs"] = self._logprobs.prompt(scored)
         return choice
 
-    def _events(self, delta: Delta) -> list[Event]:
-        if self._parser is None:
-            return [TextEvent(delta.text)] if delta.text else []
-        events = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
-            events += self._parser.finish()
-        self._has_calls |= any(isinstance(event, CallStart) for event in events)
-        return events
+    def _segments(self, delta: Delta) -> list[Segment]:
+        segments = self._parser.read(delta)
+        self._has_calls |= any(isinstance(part, CallStart) for segment in segments for part in segment.parts)
+        return segments
 
-    def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
+    def _deltas(self, parts: list[Part]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for event in events:
+        for event in parts:
             match event:
                 case TextEvent():
                     deltas.append({"content": event.text})
+                case ReasoningEvent():
+                    deltas.append(_reasoning(event.text))
                 case CallStart():
                     function = {"name": event.name, "arguments": ""}
                     call = {"index": event.index, "id": event.id, "type": "function", "function": function}
@@ -145,6 +174,11 @@ class ChatWriter:
 
     def _choice(self, said: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, **said, "logprobs": None, "finish_reason": None}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """The reasoning under both of its names: DeepSeek's, which most clients read, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 @router.post("/v1/chat/completions")
@@ -177,6 +211,7 @@ async def answer_chat(
         bound = tools.grammar, "tools"
     if bound is not None:
         await model.grammars.check(*bound)
+    reasoning = reasoning_use(body, model, bound[0] if bound is not None else None, route)
     prompt = await prompt_of(body, model, tools)
     logprobs = LogprobWriter(model.prompts.tokens, as_ids=bool(body.return_tokens_as_token_ids))
     return await answer(
@@ -186,36 +221,56 @@ async def answer_chat(
             caller=caller,
             served=served,
             prompts=[prompt],
-            shape=ChatShape(body, tools, logprobs, id=id, route=route),
+            shape=ChatShape(body, tools, reasoning, logprobs, id=id, route=route),
             arrived=arrived,
             prompt_field="messages",
             otherwise_max_tokens=None,
             grammar=bound[0] if bound is not None else None,
-            keeps_special_tokens=tools.needs_special_tokens,
+            keeps_special_tokens=tools.needs_special_tokens
+            or reasoning.needs_special_tokens(model.prompts.files.tokenizer),
             dialect=dialect or OpenAIChunks(),
         )
     )
 
 
+def reasoning_use(body: ChatRequest, model: LoadedModel, grammar: Grammar | None, route: str) -> ReasoningUse:
+    """How the reasoning of the answers to a request is found."""
+    return ReasoningUse(
+        form=form_of(model.prompts.template.source, model.reasoning_parser),
+        is_bound=binds_at_once(grammar),
+        is_shown=body.include_reasoning is not False,
+        has_logprobs=route == "chat",  # the Responses API has logprobs of its messages only
+        continued=body.messages[-1].text if body.continue_final_message else None,
+    )
+
+
 async def prompt_of(body: ChatRequest, model: LoadedModel, tools: ToolUse) -> Prompt:
     """The prompt of a conversation; raises ApiError 400 where none can be made."""
+    bound = grammar_of(body)
+    is_bound = binds_at_once(bound[0] if bound is not None else tools.grammar)
+    form = form_of(model.prompts.template.source, model.reasoning_parser)
+    has_header = is_bound and form == "harmony" and body.add_generation_prompt
     prompt = await model.prompts.chat(
         body.messages,
         tools=tools.shown,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_arguments=_template_arguments(body, model),
+        template_arguments=_template_arguments(body, model, is_bound=is_bound),
         add_special_tokens=bool(body.add_special_tokens),
         keep=body.truncate_prompt_tokens,
+        opening=header_of_bound_answer(tools.name) if has_header else "",
     )
     if not prompt.token_ids:
         raise ApiError(400, "the prompt is empty: at least one token is needed", param="messages")
     return prompt
 
 
-def _template_arguments(body: ChatRequest, model: LoadedModel) -> dict[str, Any]:
+def _template_arguments(body: ChatRequest, model: LoadedModel, *, is_bound: bool) -> dict[str, Any]:
     """Extra variables of the chat template; a reasoning effort that the template does not read is refused."""
     arguments = dict(body.chat_template_kwargs or {})
+    if is_bound or body.reasoning_effort == "none":
+        # Read by the templates of Qwen3 and SmolLM3. A bound answer cannot think, so its prompt says that it does not.
+        arguments = {"enable_thinking": False} | arguments
     if body.reasoning_effort is None:
         return arguments
     if model.prompts.template.knows("reasoning_effort"):

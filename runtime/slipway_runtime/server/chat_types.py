@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import RequestBody
+from slipway_runtime.server.bodies import RequestBody, only_types
 from slipway_runtime.server.errors import InvalidField
 
 MAX_TOOLS: Final = 128  # as OpenAI
@@ -12,10 +12,33 @@ _NAME: Final = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 class TextPart(RequestBody):
-    """One content part of a message; only text is supported."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # Anthropic's cache breakpoint; without effect, because every prefix is cached
+
+
+class RefusalPart(RequestBody):
+    """A part of an earlier message in which the assistant refuses."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal, which the model reads as text."""
+        return self.refusal
+
+
+Part = Annotated[
+    Annotated[TextPart | RefusalPart, Discriminator("type")],
+    only_types("text", "refusal", supported="text parts"),
+]
+Content = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
+]
 
 
 class FunctionCall(RequestBody):
@@ -23,6 +46,7 @@ class FunctionCall(RequestBody):
 
     name: str = Field(pattern=_NAME)
     arguments: str = "{}"
+    parsed_arguments: Any = None  # of messages that `parse()` of the openai client has returned; not used
 
 
 class ToolCall(RequestBody):
@@ -38,7 +62,7 @@ class ChatMessage(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     refusal: str | None = None
     audio: None = None
@@ -47,6 +71,8 @@ class ChatMessage(RequestBody):
     function_call: None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of the same
+    parsed: Any = None  # of messages that `parse()` of the openai client has returned; not used
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -54,6 +80,9 @@ class ChatMessage(RequestBody):
             raise ValueError("the content of a user's message is empty")
         if self.content is None and not self.tool_calls:
             raise ValueError("a message needs content; only an assistant that calls tools may leave it out")
+        parts = self.content if isinstance(self.content, list) else ()
+        if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in parts):
+            raise ValueError("only an assistant's message has refusal parts")
         if self.role != "assistant" and self.tool_calls:
             raise ValueError("only an assistant's message has tool_calls")
         if self.role == "tool" and not self.tool_call_id:
@@ -64,10 +93,10 @@ class ChatMessage(RequestBody):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one text; each part is a line of its own, as vLLM writes it for templates that read a text."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content or ())
+        return "\n".join(part.text for part in self.content or ())
 
 
 class FunctionDefinition(RequestBody):
@@ -108,6 +137,10 @@ class NamedTool(RequestBody):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+ONLY_FUNCTIONS: Final = only_types("function", supported="functions, which the client runs,")
+ONLY_FUNCTION_CHOICES: Final = only_types("function", supported="auto, none, required and the name of a function")
 
 
 class JsonSchemaFormat(RequestBody):

@@ -36,26 +36,45 @@ class CompletionShape:
         self._created = (resume and resume.created) or int(time.time())
         self._body = body
         self._logprobs = logprobs
+        self._scores: dict[int, PromptScores] = {}  # by the number of the prompt
 
     def writer(self, index: int, prompt: Prompt) -> Writer:
         """A writer for one answer."""
-        return CompletionWriter(index, self._body, prompt, self._logprobs)
+        scores = self._scores.setdefault(index // self._body.wanted_answers, PromptScores())
+        return CompletionWriter(index, self._body, prompt, scores, self._logprobs)
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
         """A chunk or the whole completion: both have the same form."""
         return {"id": self.id, "object": "text_completion", "created": self._created, "choices": choices}
 
 
+class PromptScores:
+    """Logprobs of a prompt, which come with the first of its answers and are written with each."""
+
+    def __init__(self) -> None:
+        self._tokens: tuple[TokenLogprobs | None, ...] = ()
+
+    def of(self, deltas: list[Delta]) -> tuple[TokenLogprobs | None, ...]:
+        """The logprobs in these deltas, else those that came with another answer."""
+        self._tokens = next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), self._tokens)
+        return self._tokens
+
+
 class CompletionWriter:
     """Writes one answer, after its prompt where that is echoed."""
 
-    def __init__(self, index: int, body: CompletionRequest, prompt: Prompt, logprobs: LogprobWriter) -> None:
+    reasoning_tokens: int | None = None  # a completion is text as the model writes it
+
+    def __init__(
+        self, index: int, body: CompletionRequest, prompt: Prompt, scores: PromptScores, logprobs: LogprobWriter
+    ) -> None:
         self._index = index
         self._body = body
         self._prompt = prompt
+        self._scores = scores
         self._logprobs = logprobs
         self._offset = 0  # offset in the text at which the next token begins
-        self._echo_is_due = bool(body.echo)
+        self._echo_is_due = self._echoed_scores_are_due = bool(body.echo)
         self._prompt_ids_are_due = bool(body.return_token_ids)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -76,7 +95,7 @@ class CompletionWriter:
         text = self._echo() + "".join(delta.text for delta in deltas)
         choice = self._choice(text, deltas[-1], self._with_logprobs(deltas))
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._logprobs.prompt(_of_prompt(deltas))
+            choice["prompt_logprobs"] = self._logprobs.prompt(self._scores.of(deltas))
         return choice
 
     def _echo(self) -> str:
@@ -88,17 +107,18 @@ class CompletionWriter:
             return None
         sampled: list[TokenLogprobs | None] = []
         ids: list[int] = []
-        if self._body.echo:
-            scored = _of_prompt(deltas)
-            sampled += scored
-            ids += self._prompt.token_ids[: len(scored)]
+        if self._echoed_scores_are_due:
+            self._echoed_scores_are_due = False
+            if deltas[0].token_ids and not deltas[0].logprobs:  # another replica has sent them, before a handover
+                self._offset = self._logprobs.length(self._prompt.token_ids)
+            else:
+                sampled += self._scores.of(deltas)
+                ids += self._prompt.token_ids[: len(sampled)]
         for delta in deltas:
             if delta.logprobs:
                 sampled += delta.logprobs
                 ids += delta.token_ids
             else:
-                if self._body.echo and not self._offset:
-                    self._offset = self._logprobs.length(self._prompt.token_ids)
                 self._offset += self._logprobs.length(delta.token_ids)  # sent by another replica, before a handover
         written = self._logprobs.completion(sampled, ids, offset=self._offset)
         self._offset += self._logprobs.length(ids)
@@ -112,10 +132,6 @@ class CompletionWriter:
         if self._prompt_ids_are_due:  # beside the text, as in vLLM: each choice has its own prompt
             choice["prompt_token_ids"], self._prompt_ids_are_due = self._prompt.token_ids, False
         return choice
-
-
-def _of_prompt(deltas: list[Delta]) -> tuple[TokenLogprobs | None, ...]:
-    return next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), ())
 
 
 @router.post("/v1/completions")

@@ -7,7 +7,7 @@ as many requests in the engine as fit in a step, so that it neither fills the qu
 import asyncio
 import base64
 import secrets
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,9 @@ from slipway_runtime.engine.client import EngineError
 from slipway_runtime.messages import EngineFacts, FinishReason, Output, SamplingParams
 from slipway_runtime.messages import Request as EngineRequest
 from slipway_runtime.server.bodies import RequestBody, read_body
-from slipway_runtime.server.errors import ApiError, Unsupported, of_engine, prompt_too_long
+from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported, of_engine, prompt_too_long
 from slipway_runtime.server.generation import Record
-from slipway_runtime.server.openai_types import Count
+from slipway_runtime.server.openai_types import Count, Prompts
 from slipway_runtime.server.prompt import Prompt
 from slipway_runtime.server.replica import Replica
 from slipway_runtime.server.request_context import Caller, Served, served_by
@@ -32,7 +32,6 @@ log = structlog.get_logger()
 router = APIRouter()
 
 MAX_TEXTS: Final = 2048  # as OpenAI
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Vector = npt.NDArray[np.float32]
 
 
@@ -40,12 +39,7 @@ class EmbeddingRequest(RequestBody):
     """POST /v1/embeddings."""
 
     model: str = Field(default="", max_length=1024)
-    input: (
-        Annotated[str, Field(min_length=1)]
-        | _TokenIds
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_TEXTS)]
-    )
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Count | None = Field(default=None, ge=1)
     user: str | None = None
@@ -61,6 +55,10 @@ class EmbeddingRequest(RequestBody):
     def _only_what_is_honoured(self) -> Self:
         if self.normalize is False:
             raise Unsupported("normalize")
+        if not self.input or not all(self.texts):
+            raise InvalidField("input", "is empty or holds an empty text: each needs at least one token")
+        if len(self.texts) > MAX_TEXTS:
+            raise InvalidField("input", f"holds {len(self.texts)} texts; at most {MAX_TEXTS} fit into one request")
         return self
 
     @property
@@ -214,16 +212,18 @@ class _EmbeddingCall:
 
 
 async def _prompt(body: EmbeddingRequest, text: str | list[int], served: Served) -> Prompt:
-    model, keep = served.model, body.truncate_prompt_tokens
-    facts = model.engine.facts
+    model, facts = served.model, served.model.engine.facts
+    # -1: all that fit, up to the whole context, because no answer follows.
+    keep = facts.max_model_len if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     if isinstance(text, str):
-        prompt = await model.prompts.text(text, add_special_tokens=body.add_special_tokens is not False, keep=keep)
+        special = body.add_special_tokens is not False
+        prompt = await model.prompts.text(text, add_special_tokens=special, keep=keep, field="input")
     else:
-        prompt = await model.prompts.ids(text, facts.vocab_size, keep=keep, with_text=False)
+        prompt = await model.prompts.ids(text, facts.vocab_size, keep=keep, with_text=False, field="input")
     if not prompt.token_ids:
         raise ApiError(400, "an input is empty: at least one token is needed", param="input")
-    if len(prompt.token_ids) >= facts.max_model_len:  # the engine needs one position after the prompt
-        raise prompt_too_long(facts.max_model_len - 1, len(prompt.token_ids), param="input")
+    if len(prompt.token_ids) > facts.max_model_len:
+        raise prompt_too_long(facts.max_model_len, len(prompt.token_ids), param="input")
     return prompt
 
 

@@ -10,6 +10,7 @@
 | the wrong method                    | 405    | MethodNotAllowedError   | Allow                          |
 | a conflict with the current state   | 409    | ConflictError           |                                |
 | a body beyond the limit             | 413    | RequestTooLargeError    |                                |
+| a compressed body                   | 415    | BadRequestError         |                                |
 | the queue is full                   | 429    | RateLimitError          | Retry-After, retry-after-ms    |
 | the engine failed                   | 500    | InternalServerError     |                                |
 | not implemented                     | 501    | NotImplementedError     |                                |
@@ -35,6 +36,7 @@ from starlette.responses import JSONResponse, Response
 from slipway_api import names
 from slipway_api.anthropic_errors import anthropic_error, is_anthropic
 from slipway_runtime.engine.client import Draining, EngineDead, Overloaded, Refused
+from slipway_runtime.server import validation_errors
 
 log = structlog.get_logger()
 
@@ -86,9 +88,9 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error | ({"reason": self.reason} if self.reason else {})}
 
-    def response(self, path: str = "") -> Response:
+    def response(self, path: str = "", request_id: str = "") -> Response:
         """The error as a response, in the format of the API that `path` belongs to."""
-        body = anthropic_error(self.message, self.status) if is_anthropic(path) else self.body()
+        body = anthropic_error(self.message, self.status, request_id) if is_anthropic(path) else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
@@ -117,6 +119,12 @@ def unknown_model(name: str) -> ApiError:
     """A 404 in OpenAI's words. The name is repeated only where it looks like a model name."""
     said = f"The model `{name}` does not exist." if _NAME.fullmatch(name) else "The model of that name does not exist."
     return ApiError(404, said, param="model")
+
+
+def unknown_adapter(name: str) -> ApiError:
+    """A 404 in vLLM's words. The name is repeated only where it looks like an adapter's."""
+    said = f"The lora adapter '{name}'" if _NAME.fullmatch(name) else "The lora adapter of that name"
+    return ApiError(404, f"{said} cannot be found.", param="lora_name")
 
 
 def prompt_too_long(max_model_len: int, prompt_tokens: int, *, at_least: bool = False, param: str) -> ApiError:
@@ -151,30 +159,35 @@ def _retry_headers(seconds: float | None) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}
 
 
-def of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first validation error of a body, without the client's values."""
-    first = errors[0]
+def of_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
+    """The first validation error of a body, without the client's values. `body`: tells fields from names of types."""
+    first, keys = validation_errors.first_cause(errors, body)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, Unsupported | InvalidField):
         return ApiError(400, str(cause), param=cause.field)
     # A key may hold any text of the client, a prompt included: only keys that look like a name are repeated.
-    path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in first["loc"] if part != "body")[:100]
+    path = ".".join(str(part) if _KEY.fullmatch(str(part)) else "…" for part in keys)[:100]
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {path}", param=path)
     message = str(cause) if isinstance(cause, ValueError) else first["msg"]
+    if first["type"] in {"model_type", "model_attributes_type"}:  # pydantic's message has the name of our class
+        message = "Input should be an object"
     return ApiError(400, f"{path}: {message}" if path else message, param=path or None)
 
 
 def install(app: FastAPI) -> None:
     """Install exception handlers, so that all errors of the application have one format."""
 
+    def answer(request: Request, error: ApiError) -> Response:
+        return error.response(request.url.path, getattr(request.state, "request_id", ""))  # none on the admin port
+
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response(request.url.path)
+        return answer(request, error)
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response(request.url.path)
+        return answer(request, of_validation(error.errors()))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -182,11 +195,11 @@ def install(app: FastAPI) -> None:
             404: "There is nothing at this path",
             405: "This path does not take this method",
         }.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, sentence, headers=error.headers).response(request.url.path)
+        return answer(request, ApiError(error.status_code, sentence, headers=error.headers))
 
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("request failed", exc_info=error)
-        return ApiError(500, "the server failed; its log says why").response(request.url.path)
+        return answer(request, ApiError(500, "the server failed; its log says why"))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, validation)

@@ -36,6 +36,7 @@ class Delta:
     index: int = 0  # index of the answer in the response
     logprobs: tuple[TokenLogprobs, ...] = ()  # parallel to token_ids, when asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # in the first delta, when asked for
+    text_ends: tuple[int, ...] = ()  # for each token but the last: the length of the text with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +88,27 @@ class Choice:
 
     def take(self, output: Output) -> Delta:
         """The delta of one output of the engine."""
+        ends: list[int] = []
         if self._only_scores:
             ended = output.finish_reason
             sampled = FinishReason.LENGTH if ended in {FinishReason.STOP, FinishReason.LENGTH} else ended
             delta = Delta("", (), sampled, error=output.error)
         else:
-            delta = self._read(output)
+            delta = self._read(output, ends)
         self.finish_reason = delta.finish_reason
         return replace(
             delta,
             index=self.index,
             logprobs=output.logprobs[: len(delta.token_ids)],
             prompt_logprobs=output.prompt_logprobs,
+            text_ends=tuple(ends),
         )
 
-    def _read(self, output: Output) -> Delta:
+    def _read(self, output: Output, ends: list[int]) -> Delta:
         text, taken = "", 0
         for token_id in output.token_ids:
+            if taken:
+                ends.append(len(text))
             taken += 1
             self.completion_tokens += 1
             # The token that ended the answer (end-of-sequence or stop token) is counted, but is not text.

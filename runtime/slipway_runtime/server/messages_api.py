@@ -72,7 +72,12 @@ class MessageEvents:
         """The message object."""
         [choice] = completion["choices"]
         message = choice["message"]
-        content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        content: list[dict[str, Any]] = []
+        if message.get("reasoning"):
+            thinking = {"type": "thinking", "thinking": message["reasoning"]}
+            content.append(thinking | {"signature": self._signature(len(content))})
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
         for index, call in enumerate(message.get("tool_calls", ())):
             function = call["function"]
             content.append(self._tool_use(index, function["name"]) | {"input": _arguments(function["arguments"])})
@@ -93,6 +98,10 @@ class MessageEvents:
             events += _event("message_start", message=self._message(chunk) | {"usage": usage})
         for choice in chunk["choices"]:
             delta = choice["delta"]
+            if delta.get("reasoning"):
+                if not (self._is_open and self._blocks[-1] == "thinking"):
+                    events += self._open({"type": "thinking", "thinking": "", "signature": ""})
+                events += self._delta({"type": "thinking_delta", "thinking": delta["reasoning"]})
             if delta.get("content"):
                 if not (self._is_open and self._blocks[-1] == "text"):
                     events += self._open({"type": "text", "text": ""})
@@ -144,7 +153,14 @@ class MessageEvents:
         if not self._is_open:
             return b""
         self._is_open = False
-        return _event("content_block_stop", index=len(self._blocks) - 1)
+        events = b""
+        if self._blocks[-1] == "thinking":
+            events = self._delta({"type": "signature_delta", "signature": self._signature(len(self._blocks) - 1)})
+        return events + _event("content_block_stop", index=len(self._blocks) - 1)
+
+    def _signature(self, index: int) -> str:
+        """The signature of a thinking block, which clients expect; this server does not verify it."""
+        return call_id("unsigned_", self._id, index)
 
     def _tool_use(self, index: int, name: str) -> dict[str, Any]:
         return {"type": "tool_use", "id": call_id("toolu_", self._id, index), "name": name, "input": {}}

@@ -1,19 +1,22 @@
 """The wire types of Anthropic's POST /v1/messages, and their translation to a chat request.
 
-Text, tool use and tool results are supported; images, documents, thinking and tools that run on Anthropic's servers
-are refused with a sentence. `cache_control` is accepted and ignored: all prefixes are cached automatically.
+Text, tool use and tool results are supported; images, documents and tools that run on Anthropic's servers are refused
+with a sentence. `cache_control` is accepted and ignored: all prefixes are cached automatically. Thinking is part of the
+answer where `thinking` asks for it. `max_tokens` above the context means as many as fit: the field is mandatory, and
+clients send a fixed number made for Anthropic's models.
 """
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import RequestBody, UnsupportedItem, checked
+from slipway_runtime.server.bodies import RequestBody, checked, only_types
 from slipway_runtime.server.chat_types import MAX_TOOLS
 from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
-from slipway_runtime.server.openai_types import MAX_MESSAGES, ChatRequest, Count, Resume
+from slipway_runtime.server.openai_types import LONGEST_STOP, MAX_MESSAGES, ChatRequest, Count, Effort, Number, Resume
 
+MAX_STOP_SEQUENCES: Final = 16
 _CALLED = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
@@ -27,6 +30,7 @@ class CacheControl(RequestBody):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
 
 class Cacheable(RequestBody):
@@ -53,34 +57,46 @@ class ToolUseBlock(Cacheable):
     caller: Any = None  # part of blocks that clients send back unchanged
 
 
+class ThinkingBlock(RequestBody):
+    """Thinking of an earlier turn, for chat templates that show it. Redacted thinking is dropped."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+    signature: str | None = None
+    data: str | None = None  # redacted thinking
+
+
+_ResultBlock = Annotated[TextBlock, only_types("text", supported="text blocks in the result of a tool")]
+_Result = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[_ResultBlock], Tag("blocks")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "blocks"),
+]
+
+
 class ToolResultBlock(Cacheable):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1, max_length=256)
-    content: "str | list[Block] | None" = None
+    content: _Result | None = None
     is_error: bool | None = None
 
 
-class UnsupportedBlock(UnsupportedItem):
-    """A block of any other type."""
-
-    field = "messages"
-    supported = "text, tool_use and tool_result blocks"
-
-
-def _kind_of(block: Any) -> str:
-    kind = block.get("type", "") if isinstance(block, dict) else ""
-    return kind if kind in {"text", "tool_use", "tool_result"} else "other"
-
-
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")]
-    | Annotated[UnsupportedBlock, Tag("other")],
-    Discriminator(_kind_of),
+    Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Discriminator("type")],
+    only_types(
+        "text", "tool_use", "tool_result", "thinking", "redacted_thinking",
+        supported="text, tool_use, tool_result and thinking blocks",
+    ),
+]  # fmt: skip
+
+
+_SystemBlock = Annotated[TextBlock, only_types("text", supported="text blocks")]
+_System = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[_SystemBlock], Tag("blocks")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "blocks"),
 ]
+_ONLY_OWN_TOOLS = only_types(None, "custom", supported="tools that the client runs (of type custom)")
 
 
 class Message(RequestBody):
@@ -130,13 +146,27 @@ class OutputConfig(RequestBody):
     """The format of the answer, and the reasoning effort where the chat template supports it."""
 
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: Effort | None = None
 
 
-class NoThinking(RequestBody):
-    """Extended thinking, which this server does not support."""
+class Thinking(RequestBody):
+    """Whether the model thinks first, and the client gets its thinking. `adaptive` leaves the first to the model."""
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None  # without effect: `max_tokens` bounds thinking and answer together
+    display: Literal["summarized", "omitted"] | None = None  # there are no summaries: all of it, or nothing
+
+
+class ContextManagement(RequestBody):
+    """What to clear from earlier turns. Their thinking is left to the chat template, so edits of it change nothing."""
+
+    edits: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _only_thinking(self) -> Self:
+        if not all(str(edit.get("type")).startswith("clear_thinking_") for edit in self.edits or ()):
+            raise InvalidField("context_management", "is supported for thinking alone: nothing else is cleared here")
+        return self
 
 
 class Metadata(RequestBody):
@@ -150,11 +180,12 @@ class CountTokensRequest(Cacheable):
 
     model: str = Field(default="", max_length=1024)
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
+    system: _System | None = None
+    tools: list[Annotated[ToolDefinition, _ONLY_OWN_TOOLS]] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    thinking: NoThinking | None = None
+    thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> ChatRequest:
@@ -171,8 +202,7 @@ class CountTokensRequest(Cacheable):
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
         if messages[-1]["role"] == "assistant":
             fields["continue_final_message"] = True  # the answer continues the last message
-        if self.chat_template_kwargs is not None:
-            fields["chat_template_kwargs"] = self.chat_template_kwargs
+        fields["chat_template_kwargs"] = self._thinking_arguments() | (self.chat_template_kwargs or {})
         if self.tools:
             fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
         if (choice := self.tool_choice) is not None:
@@ -189,22 +219,29 @@ class CountTokensRequest(Cacheable):
                 fields["reasoning_effort"] = config.effort
         return fields
 
+    def _thinking_arguments(self) -> dict[str, bool]:
+        """The variable that switches thinking on or off in templates of Qwen3 and SmolLM3; off unless asked for."""
+        kind = self.thinking.type if self.thinking is not None else "disabled"
+        return {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+
 
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: Count = Field(ge=1)
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] | None = Field(
+        default=None, max_length=MAX_STOP_SEQUENCES
+    )
     stream: bool | None = False
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: Count | None = Field(default=None, ge=0)
+    temperature: Number | None = Field(default=None, ge=0, le=2)
+    top_p: Number | None = Field(default=None, gt=0, le=1)
+    top_k: Count | None = Field(default=None, ge=0, le=2**63 - 1)
     metadata: Metadata | None = None
 
     # Beyond Anthropic's fields; checked as chat checks them.
-    seed: int | None = None
+    seed: Count | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
+    priority: Count | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     slipway_resume: Resume | None = None
@@ -213,7 +250,6 @@ class MessagesRequest(CountTokensRequest):
     service_tier: str | None = None
     container: Any = None
     mcp_servers: list[Any] | None = None
-    context_management: Any = None
     inference_geo: str | None = None
     speed: str | None = None
 
@@ -225,7 +261,6 @@ class MessagesRequest(CountTokensRequest):
         "service_tier": ("auto", "standard_only"),
         "container": (),
         "mcp_servers": ([],),
-        "context_management": (),
         "inference_geo": (),
         "speed": ("standard",),
     }
@@ -244,6 +279,10 @@ class MessagesRequest(CountTokensRequest):
             for name in self.passed_on
             if (value := getattr(self, name)) is not None
         }
+        thinking = self.thinking
+        fields["include_reasoning"] = (
+            thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
+        )
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
         if self.stream:
@@ -253,9 +292,11 @@ class MessagesRequest(CountTokensRequest):
 
 
 class _TranslatedChat(ChatRequest):
-    """A chat request with the stop string limit of this API."""
+    """A chat request with the stop string limit of this API, and as many tokens as fit where more are asked for."""
 
-    stop: list[str] | None = Field(default=None, max_length=16)
+    cuts_max_tokens: ClassVar[bool] = True
+
+    stop: list[str] | None = Field(default=None, max_length=MAX_STOP_SEQUENCES)
 
 
 def as_messages_error(error: ApiError) -> ApiError:
@@ -273,11 +314,13 @@ def _translated(message: Message) -> list[dict[str, Any]]:
     """Translate a message to chat messages: each tool result becomes a message of its own, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    results, text, calls = [], "", []
+    results, texts, calls, thoughts = [], [], [], ""
     for block in message.content:
         match block:
             case TextBlock():
-                text += block.text
+                texts.append(block.text)
+            case ThinkingBlock() if message.role == "assistant":
+                thoughts += block.thinking
             case ToolUseBlock() if message.role == "assistant":
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -287,17 +330,15 @@ def _translated(message: Message) -> list[dict[str, Any]]:
             case _:
                 sentence = f"a message of the {message.role} has no {block.type} block"
                 raise ApiError(400, sentence, param="messages")
+    text = "\n".join(texts)  # as the parts of chat
+    reasoning = {"reasoning_content": thoughts} if thoughts else {}
     if calls:
-        return [{"role": "assistant", "content": text or None, "tool_calls": calls}]
-    return results + ([{"role": message.role, "content": text}] if text or not results else [])
+        return [{"role": "assistant", "content": text or None, "tool_calls": calls} | reasoning]
+    return results + ([{"role": message.role, "content": text} | reasoning] if text or not results else [])
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not all(isinstance(block, TextBlock) for block in content):
-        raise ApiError(400, "the result of a tool is text: this server understands no other blocks", param="messages")
-    return "".join(block.text for block in content)
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def _function(tool: ToolDefinition) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Plain ASGI: streams are not buffered, and a disconnect passes through unchanged.
 import json
 import re
 import uuid
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipway_api import names
 from slipway_api.admin_token import token_matches
+from slipway_api.anthropic_errors import REQUEST_ID_HEADER, is_anthropic
 from slipway_api.runtime_api import Signals
 from slipway_runtime.server.errors import NOT_STARTED, ApiError
 from slipway_runtime.server.replica import Replica
@@ -29,6 +31,7 @@ ORCA_HEADER: Final = "endpoint-load-metrics"
 # Paths for the kubelet and metrics scrapers, which have no token.
 OPEN_PATHS: Final = frozenset({names.PATH_HEALTH, names.PATH_READY, names.PATH_METRICS})
 _DISCARD_BYTES: Final = 64 * 2**20
+_RETRY_SOON: Final = {"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED}
 
 
 def new_id(prefix: str) -> str:
@@ -62,6 +65,14 @@ async def _discard_body(receive: Receive) -> None:
             return
 
 
+@dataclass
+class _Body:
+    """Bytes of one request's body: all that were received, and those that count as held."""
+
+    received: int = 0
+    held: int = 0
+
+
 class ServingMiddleware:
     """The outermost middleware of the serving port."""
 
@@ -72,6 +83,7 @@ class ServingMiddleware:
         replica: Replica,
         max_body_bytes: int,
         max_open_requests: int,
+        max_open_body_bytes: int,
         token_digests: tuple[str, ...] = (),
     ) -> None:
         self._app = app
@@ -80,6 +92,8 @@ class ServingMiddleware:
         self._max_open_requests = max_open_requests
         self._token_digests = token_digests
         self._open = 0
+        self._max_open_body_bytes = max(max_open_body_bytes, max_body_bytes)  # one body alone always fits
+        self._body_bytes = 0  # received of requests whose answers have not begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to the application, or refuse it."""
@@ -93,12 +107,14 @@ class ServingMiddleware:
         send = self._logging(send, scope, headers, request_id)
         if (refusal := self._refusal(scope, headers)) is not None:
             await _discard_body(receive)
-            return await refusal.response(scope["path"])(scope, receive, send)
+            return await refusal.response(scope["path"], request_id)(scope, receive, send)
+        body = _Body()
         self._open += 1
         try:
-            await self._app(scope, self._counting(receive), send)
+            await self._app(scope, self._counting(receive, body), self._releasing(send, body))
         finally:
             self._open -= 1
+            self._release(body)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         digests = self._replica.serving_token_digests or self._token_digests
@@ -111,28 +127,58 @@ class ServingMiddleware:
             return ApiError(413, self._too_large, headers={"Connection": "close"})
         if scope["method"] == "POST" and self._open >= self._max_open_requests:
             reason = f"{self._open} requests are open, the limit is {self._max_open_requests}"
-            return ApiError(429, reason, headers={"Retry-After": "1", "retry-after-ms": "1000", **NOT_STARTED})
+            return ApiError(429, reason, headers=_RETRY_SOON)
+        if length.isdigit() and self._body_bytes + int(length) > self._max_open_body_bytes:
+            return ApiError(429, self._too_many_bytes, headers=_RETRY_SOON)
         return None
 
     @property
     def _too_large(self) -> str:
         return f"the body is larger than {self._max_body_bytes} bytes"
 
-    def _counting(self, receive: Receive) -> Receive:
-        """Wrap `receive` to enforce the body limit on chunked bodies, which have no Content-Length."""
-        received = 0
+    @property
+    def _too_many_bytes(self) -> str:
+        return f"the bodies of all requests that wait for an answer may hold {self._max_open_body_bytes} bytes"
+
+    def _counting(self, receive: Receive, body: "_Body") -> Receive:
+        """Wrap `receive` to count the bytes of the body, and enforce both limits where Content-Length did not.
+
+        What has arrived counts, not what is announced: a client that sends nothing takes nothing from the others.
+        """
 
         async def counting() -> Message:
-            nonlocal received
             message = await receive()
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self._max_body_bytes:
+            if message["type"] != "http.request":
+                return message
+            size = len(message.get("body", b""))
+            body.received += size
+            body.held += size
+            self._body_bytes += size
+            if body.received > self._max_body_bytes:
+                self._release(body)
+                await _discard_body(receive)
+                raise HTTPException(413, self._too_large, {"Connection": "close"})
+            if self._body_bytes > self._max_open_body_bytes:
+                self._release(body)
+                if message.get("more_body", False):
                     await _discard_body(receive)
-                    raise HTTPException(413, self._too_large, {"Connection": "close"})
+                raise HTTPException(429, self._too_many_bytes, _RETRY_SOON)
             return message
 
         return counting
+
+    def _releasing(self, send: Send, body: "_Body") -> Send:
+        """Wrap `send` to release the bytes of the body when the answer begins: the engine bounds what runs."""
+
+        async def releasing(message: Message) -> None:
+            self._release(body)
+            await send(message)
+
+        return releasing
+
+    def _release(self, body: "_Body") -> None:
+        self._body_bytes -= body.held
+        body.held = 0
 
     def _logging(self, send: Send, scope: Scope, headers: Headers, request_id: str) -> Send:
         """Wrap `send` to log and count error responses; answers with tokens are logged when they end."""
@@ -160,6 +206,8 @@ class ServingMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[names.HEADER_REQUEST_ID] = request_id
+                if is_anthropic(scope["path"]):
+                    headers[REQUEST_ID_HEADER] = request_id
                 headers[names.HEADER_MODEL] = self._replica.identity.model
                 if self._replica.identity.revision:
                     headers[names.HEADER_REVISION] = self._replica.identity.revision

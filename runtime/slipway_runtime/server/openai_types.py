@@ -8,11 +8,13 @@ checked in `sampling.py`.
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from slipway_runtime.server.bodies import RequestBody
 from slipway_runtime.server.chat_types import (
     MAX_TOOLS,
+    ONLY_FUNCTION_CHOICES,
+    ONLY_FUNCTIONS,
     ChatMessage,
     NamedTool,
     ResponseFormat,
@@ -22,10 +24,12 @@ from slipway_runtime.server.chat_types import (
 from slipway_runtime.server.errors import InvalidField, Unsupported
 
 MAX_STOPS: Final = 4  # as OpenAI
+LONGEST_STOP: Final = 1024  # characters of a stop string
 MAX_LOGPROBS: Final = 20
 MAX_N: Final = 128
 MAX_PROMPTS: Final = 256  # in one request of /v1/completions
 MAX_MESSAGES: Final = 4096
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high")
 _INT64: Final = 2**63 - 1
 
 
@@ -35,6 +39,8 @@ def _stops(stop: str | list[str]) -> list[str]:
         raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, not {len(stops)}")
     if not all(stops):
         raise ValueError("a stop string may not be empty")
+    if (longest := max(map(len, stops), default=0)) > LONGEST_STOP:
+        raise ValueError(f"a stop string has at most {LONGEST_STOP} characters, not {longest}")
     return stops
 
 
@@ -44,13 +50,45 @@ def _number_of_answers(n: Any) -> Any:
     return n
 
 
-def _whole_number(value: Any) -> Any:
+def _no_boolean(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a number is wanted, not true or false")
     return value
 
 
-Count = Annotated[int, BeforeValidator(_whole_number)]
+Count = Annotated[int, BeforeValidator(_no_boolean)]
+Number = Annotated[float, BeforeValidator(_no_boolean)]
+TokenId = Annotated[int, Field(strict=True, ge=0)]  # strict: true is no number
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    """Which of the four kinds of prompts this is, by its first element: the others are checked as elements of it."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    if isinstance(first, list):
+        return "lists of ids"
+    return "texts" if isinstance(first, str) else "ids"
+
+
+_FIRST_ERROR: Final = Field(fail_fast=True)
+# A text, its token ids, or a list of either. Only the kind that a value is of is checked, up to its first error.
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[TokenId], _FIRST_ERROR, Tag("ids")]
+    | Annotated[list[str], _FIRST_ERROR, Tag("texts")]
+    | Annotated[list[Annotated[list[TokenId], _FIRST_ERROR]], _FIRST_ERROR, Tag("lists of ids")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+def _known_effort(effort: Any) -> Any:
+    if effort is not None and effort not in EFFORTS:
+        raise ValueError(f"one of {', '.join(EFFORTS[:-1])} and {EFFORTS[-1]} is needed")
+    return effort
+
+
+Effort = Annotated[str, BeforeValidator(_known_effort)]
 
 
 class StreamOptions(RequestBody):
@@ -64,7 +102,7 @@ class StreamOptions(RequestBody):
 class ResumedAnswer(RequestBody):
     """Tokens of one answer that another replica has generated."""
 
-    output_token_ids: list[Annotated[int, Field(ge=0)]]
+    output_token_ids: list[TokenId]
     finished: bool = False  # the client has the whole answer: its tokens only count in the usage
 
 
@@ -81,24 +119,25 @@ class GenerationRequest(RequestBody):
 
     model: str = Field(default="", max_length=1024)  # empty: the one model that is served
     max_tokens: Count | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    temperature: Number | None = Field(default=None, ge=0, le=2)
+    top_p: Number | None = Field(default=None, gt=0, le=1)
+    presence_penalty: Number | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(default=None, ge=-2, le=2)
     seed: Count | None = Field(default=None, ge=-_INT64 - 1, le=_INT64)
     stop: Annotated[str | list[str], AfterValidator(_stops)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[Count, BeforeValidator(_number_of_answers)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=1024)
 
     # vLLM's extensions of OpenAI's fields.
-    top_k: Count | None = Field(default=None, ge=-1)  # 0 and -1: off
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    # 0 and -1: off. As in vLLM, more than the vocabulary is all of it.
+    top_k: Count | None = Field(default=None, ge=-1, le=_INT64)
+    min_p: Number | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: Number | None = Field(default=None, gt=0, le=2)
     min_tokens: Count | None = Field(default=None, ge=0)
     ignore_eos: bool | None = False
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=256)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True  # for tokenizers of another format; without effect
     include_stop_str_in_output: bool | None = False
@@ -119,6 +158,8 @@ class GenerationRequest(RequestBody):
     guided_grammar: str | None = None
     slipway_resume: Resume | None = None
 
+    cuts_max_tokens: ClassVar[bool] = False  # more tokens than the context has: as many as fit, not an error
+
     # Metadata of the caller; no influence on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -129,10 +170,10 @@ class GenerationRequest(RequestBody):
     # Not supported: refused unless the value is the neutral one.
     service_tier: str | None = None
     kv_transfer_params: Any = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: Number | None = None
     logits_processors: list[Any] | None = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -192,6 +233,11 @@ class GenerationRequest(RequestBody):
         raise NotImplementedError
 
     @property
+    def logprobs_field(self) -> str:
+        """The field with the number of top logprobs."""
+        raise NotImplementedError
+
+    @property
     def only_scores(self) -> bool:
         """Whether to compute logprobs of the prompt only, without an answer."""
         return False
@@ -207,10 +253,11 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: list[Annotated[Tool, ONLY_FUNCTIONS]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, ONLY_FUNCTION_CHOICES] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None  # if the template reads it
+    reasoning_effort: Effort | None = None  # if the template reads it
+    include_reasoning: bool | None = True  # vLLM's; false: the answer comes without it
 
     functions: list[Any] | None = None
     function_call: Any = None
@@ -228,7 +275,7 @@ class ChatRequest(GenerationRequest):
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "store": (False,),
         "web_search_options": (),
     }
@@ -270,31 +317,41 @@ class ChatRequest(GenerationRequest):
         """The number of top logprobs: `top_logprobs`, where `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def logprobs_field(self) -> str:
+        """The field with the number of top logprobs; without it, the switch."""
+        return "logprobs" if self.top_logprobs is None else "top_logprobs"
+
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions: one prompt or several, each a text or its token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    prompt: Prompts
     max_tokens: Count | None = Field(default=None, ge=0)
     logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
-    best_of: int | None = None
+    best_of: Count | None = None
     suffix: str | None = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerationRequest.neutral,
-        "best_of": (1,),
         "suffix": ("",),
     }
 
     @model_validator(mode="after")
     def _makes_sense_together(self) -> Self:
+        if not self.prompt:
+            raise InvalidField("prompt", "is empty: at least one token is needed")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidField("max_tokens", "is 0: that scores a prompt, and only makes sense with echo")
         if len(self.prompts) > MAX_PROMPTS:
             raise InvalidField(
                 "prompt", f"holds {len(self.prompts)} prompts; at most {MAX_PROMPTS} fit into one request"
             )
+        if self.best_of is not None and self.best_of < self.wanted_answers:
+            raise InvalidField("best_of", f"is {self.best_of}, below n, which is {self.wanted_answers}")
+        if self.best_of is not None and self.best_of > self.wanted_answers:
+            raise InvalidField("best_of", "above n is not supported: every answer that is generated is returned")
         if len(self.prompts) * self.wanted_answers > MAX_PROMPTS:
             raise InvalidField("n", f"times the number of prompts is at most {MAX_PROMPTS}")
         return self
@@ -317,6 +374,11 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
+    def logprobs_field(self) -> str:
+        """The field with the number of top logprobs."""
+        return "logprobs"
+
+    @property
     def only_scores(self) -> bool:
         """Whether `echo` is used with `max_tokens` 0."""
         return self.max_tokens == 0
@@ -328,7 +390,7 @@ class TokenizeRequest(RequestBody):
     model: str = Field(default="", max_length=1024)
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[Annotated[Tool, ONLY_FUNCTIONS]] | None = Field(default=None, max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None  # by default true for a text and false for a chat
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -346,4 +408,4 @@ class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
     model: str = Field(default="", max_length=1024)
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[TokenId]

@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from slipway_runtime.server import harmony
 from slipway_runtime.server.chat_types import ChatMessage, Tool
 from slipway_runtime.server.errors import ApiError, prompt_too_long
 from slipway_runtime.server.tokenizer import TokenizerFiles, TokenText
@@ -62,8 +63,12 @@ class PromptEncoder:
         template_arguments: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         keep: int | None = None,
+        opening: str = "",
     ) -> Prompt:
-        """Encode a conversation, with the generation prompt by default. `keep`: as for `truncate`."""
+        """Encode a conversation, with the generation prompt by default.
+
+        `keep`: as for `truncate`; `opening`: the beginning of the answer, which is part of the prompt.
+        """
 
         def work() -> Prompt:
             text = self.template.render(
@@ -73,20 +78,24 @@ class PromptEncoder:
                 continue_final_message=continue_final_message,
                 arguments=template_arguments,
             )
-            return self._encode(text, add_special_tokens, param="messages", keep=keep)
+            return self._encode(text + opening, add_special_tokens, param="messages", keep=keep)
 
         return await self._in_thread(work, size=sum(len(message.text) for message in messages))
 
-    async def text(self, text: str, *, add_special_tokens: bool = True, keep: int | None = None) -> Prompt:
-        """Encode a plain text."""
+    async def text(
+        self, text: str, *, add_special_tokens: bool = True, keep: int | None = None, field: str = "prompt"
+    ) -> Prompt:
+        """Encode a plain text. `field`: its name in the request, for the error."""
         return await self._in_thread(
-            lambda: self._encode(text, add_special_tokens, param="prompt", keep=keep), size=len(text)
+            lambda: self._encode(text, add_special_tokens, param=field, keep=keep), size=len(text)
         )
 
-    async def ids(self, token_ids: Sequence[int], vocab_size: int, *, keep: int | None, with_text: bool) -> Prompt:
-        """A prompt from token ids."""
+    async def ids(
+        self, token_ids: Sequence[int], vocab_size: int, *, keep: int | None, with_text: bool, field: str = "prompt"
+    ) -> Prompt:
+        """A prompt from token ids. `field`: their name in the request, for the error."""
         if any(token_id >= vocab_size or token_id < 0 for token_id in token_ids):
-            raise ApiError(400, f"prompt holds an id outside the vocabulary of {vocab_size}", param="prompt")
+            raise ApiError(400, f"{field} holds an id outside the vocabulary of {vocab_size}", param=field)
         kept = truncate(token_ids, keep, self.max_model_len)
         return Prompt(kept, await self.decode(kept, skip_special_tokens=True) if with_text else "")
 
@@ -118,6 +127,8 @@ def truncate(ids: Sequence[int], keep: int | None, max_model_len: int) -> tuple[
     return tuple(ids[-last:]) if last else ()
 
 
+# What jinja raises where a template computes with a value that it does not expect.
+_CANNOT_RENDER: Final = (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError)
 _CONTINUE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; removed with all text after it
 
 
@@ -151,6 +162,8 @@ class ChatTemplate:
         if self._template is None:
             raise ApiError(400, "this model has no chat template: use /v1/completions, or set one for the service")
         seen = [template_message(message) for message in messages]
+        if harmony.CHANNEL in self.source:
+            seen = [harmony.template_message(message) for message in seen]
         final = ""
         if continue_final_message:
             final = seen[-1].get("content") or ""
@@ -164,13 +177,36 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = self._template.render(**variables)
+            text = self._rendered(variables)
         except TemplateError as error:
             # The template refuses some messages, such as a system message; the sentence is its author's.
             raise _refused(f"the chat template refuses these messages: {error.message}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError):
+        except _CANNOT_RENDER:
             raise _refused("the chat template cannot render these messages") from None
         return _cut_at_mark(text, final) if continue_final_message else text
+
+    def _rendered(self, variables: dict[str, Any]) -> str:
+        """Render the template; an assistant's message without text, only with tool calls, has the content None.
+
+        Some templates recognise calls by that None (DeepSeek), others fail to append it to a text, or write the word
+        None. For the latter two the content is rendered as an empty text, as vLLM does for every template.
+        """
+        assert self._template is not None
+        messages = variables["messages"]
+        if all(message["content"] is not None for message in messages):
+            return self._template.render(**variables)
+        with_empty = [message | {"content": message["content"] or ""} for message in messages]
+        try:
+            text = self._template.render(**variables)
+        except (TemplateError, *_CANNOT_RENDER):
+            return self._template.render(**variables | {"messages": with_empty})
+        if "None" not in text:
+            return text
+        try:
+            other = self._template.render(**variables | {"messages": with_empty})
+        except (TemplateError, *_CANNOT_RENDER):
+            return text
+        return other if other.count("None") < text.count("None") else text
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
@@ -182,9 +218,9 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     seen: dict[str, Any] = {"role": role, "content": message.text if message.content is not None else None}
     if message.name:
         seen["name"] = message.name
-    if message.reasoning_content:
+    if reasoning := message.reasoning_content or message.reasoning:
         # Templates of different models read it under different names; transformers fills both.
-        seen |= {"reasoning_content": message.reasoning_content, "thinking": message.reasoning_content}
+        seen |= {"reasoning_content": reasoning, "thinking": reasoning}
     if message.tool_call_id is not None:
         seen["tool_call_id"] = message.tool_call_id
     if message.tool_calls:

@@ -92,6 +92,7 @@ class LoadedModel:
     defaults: SamplingDefaults
     max_output_tokens: int = 0
     created: int = 0
+    reasoning_parser: str = "auto"  # as the setting
 
     @property
     def tokenizer_sha256(self) -> str:

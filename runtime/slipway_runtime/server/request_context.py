@@ -16,6 +16,7 @@ from slipway_runtime.server.openai_types import GenerationRequest
 from slipway_runtime.server.replica import LoadedModel, Replica
 
 LONGEST_DEADLINE_SECONDS: Final = 86_400.0  # no answer takes a day
+HIGHEST_PRIORITY: Final = 1000  # as the field `priority`, and as the gateway's tenants
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Caller:
             priority = int(headers[names.HEADER_PRIORITY]) if headers.get(names.HEADER_PRIORITY) else None
         except ValueError:
             raise ApiError(400, f"{names.HEADER_DEADLINE} and {names.HEADER_PRIORITY} are numbers") from None
+        if priority is not None and abs(priority) > HIGHEST_PRIORITY:
+            raise ApiError(400, f"{names.HEADER_PRIORITY} is between -{HIGHEST_PRIORITY} and {HIGHEST_PRIORITY}")
         if seconds is not None and not seconds < float("inf"):
             raise ApiError(400, f"{names.HEADER_DEADLINE} is a number of seconds")
         if seconds is not None and seconds <= 0:

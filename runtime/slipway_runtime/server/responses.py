@@ -9,11 +9,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from slipway_runtime.server.bodies import read_body
-from slipway_runtime.server.chat import answer_chat
+from slipway_runtime.server.chat import answer_chat, prompt_of
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.middleware import new_id
 from slipway_runtime.server.replica import Replica
+from slipway_runtime.server.request_context import served_by
 from slipway_runtime.server.responses_types import ResponsesRequest, as_responses_error
+from slipway_runtime.server.tools import tool_use
 
 router = APIRouter()
 
@@ -35,6 +37,20 @@ async def create_response(http: Request) -> Response:
         return await answer_chat(http, chat, arrived, dialect=dialect, id=id, route="responses")
     except ApiError as error:
         raise as_responses_error(error) from None
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(http: Request) -> dict[str, Any]:
+    """Count the prompt tokens of this input."""
+    replica: Replica = http.app.state.replica
+    body = await read_body(http, ResponsesRequest)
+    chat = body.chat()
+    model = served_by(replica, body.model, http).model
+    try:
+        prompt = await prompt_of(chat, model, tool_use(chat, model.prompts.template))
+    except ApiError as error:
+        raise as_responses_error(error) from None
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 
 @router.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
@@ -70,7 +86,7 @@ class ResponseEvents:
         [choice] = completion["choices"]
         message = choice.pop("message")
         calls = [{"index": i} | call for i, call in enumerate(message.get("tool_calls", ()))]
-        choice["delta"] = {"content": message["content"], "tool_calls": calls}
+        choice["delta"] = {"content": message["content"], "tool_calls": calls, "reasoning": message.get("reasoning")}
         self.chunk(completion)
         self._close(self._item_status)
         return self._response(self._status)
@@ -88,6 +104,8 @@ class ResponseEvents:
             delta = choice["delta"]
             if choice.get("logprobs") is not None and self._body.wants_logprobs:
                 self._pending_logprobs += [_logprob(token) for token in choice["logprobs"]["content"]]
+            if delta.get("reasoning"):
+                events += self._reasoning(delta["reasoning"])
             if delta.get("content"):
                 events += self._text(delta["content"])
             for call in delta.get("tool_calls", ()):
@@ -140,6 +158,17 @@ class ResponseEvents:
         part["logprobs"] += logprobs
         return events + self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
+    def _reasoning(self, text: str) -> bytes:
+        events = b""
+        if not (self._is_open and self._output[-1]["type"] == "reasoning"):
+            item = {"id": self._name("rs"), "type": "reasoning", "summary": [], "content": []}
+            events = self._open(item | {"encrypted_content": None})
+            part = {"type": "reasoning_text", "text": ""}
+            events += self._of_item("response.content_part.added", content_index=0, part=part)
+            self._output[-1]["content"].append(part)
+        self._output[-1]["content"][0]["text"] += text
+        return events + self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
+
     def _call(self, call: dict[str, Any]) -> bytes:
         events, function = b"", call["function"]
         if "name" in function:
@@ -171,6 +200,10 @@ class ResponseEvents:
             self._pending_logprobs = []
             done = {"text": part["text"], "logprobs": part["logprobs"]}
             events = self._of_item("response.output_text.done", content_index=0, **done)
+            events += self._of_item("response.content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            events = self._of_item("response.reasoning_text.done", content_index=0, text=part["text"])
             events += self._of_item("response.content_part.done", content_index=0, part=part)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
@@ -247,7 +280,9 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {
+            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        },
         "total_tokens": usage["total_tokens"],
     }
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from slipway_runtime.server.bodies import RequestBody, UnsupportedItem, checked
-from slipway_runtime.server.chat_types import MAX_TOOLS, StructuredOutputs
+from slipway_runtime.server.bodies import RequestBody, checked, only_types
+from slipway_runtime.server.chat_types import MAX_TOOLS, ONLY_FUNCTION_CHOICES, ONLY_FUNCTIONS, StructuredOutputs
 from slipway_runtime.server.errors import ApiError, InvalidField, Unsupported
-from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Resume
+from slipway_runtime.server.openai_types import MAX_LOGPROBS, MAX_MESSAGES, ChatRequest, Count, Effort, Number, Resume
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _NOTHING_KEPT: Final = (
@@ -24,6 +24,7 @@ _CALLED: Final = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
 }
 
 
@@ -37,12 +38,22 @@ class InputText(RequestBody):
     logprobs: list[Any] | None = None
 
 
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[
+        list[Annotated[InputText, only_types("input_text", "output_text", "text", "refusal", supported="text parts")]],
+        Tag("parts"),
+    ],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
+]
+
+
 class InputMessage(RequestBody):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: Content
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -64,30 +75,42 @@ class FunctionCallOutputItem(RequestBody):
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
-    output: str | list[InputText]
+    output: Content
     id: str | None = None
     status: str | None = None
 
 
-class UnsupportedInputItem(UnsupportedItem):
-    """An item of any other type."""
+class ReasoningText(RequestBody):
+    """A part of a reasoning item."""
 
-    field = "input"
-    supported = "messages, function_call and function_call_output items"
+    type: Literal["reasoning_text"]
+    text: str
 
 
-def _kind_of(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else ""
-    return kind if kind in {"message", "function_call", "function_call_output"} else "other"
+class ReasoningItem(RequestBody):
+    """Reasoning of an earlier answer. What stands only in a summary or in the encrypted content is dropped."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: str | None = None
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[UnsupportedInputItem, Tag("other")],
-    Discriminator(_kind_of),
-]
+    Annotated[
+        Annotated[InputMessage, Tag("message")]
+        | Annotated[FunctionCallItem, Tag("function_call")]
+        | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+        | Annotated[ReasoningItem, Tag("reasoning")],
+        Discriminator(lambda item: (item.get("type") if isinstance(item, dict) else None) or "message"),
+    ],
+    only_types(
+        None, "message", "function_call", "function_call_output", "reasoning",
+        supported="messages, function_call, function_call_output and reasoning items",
+    ),
+]  # fmt: skip
 
 
 Input = Annotated[
@@ -140,8 +163,8 @@ class TextConfig(RequestBody):
 class Reasoning(RequestBody):
     """The reasoning effort, where the chat template supports it."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    summary: None = None
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None  # the best that there is: here, none
 
 
 class ResponsesStreamOptions(RequestBody):
@@ -157,11 +180,11 @@ class ResponsesRequest(RequestBody):
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    temperature: Number | None = Field(default=None, ge=0, le=2)
+    top_p: Number | None = Field(default=None, gt=0, le=1)
     top_logprobs: Count | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tools: list[Annotated[FunctionTool, ONLY_FUNCTIONS]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Literal["none", "auto", "required"] | FunctionChoice, ONLY_FUNCTION_CHOICES] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -170,15 +193,15 @@ class ResponsesRequest(RequestBody):
     stream_options: ResponsesStreamOptions | None = None
 
     # vLLM's extensions of OpenAI's fields; checked by the chat request.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    top_k: Count | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    seed: Count | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
+    priority: Count | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -211,7 +234,6 @@ class ResponsesRequest(RequestBody):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "background": (False,),
         "prompt": (),
-        "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "prompt_cache_retention": ("in_memory",),
         "context_management": ([],),
@@ -224,6 +246,8 @@ class ResponsesRequest(RequestBody):
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise InvalidField(name, _NOTHING_KEPT)
+        if self.truncation not in (None, "disabled"):
+            raise InvalidField("truncation", "of a conversation is left to the client: this server drops no items")
         for name, harmless in self.neutral.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
@@ -272,8 +296,11 @@ class ResponsesRequest(RequestBody):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        reasoning = ""  # of the assistant's next message
         for item in self.input:
             match item:
+                case ReasoningItem():
+                    reasoning += "".join(part.text for part in item.content or ())
                 case InputMessage():
                     messages.append({"role": item.role, "content": _text(item.content)})
                 case FunctionCallItem():
@@ -285,6 +312,10 @@ class ResponsesRequest(RequestBody):
                     messages[-1].setdefault("tool_calls", []).append(call)
                 case FunctionCallOutputItem():
                     messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            if not isinstance(item, ReasoningItem):
+                if reasoning and messages[-1]["role"] == "assistant":
+                    messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
+                reasoning = ""
         return messages
 
 
@@ -302,7 +333,7 @@ def as_responses_error(error: ApiError) -> ApiError:
 def _text(content: str | list[InputText]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text or part.refusal or "" for part in content)
+    return "\n".join(part.text or part.refusal or "" for part in content)  # as the parts of chat
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:

@@ -5,8 +5,11 @@ The result has no unset parameter, so the same request is sampled alike on every
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from slipway_runtime.messages import EngineFacts, SamplingParams
 from slipway_runtime.server.errors import ApiError, prompt_too_long
@@ -15,6 +18,8 @@ from slipway_runtime.settings import SamplingDefaults
 
 OPENAI_COMPLETION_TOKENS: Final = 16  # OpenAI's default max_tokens of /v1/completions
 MOST_PROMPT_LOGPROBS: Final = 131_072  # of one prompt: some 10 MB of JSON
+MOST_LOGPROBS: Final = 1_000_000  # of one call, as often as they are written: some 60 MB of JSON
+_WRITTEN_AT_THE_END: Final = 4  # how often /v1/responses writes each logprob: in its last events
 _LONGEST_ID: Final = 12  # digits
 
 
@@ -58,6 +63,8 @@ def resolve(
         raise ApiError(400, f"min_tokens is {min_tokens}, above max_tokens {max_tokens}", param="min_tokens")
     stop_ids = tuple(request.stop_token_ids or ())
     _check_ids("stop_token_ids", stop_ids, facts.vocab_size)
+    for resumed in request.slipway_resume.answers if request.slipway_resume is not None else ():
+        _check_ids("slipway_resume", resumed.output_token_ids, facts.vocab_size)
     temperature = _first(request.temperature, defaults.temperature, 1.0)
     _check_number_of_answers(request.wanted_answers, facts.max_num_seqs)
     logprobs = request.wanted_logprobs
@@ -70,7 +77,7 @@ def resolve(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=_first(request.top_p, defaults.top_p, 1.0),
-        top_k=max(0, _first(request.top_k, defaults.top_k, 0)),  # vLLM's clients send -1 for "off"
+        top_k=_top_k(_first(request.top_k, defaults.top_k, 0), facts.vocab_size),
         min_p=_first(request.min_p, defaults.min_p, 0.0),
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=_first(request.presence_penalty, 0.0),
@@ -89,7 +96,7 @@ def _max_tokens(
     request: GenerationRequest, defaults: SamplingDefaults, context: int, room: int, otherwise: int | None
 ) -> int:
     wanted = request.wanted_tokens
-    if wanted is not None and wanted > context:
+    if wanted is not None and wanted > context and not request.cuts_max_tokens:
         raise ApiError(
             400,
             f"max_tokens is {_shortened(wanted)}. This model's maximum context length is {context} tokens,"
@@ -99,6 +106,11 @@ def _max_tokens(
     if request.only_scores:
         return 1  # the engine samples one token to compute the last prompt token; it is not returned
     return int(min(_first(wanted, defaults.max_tokens, otherwise, room), room))
+
+
+def _top_k(wanted: int, vocab_size: int) -> int:
+    """The number of likeliest tokens; 0, "off", for vLLM's -1 and for a number that drops no token."""
+    return wanted if 0 < wanted < vocab_size else 0
 
 
 def _check_number_of_answers(n: int, rows: int) -> None:
@@ -117,6 +129,43 @@ def _check_prompt_logprobs(wanted: int | None, prompt_tokens: int, field: str) -
         )
 
 
+def within_logprob_limit(
+    request: GenerationRequest, params: Sequence[SamplingParams], prompt_tokens: Sequence[int], *, repeats: bool
+) -> list[SamplingParams]:
+    """The parameters of all prompts of a call, whose logprobs together are at most `MOST_LOGPROBS`; raises ApiError.
+
+    Logprobs that are kept until the end count: those of prompts, and those of answers that are not streamed, or whose
+    API repeats them at the end. A token limit that the client did not set is lowered to what fits.
+    """
+    scored = request.wanted_answers * sum(  # written with each answer
+        count * (each.prompt_logprobs + 1)
+        for count, each in zip(prompt_tokens, params, strict=True)
+        if each.prompt_logprobs is not None
+    )
+    if scored > MOST_LOGPROBS:
+        raise _too_many_logprobs(scored, "echo" if request.prompt_logprobs is None else "prompt_logprobs")
+    top = request.wanted_logprobs
+    if top is None or (request.stream and not repeats):
+        return list(params)
+    of_token = (top + 1) * (_WRITTEN_AT_THE_END if repeats else 1)
+    sampled = of_token * request.wanted_answers * sum(each.max_tokens for each in params)
+    if scored + sampled <= MOST_LOGPROBS:
+        return list(params)
+    fit = (MOST_LOGPROBS - scored) // (of_token * request.all_answers)
+    if request.wanted_tokens is not None or not fit:
+        raise _too_many_logprobs(scored + sampled, request.logprobs_field)
+    return [msgspec.structs.replace(each, max_tokens=min(each.max_tokens, fit)) for each in params]
+
+
+def _too_many_logprobs(count: int, field: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{field}: all tokens of this call with their alternatives are {count} logprobs;"
+        f" at most {MOST_LOGPROBS} are kept for one call",
+        param=field,
+    )
+
+
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """Parse and check the token ids; the bounds of the values are checked by their type."""
     if not all(key.isascii() and key.isdigit() and len(key) < _LONGEST_ID for key in given):
@@ -126,7 +175,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[tuple[int, fl
     return bias
 
 
-def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and max(ids) >= vocab_size:
         sentence = f"{field} holds {_shortened(max(ids))}, the vocabulary has {vocab_size} entries"
         raise ApiError(400, sentence, param=field)

@@ -17,43 +17,60 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, Protocol
 
 from slipway_runtime.engine.detokenizer import StopStrings
 
 _ARGUMENTS: Final = ("arguments", "parameters")
+MOST_LAYOUT: Final = 1024  # characters of white space that may be layout before or between calls; more is text
 
 
 class CallObject:
-    """Reads `{"name": "f", "arguments": {…}}` one character at a time."""
+    """Reads `{"name": "f", "arguments": {…}}` one character at a time; lists of characters grow in constant time."""
 
     def __init__(self) -> None:
-        self.raw = ""
         self.name: str | None = None
-        self.arguments = ""  # the part that has been read
         self.is_complete = False
         self.is_broken = False
+        self._raw: list[str] = []
+        self._arguments: list[str] = []  # the part that has been read
         self._where = "start"
-        self._key = ""
-        self._value = ""
+        self._raw_key: list[str] = []
+        self._key: str | None = None
+        self._value: list[str] = []
         self._depth = 0
         self._in_string = False
         self._escaped = False
 
+    @property
+    def raw(self) -> str:
+        """All characters so far."""
+        return "".join(self._raw)
+
+    @property
+    def num_arguments(self) -> int:
+        """Characters of the arguments so far."""
+        return len(self._arguments)
+
+    def arguments(self, start: int = 0) -> str:
+        """The arguments so far, from a character on."""
+        return "".join(self._arguments[start:])
+
     def push(self, char: str) -> None:
         """Parse one more character."""
         assert not self.is_complete
-        self.raw += char
+        self._raw.append(char)
         if self._in_string:
             self._inside_a_string(char)
         elif self._where == "value":
             self._inside_a_value(char)
         elif char == '"' and self._where == "key":
-            self._in_string, self._key = True, char
+            self._in_string, self._raw_key = True, [char]
         elif self._where == "start" and char == "{":
             self._where = "key"
         elif self._where == "colon" and char == ":":
-            self._where, self._value = "value", ""
+            self._begin_value()
         elif self._where == "key" and char == "}":
             self.is_complete = True
         elif not (char.isspace() or (self._where == "key" and char == ",")):
@@ -62,13 +79,10 @@ class CallObject:
     @property
     def value_is_whole(self) -> bool:
         """Whether the arguments are a complete object."""
-        return self._where == "value" and self._depth == 0 and not self._in_string and self._value.endswith("}")
+        return self._where == "value" and self._depth == 0 and not self._in_string and self._value[-1:] == ["}"]
 
     def _inside_a_string(self, char: str) -> None:
-        if self._where == "key":
-            self._key += char
-        else:
-            self._add(char)
+        (self._raw_key if self._where == "key" else self._value).append(char)
         if self._escaped:
             self._escaped = False
         elif char == "\\":
@@ -76,7 +90,10 @@ class CallObject:
         elif char == '"':
             self._in_string = False
             if self._where == "key":
-                self._where = "colon"
+                self._where, self._key = "colon", _text_of("".join(self._raw_key))
+
+    def _begin_value(self) -> None:
+        self._where, self._value = "value", []
 
     def _inside_a_value(self, char: str) -> None:
         if self._depth == 0 and char in ",}":
@@ -92,26 +109,24 @@ class CallObject:
             self._in_string = True
         elif char.isspace() and not self._value:
             return
-        self._add(char)
+        self._value.append(char)
+        if len(self._value) == 1 and self._key in _ARGUMENTS:
+            self._arguments = self._value  # grows with it
         self.is_broken |= self._depth < 0
 
-    def _add(self, char: str) -> None:
-        self._value += char
-        if _text_of(self._key) in _ARGUMENTS:
-            self.arguments = self._value
-
     def _end_value(self) -> None:
-        if _text_of(self._key) == "name":
-            self.name = _text_of(self._value.strip())
+        if self._key == "name":
+            self.name = _text_of("".join(self._value).strip())
             self.is_broken |= self.name is None
-        elif _text_of(self._key) in _ARGUMENTS and self._value.startswith('"'):
-            self.arguments = _text_of(self._value.strip()) or ""  # some models write the object as a JSON string
+        elif self._key in _ARGUMENTS and self._value[:1] == ['"']:
+            # Some models write the object as a JSON string.
+            self._arguments = list(_text_of("".join(self._value).strip()) or "")
 
 
 def _text_of(raw: str) -> str | None:
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None
 
@@ -178,27 +193,28 @@ class _Calls:
 
     def progress(self, call: CallObject) -> Iterator[Event]:
         """The events of an incomplete call that can be sent already."""
-        if not self.live or self._is_one_too_many or call.name not in self.names or not call.arguments:
+        if not self.live or self._is_one_too_many or call.name not in self.names or not call.num_arguments:
             return
         if not self.began:
             self.began = True
             yield CallStart(self.count, self.new_id(), call.name or "")
-        if len(call.arguments) > self.sent:
-            yield CallDelta(self.count, call.arguments[self.sent :])
-            self.sent = len(call.arguments)
+        if call.num_arguments > self.sent:
+            yield CallDelta(self.count, call.arguments(self.sent))
+            self.sent = call.num_arguments
 
     def end(self, call: CallObject) -> Iterator[Event]:
         """The remaining events of a complete call."""
         if self._is_one_too_many:
             return
-        if call.name not in self.names or not _is_object(call.arguments or "{}"):
+        arguments = call.arguments() or "{}"
+        if call.name not in self.names or not _is_object(arguments):
             yield TextEvent(call.raw)
             return
         if self.began:
             yield from self.progress(call)
         else:
             yield CallStart(self.count, self.new_id(), call.name or "")
-            yield CallDelta(self.count, call.arguments or "{}")
+            yield CallDelta(self.count, arguments)
         self.count += 1
 
     @property
@@ -216,7 +232,8 @@ class ToolCallParser:
     named: bool = False  # a bare function name and its arguments may follow the marker
     closing: str = ""  # the text after a call
     _where: str = "text"
-    _held: str = ""
+    _held: list[str] = field(default_factory=list)  # characters that may be layout, a marker or a function name
+    _seen: str = ""  # of these, in a gap: without white space around them
     _call: CallObject | None = None
     _search: StopStrings = field(init=False)
 
@@ -244,8 +261,8 @@ class ToolCallParser:
             if self.calls.began:
                 return list(self.calls.progress(self._call))
             return [TextEvent(self._call.raw)] if self._call.raw and not self.calls.live else []
-        rest = self._held + self._search.flush()
-        self._held = ""
+        rest = "".join(self._held) + self._search.flush()
+        self._held = []
         return [TextEvent(rest)] if rest and (rest.strip() or not self.calls.count) else []
 
     def _take(self, char: str) -> Iterator[Event]:
@@ -260,31 +277,46 @@ class ToolCallParser:
         released = self._search.push(char)
         for each in released.text:
             # White space is held back: before a call it is dropped as layout.
-            self._held += each
-            if not each.isspace():
-                yield TextEvent(self._held)
-                self._held = ""
+            self._held.append(each)
+            if not each.isspace() or len(self._held) > MOST_LAYOUT:
+                yield TextEvent("".join(self._held))
+                self._held = []
         if released.stop is not None:
-            self._held, self._where = "", "gap"
-            self._search = StopStrings(self.markers)
+            self._begin_gap()
+
+    def _begin_gap(self) -> None:
+        self._held, self._seen, self._where = [], "", "gap"
 
     def _between(self, char: str) -> Iterator[Event]:
         """State after a marker or between two calls: layout, a function name, a new call, or plain text."""
-        self._held += char
-        seen = self._held.strip()
+        self._held.append(char)
+        if char.isspace():
+            if len(self._held) > MOST_LAYOUT:
+                yield from self._turn_to_text()
+            return  # what was seen before is still what may go on
+        # White space inside of it counts. It is short: what may go on is a marker or the name of a function.
+        self._seen = "".join(self._held).lstrip() if self._seen else char
         if char == "{":
-            yield from self._open(seen[:-1])
-        elif self.closing and seen == self.closing:
-            self._held, self._where = "", "text"
-        elif seen in self.markers or (self.as_list and seen in {",", "]"}) or (not self.closing and seen in {";", ","}):
-            self._held = ""
-        elif not self._may_go_on(seen):
-            held, self._held, self._where = self._held, "", "text"
-            for each in held:
-                yield from self._in_text(each)
+            yield from self._open(self._seen[:-1])
+        elif self.closing and self._seen == self.closing:
+            self._held, self._where = [], "text"
+        elif self._is_separator(self._seen):
+            self._begin_gap()
+        elif not self._may_go_on(self._seen):
+            yield from self._turn_to_text()
+
+    def _turn_to_text(self) -> Iterator[Event]:
+        held, self._held, self._where = self._held, [], "text"
+        for each in held:
+            yield from self._in_text(each)
+
+    def _is_separator(self, seen: str) -> bool:
+        return (
+            seen in self.markers or (self.as_list and seen in {",", "]"}) or (not self.closing and seen in {";", ","})
+        )
 
     def _may_go_on(self, seen: str) -> bool:
-        if not seen or (self.as_list and seen == "["):
+        if self.as_list and seen == "[":
             return True
         if any(text.startswith(seen) for text in (*self.markers, self.closing)):
             return True
@@ -292,7 +324,7 @@ class ToolCallParser:
         return self.named and len(seen) < 200 and "\n" not in seen
 
     def _open(self, before: str) -> Iterator[Event]:
-        self._held = ""
+        self._held = []
         self._call = self.calls.begin()
         name = before.split("[", 1)[0].strip() if self.named else ""
         head = json.dumps({"name": name})[:-1] + ', "arguments": ' if name else ""
@@ -311,7 +343,7 @@ class ToolCallParser:
             yield TextEvent(call.raw)
         elif call.is_complete:
             self._call = None
-            self._where = "gap"
+            self._begin_gap()
             yield from self.calls.end(call)
 
     _has_bare_name: bool = False
@@ -361,12 +393,11 @@ def parser_of(
 def _joined(events: list[Event]) -> list[Event]:
     """Merge consecutive text events."""
     joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, TextEvent) and isinstance(last, TextEvent):
-            joined[-1] = TextEvent(last.text + event.text)
+    for is_text, group in groupby(events, key=lambda event: isinstance(event, TextEvent)):
+        if is_text:
+            joined.append(TextEvent("".join(event.text for event in group if isinstance(event, TextEvent))))
         else:
-            joined.append(event)
+            joined.extend(group)
     return joined
 
 

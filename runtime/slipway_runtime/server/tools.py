@@ -25,6 +25,7 @@ from slipway_runtime.server.tool_calls import Parser, parser_of
 
 # Text in a chat template → the form of the model's tool calls. The first match holds.
 _SIGNS: Final = (
+    ("<|channel|>", "harmony"),  # gpt-oss: `harmony.py` reads its calls
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3"),
@@ -51,7 +52,7 @@ class ToolUse:
 
     def parser(self) -> Parser | None:
         """A new parser for one answer; None where no tool may be called."""
-        if not self.form:
+        if not self.form or self.form == "harmony":
             return None
         names = {tool.function.name for tool in self.shown}
         return parser_of(self.form, names, live=self.live, most=self.most, name=self.name)
@@ -89,8 +90,7 @@ def tool_use(body: ChatRequest, template: ChatTemplate) -> ToolUse:
             param="tools",
         )
     strict = any(tool.function.strict for tool in tools)
-    grammar_of_tags = Grammar(kind="structural_tag", text=_tags(tools, form)) if strict else None
-    return ToolUse(shown=tools, form=form, most=most, grammar=grammar_of_tags)
+    return ToolUse(shown=tools, form=form, most=most, grammar=_grammar_of_calls(tools, form) if strict else None)
 
 
 def form_of(template: ChatTemplate) -> str:
@@ -127,6 +127,14 @@ def _collect(definitions: dict[str, Any], more: Any) -> None:
     for name, schema in more.items():
         if definitions.setdefault(name, schema) != schema:
             raise ApiError(400, "two functions define the same name in $defs differently", param="tools")
+
+
+def _grammar_of_calls(tools: tuple[Tool, ...], form: str) -> Grammar:
+    """The grammar of calls in free text."""
+    if form != "harmony":
+        return Grammar(kind="structural_tag", text=_tags(tools, form))
+    functions = [{"name": tool.function.name, "schema": tool.function.schema_of_arguments} for tool in tools]
+    return Grammar(kind="harmony", text=_dumps(functions))
 
 
 def _tags(tools: tuple[Tool, ...], form: str) -> str:

@@ -12,7 +12,7 @@ of `repr`, and nothing of them is ever logged.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -118,7 +118,8 @@ class Access:
     s3_secret: str = field(default="", repr=False)
     s3_session: str = field(default="", repr=False)
     bearer_token: str = field(default="", repr=False)  # for http(s), sent to `bearer_hosts` only
-    bearer_hosts: frozenset[str] = frozenset()  # host, or host:port
+    bearer_hosts: frozenset[str] = frozenset()  # https://host or http://host, with :port where it is not the usual one
+    anonymous: bool = False  # use no credentials, not even those of the machine
     public_only: bool = False  # refuse http(s) addresses of private networks, on redirects too
 
     @classmethod
@@ -133,14 +134,48 @@ class Access:
             s3_secret=environment.get("AWS_SECRET_ACCESS_KEY", ""),
             s3_session=environment.get("AWS_SESSION_TOKEN", ""),
             bearer_token=environment.get("HTTP_BEARER_TOKEN", ""),
-            bearer_hosts=frozenset(host for host in environment.get("HTTP_BEARER_HOSTS", "").split(",") if host),
+            bearer_hosts=frozenset(
+                host if "://" in host else f"https://{host}"
+                for part in environment.get("HTTP_BEARER_HOSTS", "").split(",")
+                if (host := part.strip().rstrip("/"))
+            ),
         )
 
     def with_hosts_of(self, *uris: str) -> "Access":
         """A copy that also sends the bearer token to the hosts of these http(s) addresses."""
-        named = {urlsplit(uri).netloc for uri in uris if uri.startswith(("http://", "https://"))}
+        named = {_origin(uri) for uri in uris if uri.startswith(("http://", "https://"))}
         return replace(self, bearer_hosts=self.bearer_hosts | named)
 
+    def without_credentials(self) -> "Access":
+        """A copy that uses no credentials of any source, except the bearer token for hosts that are named for it."""
+        return replace(self, hub_token="", s3_key="", s3_secret="", s3_session="", anonymous=True)
+
     def bearer_for(self, url: str) -> str:
-        """The bearer token for the host of this URL; empty where the host is not in `bearer_hosts`."""
-        return self.bearer_token if urlsplit(url).netloc in self.bearer_hosts else ""
+        """The bearer token for the host of this URL; empty where the host is not in `bearer_hosts`.
+
+        A host that is named for https gets no token over http, which everybody on the way can read.
+        """
+        return self.bearer_token if _origin(url) in self.bearer_hosts else ""
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def lies_under(uri: str, folders: Iterable[str]) -> bool:
+    """Whether an address is one of these addresses, or lies in one that is a folder, a prefix or an organisation.
+
+    hf://org holds each of its repositories, hf://org/name each of its revisions, s3://bucket/p and https://host/p
+    everything below.
+    """
+    if any(part in {".", ".."} for part in unquote(uri).split("/")):
+        return False  # a server may resolve them: then it would lie elsewhere
+    plain = _without_revision(uri)
+    return any(
+        plain == folder or plain.startswith(folder + "/") for folder in map(_without_revision, folders) if folder
+    )
+
+
+def _without_revision(uri: str) -> str:
+    return (uri.partition("@")[0] if uri.startswith("hf://") else uri).rstrip("/")

@@ -13,6 +13,7 @@ of `sha256sum *.safetensors`.
 
 import contextlib
 import hashlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ def fetch(
     access: Access | None = None,
     limit_bytes: int | None = None,
     at_most_bytes: int = 0,
+    at_most_seconds: float = math.inf,
     on_progress: OnProgress | None = None,
     retry: RetryPolicy = RetryPolicy(),  # noqa: B008  frozen
 ) -> Path:
@@ -66,6 +68,7 @@ def fetch(
     access: endpoints and credentials; by default those of the environment, with the bearer token for this address.
     limit_bytes: size limit of the cache, 0 for no limit; by default SLIPWAY_CACHE_LIMIT, such as 200Gi.
     at_most_bytes: refuse anything larger, such as an oversized adapter that a client names.
+    at_most_seconds: give up a download that takes longer.
     on_progress: called with the bytes fetched and the bytes in all, never by two threads at once.
     Raises FetchError, a sentence for the user.
 
@@ -89,7 +92,7 @@ def fetch(
             endpoint,
             weights,
             at_most_bytes,
-            on_progress or _log_progress(uri),
+            _limited(on_progress or _log_progress(uri), at_most_seconds, shown(uri)),
             retry,
         )
     except OSError as error:
@@ -112,7 +115,9 @@ def _fetch(
     on_progress: OnProgress,
     retry: RetryPolicy,
 ) -> Path:
-    wanted = f"{uri} {endpoint or access.hub_endpoint} {'model' if weights else 'tokenizer'}"
+    # What was read with credentials is not remembered for those who have none.
+    reader = " without credentials" if access.anonymous else ""
+    wanted = f"{uri} {endpoint or access.hub_endpoint} {'model' if weights else 'tokenizer'}{reader}"
     last = model_cache.remembered(wanted)
     if last and isinstance(address, HubModel) and address.is_pinned and (held := model_cache.hold(last)):
         return held  # a commit never changes: no network is needed
@@ -172,7 +177,7 @@ def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[
         case HubModel():
             from slipway_runtime.storage.hub import HubSource
 
-            source = HubSource(address, endpoint or access.hub_endpoint, access.hub_token)
+            source = HubSource(address, endpoint or access.hub_endpoint, access.hub_token, anonymous=access.anonymous)
         case S3Model():
             from slipway_runtime.storage.s3 import S3Source
 
@@ -187,6 +192,18 @@ def _source(address: Address, access: Access, endpoint: str | None) -> Iterator[
         yield source
     finally:
         source.close()
+
+
+def _limited(on_progress: OnProgress, seconds: float, name: str) -> OnProgress:
+    """The same callback, which ends the download after so many seconds: a slow source would keep a thread for ever."""
+    ends = time.monotonic() + seconds
+
+    def tell(done: int, total: int) -> None:
+        if time.monotonic() > ends:
+            raise FetchError(f"{name}: {done} of {total} bytes came in {seconds:g} s; that is too slow")
+        on_progress(done, total)
+
+    return tell
 
 
 def _log_progress(uri: str) -> OnProgress:

@@ -26,7 +26,8 @@ _KEPT_FROM_FOLDERS: Final = {"1_Pooling/config.json": "1_Pooling.config.json"}
 class HubSource:
     """One revision of a repository."""
 
-    def __init__(self, model: HubModel, endpoint: str, token: str) -> None:
+    def __init__(self, model: HubModel, endpoint: str, token: str, *, anonymous: bool = False) -> None:
+        """anonymous: send no token, not even that of a login on this machine."""
         # Imported here: the library costs a quarter of the start, and a local model does not need it.
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # public, by its manual
@@ -34,7 +35,8 @@ class HubSource:
         self.name = f"hf://{model.repository}" + (f"@{model.revision}" if model.revision else "")
         self._model = model
         self._endpoint = endpoint or constants.ENDPOINT
-        self._token = token or None  # None: the token of a login on this machine, if it has one
+        # None: the token of a login on this machine, if it has one.
+        self._token: str | bool | None = False if anonymous else token or None
         self._web = Web(build_hf_headers(token=self._token))
         self._files: dict[str, RemoteFile] = {}
 

@@ -35,7 +35,7 @@ class S3Source:
         self._model = model
         self._access = access
         self._files: dict[str, RemoteFile] = {}
-        self._store = self._connect(anonymous=False)
+        self._store = self._connect(anonymous=access.anonymous)
 
     def _connect(self, *, anonymous: bool) -> Any:
         import s3fs  # only here: it costs half a second
@@ -59,7 +59,7 @@ class S3Source:
         try:
             entries = self._asked(lambda: self._store.ls(path, detail=True, refresh=True))
         except AccessDeniedError:
-            if self._access.s3_key:
+            if self._access.s3_key or self._access.anonymous:
                 raise
             self._store = self._connect(anonymous=True)
             entries = self._asked(lambda: self._store.ls(path, detail=True, refresh=True))

@@ -3,16 +3,13 @@
 A redirect to another host carries no `Authorization`: the client drops it where the origin changes. Responses are never
 compressed, so that a range is a range of the file.
 
-Where an address comes from a client, hosts of private networks are refused, before each request and each redirect
-(server-side request forgery): the client must not reach through this server a host that it cannot reach itself.
+Where an address comes from a client, only hosts of the public Internet are asked (public_network.py).
 
 A web server lists no folder: each usual file name is requested. The folder holds what a checkpoint's folder holds:
 `config.json`, `tokenizer.json` and `model.safetensors`, or `model.safetensors.index.json` and its shards; an adapter's
 `adapter_config.json` and `adapter_model.safetensors` likewise. With a `SHA256SUMS` beside them every file is checked.
 """
 
-import ipaddress
-import socket
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +18,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
+from slipway_runtime.storage.public_network import PublicTransport
 from slipway_runtime.storage.source import (
     INDEX,
     SUMS,
@@ -52,7 +50,7 @@ class Web:
 
     def __init__(self, headers: Mapping[str, str], *, public_only: bool = False) -> None:
         self._client = httpx.Client(
-            event_hooks={"request": [refuse_private]} if public_only else {},
+            transport=PublicTransport() if public_only else None,
             headers={"User-Agent": "slipway-runtime", **headers, "Accept-Encoding": "identity"},
             follow_redirects=True,
             timeout=TIMEOUT,
@@ -144,24 +142,6 @@ class _Answer:
     def __exit__(self, *_: object) -> None:
         if self._response is not None:
             self._response.close()
-
-
-def refuse_private(request: httpx.Request) -> None:
-    """Raise AccessDeniedError where the host is, or may be, a machine that is not on the public Internet."""
-    host = request.url.host
-    try:
-        found = socket.getaddrinfo(host, request.url.port or 443, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise FetchError(f"{host} has no address") from error
-    if not all(_is_public(str(address[0])) for *_, address in found):
-        raise AccessDeniedError(f"{host} is an address of a private network, from which clients may load nothing")
-
-
-def _is_public(address: str) -> bool:
-    known = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(known, ipaddress.IPv6Address) and known.ipv4_mapped is not None:
-        known = known.ipv4_mapped
-    return known.is_global and not known.is_multicast
 
 
 def _version(answer: httpx.Response) -> str:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels.attention_plan import ChunkTile
 from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
 from slipway_runtime.kernels.dispatch import AttentionPlan
 from slipway_runtime.kernels.upload import Ints, static_buffer, upload_into
@@ -49,12 +50,12 @@ class ChunkGraphs:
     """The captured steps with chunks of one runner, and their static inputs."""
 
     def __init__(
-        self, shared: SharedBuffers, capture: Capture, capacities: tuple[ChunkCapacity, ...], *, queries: int
+        self, shared: SharedBuffers, capture: Capture, capacities: tuple[ChunkCapacity, ...], *, tile: ChunkTile
     ) -> None:
-        """capacities: by number of tokens, ascending. queries: tokens that a program attends."""
+        """capacities: by number of tokens, ascending. tile: what a program attends."""
         self._shared = shared
         self._capacities = capacities
-        self._queries = queries
+        self._tile = tile
         self._static = {capacity.tokens: self._static_inputs(capacity) for capacity in capacities}
         self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
         for capacity in reversed(capacities):
@@ -100,7 +101,7 @@ class ChunkGraphs:
             inputs.num_computed,
             inputs.num_new,
             padding_row=shared.padding_row,
-            queries=self._queries,
+            tile=self._tile,
         )
         if chunks is None:
             return None

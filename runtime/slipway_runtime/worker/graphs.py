@@ -109,8 +109,8 @@ class StepGraphs:
                 if num_slots
             },
         )
-        queries = kernels.split_queries(hidden.new_empty(0, *query_heads), cache, block_size)
-        self._chunks = ChunkGraphs(shared, capture, tuple(chunks), queries=queries)
+        tile = kernels.chunk_tile(hidden.new_empty(0, *query_heads), cache, block_size)
+        self._chunks = ChunkGraphs(shared, capture, tuple(chunks), tile=tile)
         self._decodes = DecodeGraphs(shared, capture, decodes)
 
     def replay(self, inputs: HostInputs, batch: InputBatch, token_slots: Ints | None) -> StepHidden | None:

@@ -1,13 +1,16 @@
-"""Size and allocation of the paged KV cache, and the memory that is available for it."""
+"""Size and allocation of the paged KV cache, copies of its blocks, and the memory that is available for it."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipway_api.memory import SMALLEST_POOL, kv_bytes_per_token, pool_blocks
 from slipway_runtime.kernels import kv_pages
+from slipway_runtime.kernels.upload import upload
 from slipway_runtime.models.config import DoesNotFitError, ModelConfig
 from slipway_runtime.models.quantize import DTYPE_NAMES
 
@@ -48,6 +51,63 @@ def allocate_cache(config: ModelConfig, size: CacheSize, dtype: torch.dtype, dev
     page = kv_pages.page_shape(size.block_size, config.head_dim, dtype)
     shape = (config.num_layers, size.num_blocks + 1, 2, config.num_kv_heads, *page)
     return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
+
+
+def copy_blocks(caches: list[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks of all layers, each (source, target) after those before it. caches: of each layer, (blocks, …)."""
+    if caches[0].device.type != "cpu":
+        copy_blocks_at_once(caches, copies)
+        return
+    for source, target in copies:
+        for whole in _in_one_storage(caches):
+            whole[:, target] = whole[:, source]
+
+
+def copy_blocks_at_once(caches: list[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+    """`copy_blocks` for GPUs, with few launches: two for 128 answers to a prompt, whatever the number of layers."""
+    for group in _independent(copies):
+        targets_of: dict[int, list[int]] = {}
+        for source, target in group:
+            targets_of.setdefault(source, []).append(target)
+        arrays = [np.array(targets, dtype=np.int64) for targets in targets_of.values()]
+        on_device = upload(arrays, caches[0].device)
+        wholes = _in_one_storage(caches)
+        # Sources first: a block may be overwritten after it was read.
+        read = [[whole[:, source : source + 1].clone() for source in targets_of] for whole in wholes]
+        for whole, blocks in zip(wholes, read, strict=True):
+            for block, targets in zip(blocks, on_device, strict=True):
+                whole.index_copy_(1, targets, block.expand(-1, len(targets), -1))
+
+
+def _independent(copies: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """The copies in parts whose order does not matter if all sources are read first: no target occurs twice or is read
+    later."""
+    group: list[tuple[int, int]] = []
+    written: set[int] = set()
+    for source, target in copies:
+        if source in written or target in written:
+            yield group
+            group, written = [], set()
+        group.append((source, target))
+        written.add(target)
+    if group:
+        yield group
+
+
+def _in_one_storage(caches: list[Tensor]) -> list[Tensor]:
+    """Blocks of all layers as words, (layers, blocks, words): one tensor, or one for each layer's own storage."""
+    first = caches[0]
+    words = torch.int64 if first[0].nbytes % 8 == 0 else torch.uint8
+    step = caches[1].storage_offset() - first.storage_offset() if len(caches) > 1 else first.numel()
+    together = step >= first.numel() and all(
+        cache.untyped_storage()._cdata == first.untyped_storage()._cdata
+        and cache.storage_offset() == first.storage_offset() + index * step
+        for index, cache in enumerate(caches)
+    )
+    if not together:
+        return [cache.view(len(cache), -1).view(words)[None] for cache in caches]
+    whole = first.as_strided((len(caches), *first.shape), (step, *first.stride()))
+    return [whole.view(*whole.shape[:2], -1).view(words)]
 
 
 def default_budget_bytes(device: torch.device, gpu_memory_utilization: float, activations: int = 0) -> int:

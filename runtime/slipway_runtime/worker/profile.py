@@ -23,9 +23,9 @@ def widest_step_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Activation bytes of a step of `tokens` tokens of which `rows` sample: measured on a GPU, computed on a CPU.
+    """Activation bytes of a step of `tokens` tokens with `rows` samples: measured on a GPU, computed on a CPU.
 
-    OOM raises torch's error.
+    rows: those that verify drafts are samples, too. OOM raises torch's error.
     """
     if device.type != "cuda":
         needs = Needs(dtype=DTYPE_NAMES[dtype], max_model_len=tokens, max_num_seqs=rows, max_num_batched_tokens=tokens)

@@ -19,6 +19,7 @@ from slipway_runtime.worker.graphs import StepGraphs
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.input_batch import InputBatch
 from slipway_runtime.worker.inputs import HostInputs, StepInputs, pack_inputs, upload_inputs
+from slipway_runtime.worker.kv_cache import copy_blocks
 from slipway_runtime.worker.logprobs import prompt_tiles, score_prompts
 from slipway_runtime.worker.out_of_memory import step_out_of_memory
 from slipway_runtime.worker.pooling import Pooler
@@ -219,6 +220,5 @@ class Runner:
         if plan.host_moves:
             assert self.host is not None, "a plan moves blocks to host memory that there is not"
             self.host.make(plan.host_moves, self.caches)
-        for source, target in plan.copies:
-            for cache in self.caches:
-                cache[target] = cache[source]
+        if plan.copies:
+            copy_blocks(self.caches, plan.copies)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -209,3 +210,43 @@ def test_text_that_only_looked_like_a_stop_string_is_sent_as_soon_as_it_differs(
 
 def test_text_without_stop_strings_passes_at_once():
     assert StopStrings([]).push("abc") == Released("abc")
+
+
+class Counted(str):
+    """A stop string that counts how many of its characters are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, index: Any) -> str:
+        Counted.looked_at += len(found := super().__getitem__(index))
+        return found
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        Counted.looked_at += len(prefix)
+        return super().startswith(prefix, *bounds)
+
+
+@pytest.mark.capability("SE-2")
+@pytest.mark.parametrize("stop", ["a" * 4000 + "b", "ab" * 2000 + "c", "a" * 2000 + "b" + "a" * 2000 + "c"])
+@pytest.mark.parametrize("piece", [1, 7, 4000])
+def test_a_mismatch_at_the_end_of_a_long_stop_string_costs_no_search_of_it(stop: str, piece: int):
+    text = (stop[:-1] + "x") * 3
+    Counted.looked_at = 0
+    matcher = StopStrings([Counted(stop)])
+    for start in range(0, len(text), piece):
+        matcher.push(text[start : start + piece])
+
+    assert Counted.looked_at <= 4 * (len(text) + len(stop))
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), st.text("abc", max_size=20))
+def test_what_is_held_back_is_the_longest_end_that_could_become_a_stop_string(stops: list[str], text: str):
+    matcher = StopStrings(stops)
+    released = matcher.push(text)
+    if released.stop is not None:
+        return
+    ends = [text[start:] for start in range(len(text) + 1)]
+    longest = next(end for end in ends if any(stop.startswith(end) for stop in stops))
+
+    assert released.text == text.removesuffix(longest)
+    assert matcher.flush() == longest

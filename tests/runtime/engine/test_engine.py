@@ -6,9 +6,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from slipway_runtime.engine.build import build_engine
-from slipway_runtime.engine.engine import Engine
+from slipway_runtime.engine.engine import BLOCKS_CHECKED_WHEN_IDLE, Engine
 from slipway_runtime.messages import FinishReason, Output, Request, SamplingParams
 from slipway_runtime.models.config import ModelRefusedError
+from slipway_runtime.scheduling.block_pool import BlockPool
 from tests.runtime.checkpoints import a_checkpoint, greedy
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -189,3 +190,24 @@ def test_the_tiny_model_of_the_project_agrees_with_transformers():
     prompt = [1, 1146, 1134, 264, 467]
     ask(engine, "a", prompt, max_tokens=40)
     assert run(engine)["a"] == greedy(model, prompt, 40)
+
+
+@pytest.mark.capability("SE-2")
+def test_an_idle_moment_checks_a_part_of_the_pool_and_never_all_of_it(oracle, monkeypatch: pytest.MonkeyPatch):
+    """With a large pool, a check of all blocks after each lone request would be a pause of many milliseconds."""
+    _, path = oracle
+    engine = an_engine(path)
+    checked: list[int] = []
+    check_next = BlockPool.check_next
+
+    def count(pool: BlockPool, most: int) -> None:
+        checked.append(most)
+        check_next(pool, most)
+
+    monkeypatch.setattr(BlockPool, "check_next", count)
+    monkeypatch.setattr(BlockPool, "check", lambda _: pytest.fail("all blocks were checked"))
+    for number in range(3):
+        ask(engine, f"r{number}", PROMPTS[0], 2)
+        run(engine)
+
+    assert checked == [BLOCKS_CHECKED_WHEN_IDLE] * 3

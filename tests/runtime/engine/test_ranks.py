@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,15 +16,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipway_runtime.engine import build as build_module
 from slipway_runtime.engine import decide as decide_module
+from slipway_runtime.engine import rank as rank_module
 from slipway_runtime.engine.build import build_engine
 from slipway_runtime.engine.client import EngineClient, EngineDead
-from slipway_runtime.engine.decide import decide
+from slipway_runtime.engine.decide import EnginePlan, decide
 from slipway_runtime.engine.engine import Engine
 from slipway_runtime.engine.launch import EngineProcess
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.engine.ranks import RankDiedError, Ranks
+from slipway_runtime.engine.ranks import RankDiedError, Ranks, RankStart
 from slipway_runtime.messages import (
     EngineFailed,
     Grammar,
@@ -36,7 +37,8 @@ from slipway_runtime.messages import (
 )
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError
-from slipway_runtime.worker.collective import PeerLostError
+from slipway_runtime.models.sharding import Share
+from slipway_runtime.worker.collective import Collective
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint, greedy
 from tests.runtime.engine.test_engine import BYTES_PER_BLOCK, PROMPTS, an_engine, ask, run
@@ -124,6 +126,39 @@ def test_a_rank_has_a_gpu_by_its_number_in_every_thread_that_loads_weights(tmp_p
     threads = set(checkpoint.in_parallel(lambda index: threading.get_ident(), 20))
     assert threads <= set(used)
     assert set(used.values()) == {torch.device("cuda", 1)}
+
+
+@pytest.mark.capability("DD-3")
+@pytest.mark.parametrize("rank", [1, 3])
+def test_the_process_of_a_rank_takes_the_gpu_of_its_number_before_it_touches_one(rank, tmp_path, monkeypatch):
+    """`cuda` without a number would be number 0, where rank 0 has its weights."""
+    a_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    options = msgspec.structs.replace(OPTIONS, device="auto", tensor_parallel_size=4)
+    events: list[object] = []
+    for name, does in {
+        "is_available": lambda: True,
+        "device_count": lambda: 4,
+        "get_device_capability": lambda device: events.append(("asked", device)) or (9, 0),
+        "set_device": lambda device: events.append(("set", device)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, does)
+    monkeypatch.setattr(decide_module, "default_budget_bytes", lambda device, share: 1 << 30)
+
+    class EnoughError(Exception): ...
+
+    def load(plan: EnginePlan, kernels: object, share: Share) -> None:
+        events.extend([("load", plan.device), ("share", share.rank, share.size)])
+        raise EnoughError
+
+    monkeypatch.setattr(rank_module, "load_weights", load)
+    monkeypatch.setattr(rank_module, "Collective", lambda *of: events.append(("meet", *of)) or Collective(*of))
+    leader = SimpleNamespace(start=RankStart(rank=rank, model_path=str(tmp_path), options=options, store=""))
+    with pytest.raises(EnoughError):
+        rank_module.run_rank(leader)  # type: ignore[arg-type]
+    own = torch.device("cuda", rank)
+    assert events == [
+        ("set", rank), ("asked", own), ("meet", rank, 4, own), ("load", own), ("share", rank, 4)
+    ]  # fmt: skip
 
 
 @pytest.mark.capability("DD-3", "ST-7")
@@ -268,19 +303,3 @@ async def ended_by_its_rank(directory: Path) -> None:
 async def test_two_processes_answer_as_one_and_neither_outlives_the_other(tmp_path):
     await asyncio.gather(stopped_after_its_answers(tmp_path), ended_by_its_rank(tmp_path))
     assert list(tmp_path.iterdir()) == [], "their sockets and files are gone"
-
-
-@pytest.mark.capability("DD-3", "KN-5")
-def test_graphs_that_one_rank_cannot_capture_are_used_by_none(monkeypatch: pytest.MonkeyPatch):
-    def refused(*_: object) -> str:
-        raise PeerLostError("a sum over 2 ranks failed: operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(build_module, "capture_steps", refused)
-    engine = build_engine(TINY, OPTIONS)
-    assert engine.facts.graphs_failed.endswith("operation not permitted when stream is capturing")
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    engine.add(Request(id="a", prompt_token_ids=(1, 5, 9), params=params, arrived=0.0), 0.0)
-    tokens: list[int] = []
-    while engine.has_work:
-        tokens += [token for output in engine.step(0.0).outputs for token in output.token_ids]
-    assert len(tokens) == 3

@@ -117,7 +117,7 @@ def test_graphs_are_captured_again_by_all_ranks_after_all_have_their_memory(tmp_
     a_checkpoint(tmp_path)
     events: list[object] = []
 
-    def capture(runner: Runner, device: object) -> str:
+    def capture(runner: Runner, *_: object) -> str:
         events.append("capture" if runner.caches else "capture without memory")
         return ""
 
@@ -154,7 +154,7 @@ def test_graphs_are_captured_again_by_all_ranks_after_all_have_their_memory(tmp_
 def test_no_memory_for_the_graphs_of_a_rank_that_wakes_ends_the_engine_with_a_sentence(tmp_path, monkeypatch):
     """The other rank waits within the capture: a second try to wake up would find it there."""
 
-    def no_memory(runner: Runner, device: object) -> str:
+    def no_memory(*_: object) -> str:
         if sleeps:
             raise DoesNotFitError("the CUDA graphs do not fit")
         return ""

@@ -17,6 +17,7 @@ from slipway_runtime.messages import Grammar, LoadAdapter, Request, SamplingPara
 from slipway_runtime.models.adapter_files import adapter_digest
 from slipway_runtime.models.config import ModelRefusedError
 from slipway_runtime.worker.out_of_memory import oom_refused
+from slipway_runtime.worker.runner import Runner
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 ADAPTERS = TINY.parent / "adapters"
@@ -97,6 +98,24 @@ def test_no_request_reaches_a_function_that_the_warm_up_did_not(settings: dict[s
             run(engine, (70, greedy, None), (40, sampled, None), (5, greedy, None), adapters=tuple(adapters))
     new = {f"{code.co_filename.rpartition('/')[2]}:{code.co_qualname}" for code in served - warm}
     assert not new, "these were reached for the first time by a user"
+
+
+@pytest.mark.capability("KN-4", "KV-5")
+@pytest.mark.parametrize("most", [1, 4, 7])
+def test_the_warm_up_verifies_as_many_drafts_as_a_step_may_hold(most, monkeypatch):
+    """The first step of many users with drafts found less memory than the warm-up had proven."""
+    samples, execute = [], Runner.launch
+
+    def launch(runner, plan, masks=None):
+        samples.append(sum(1 + len(drafts) for drafts in plan.drafts))
+        return execute(runner, plan, masks)
+
+    monkeypatch.setattr(Runner, "launch", launch)
+    build_engine(
+        TINY, max_num_seqs=5, max_num_batched_tokens=64, kv_cache_bytes=8 << 20, device="cpu",
+        speculation="promptLookup", speculation_max_tokens=most,
+    )  # fmt: skip
+    assert max(samples) == 5 * (1 + most)
 
 
 @pytest.mark.capability("PF-30", "KV-5")

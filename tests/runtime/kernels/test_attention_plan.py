@@ -6,8 +6,8 @@ import torch
 
 from slipway_runtime.kernels import attention_plan, captured_plan, kv_pages
 from slipway_runtime.kernels import paged_attention as kernels
-from slipway_runtime.kernels.attention_plan import num_splits
-from tests.runtime.kernels.test_paged_attention import MIXED, PADDING, Step, a_step
+from slipway_runtime.kernels.attention_plan import ChunkTile, num_splits
+from tests.runtime.kernels.test_paged_attention import PADDING, Step, a_step
 
 DRAFTS = [(70, 1), (16, 1), (90, 5), (0, 40), (100, 16), (33, 17), (5, 3)]
 
@@ -29,9 +29,8 @@ def test_few_new_tokens_on_a_long_context_are_split_and_equal_the_reference(kv_d
     monkeypatch.setattr(attention_plan, "CHUNK_SPLIT", 16)
     step = a_step(DRAFTS, groups=4, kv_heads=2, kv_dtype=kv_dtype)
     plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
-    work = plan.chunk_work(16, 16)
-    assert work.split[:, 0].bincount().tolist() == [6, 0, 8], "splits of the chunks of 5 and 16 tokens"
-    assert sorted(set(work.whole[:, 0].tolist())) == [1, 3, 4]
+    work = plan.chunk_work(16, ChunkTile(16, 2))
+    assert work.split[:, 0].bincount().tolist() == [6, 9, 8, 8], "programs of the chunks of 5, 40, 16 and 17 tokens"
     step.agrees(device, window)
 
 
@@ -87,7 +86,7 @@ def test_the_tiles_with_the_most_keys_start_first():
     plan = attention_plan.plan_attention(
         np.array([5, 100]), np.array([70, 40]), np.zeros((2, 16), dtype=np.int64), 16, torch.empty(0)
     )
-    whole = plan.chunk_work(16, 16).whole.tolist()
+    whole = plan.chunk_work(16, ChunkTile(16, 2)).whole.tolist()
     assert whole == [[1, 32], [1, 16], [1, 0], [0, 64], [0, 48], [0, 32], [0, 16], [0, 0]]
 
 
@@ -96,10 +95,42 @@ def test_splits_are_counted_on_the_host_as_on_the_device():
         assert num_splits(np.array(length), 256, 32) == expected
 
 
-@pytest.mark.capability("API-19")
-def test_in_one_order_no_chunk_is_split():
-    computed, new = (np.array(column) for column in zip(*MIXED, strict=True))
-    plan = attention_plan.plan_in_one_order(
-        computed + 5000, new, np.zeros((len(new), 400), dtype=np.int64), 16, torch.empty(0)
-    )
-    assert not plan.chunk_work(16, 16).num_slots
+@pytest.mark.capability("KN-2")
+@pytest.mark.parametrize(
+    ("past", "new", "splits"),
+    [
+        (32_000, 5, 32),  # drafts: 256 programs, of which there were 64
+        (32_000, 32, 16),  # the end of a cached prompt: 256 programs, of which there were 16
+        (32_000, 128, 4),
+        (32_000, 256, 2),
+        (32_000, 500, 1),  # enough programs without splits
+        (2000, 32, 2),  # no split is shorter than 1024 tokens
+        (900, 32, 1),
+        (0, 2000, 1),
+    ],
+)
+def test_a_chunk_on_a_long_context_has_some_250_programs_by_its_own_numbers_alone(past, new, splits):
+    """Chunks of 17 to 500 tokens ran a program for each tile and KV head, some ten times as long as they had to."""
+    tile = ChunkTile(queries=16, kv_heads=8)
+    together = np.array([7, past, 20_000]), np.array([30, new, 4])
+    for computed, added, row in ((np.array([past]), np.array([new]), 0), (*together, 1)):
+        plan = attention_plan.plan_attention(
+            computed, added, np.zeros((len(added), 1), dtype=np.int64), 16, torch.empty(0)
+        )
+        work = plan.chunk_work(32, tile)
+        own = work.split[work.split[:, 0] == row]
+        assert len(own) == (splits * -(-new // 16) if splits > 1 else 0)
+        assert len(own) * tile.kv_heads <= attention_plan.CHUNK_PROGRAMS
+        assert int((work.whole[:, 0] == row).sum()) == (0 if splits > 1 else -(-new // 32))
+
+
+@pytest.mark.capability("KN-2")
+def test_longer_chunks_in_splits_equal_the_reference_alone_and_among_others(device, monkeypatch):
+    monkeypatch.setattr(attention_plan, "CHUNK_SPLIT", 16)
+    step = a_step([(70, 1), (150, 40), (33, 90), (190, 17)], groups=4, kv_heads=2)
+    plan = attention_plan.plan_attention(step.num_computed, step.num_new, step.tables, 16, step.q)
+    assert set(plan.chunk_work(32, ChunkTile(16, 2)).split[:, 0].tolist()) == {0, 1, 2}
+    step.agrees(device)
+    together = step.triton(device)
+    assert torch.equal(part(step, 1).triton(device), together[1:41])
+    assert torch.equal(part(step, 2).triton(device), together[41:131])

@@ -228,7 +228,7 @@ def captured_attention(step: Step, device: torch.device, capacity: ChunkCapacity
     )
     packed = pack_chunks(
         capacity, np.arange(len(step.num_new)), step.num_computed, step.num_new, padding_row=len(step.num_new),
-        queries=kernels.split_queries(q, cache, step.block_size),
+        tile=kernels.chunk_tile(q, cache, step.block_size),
     )  # fmt: skip
     assert packed is not None
     rows, lengths, *static = (torch.from_numpy(one).to(device) for one in packed)

@@ -127,6 +127,15 @@ def test_scores_of_an_odd_vocabulary_are_read_with_the_widest_loads(sample, kern
         assert one["loads"].get("32", 0) < 8, "what belongs to the row: temperature, threshold and the like"
 
 
+@pytest.mark.capability("KN-8", "QZ-1", "QZ-4")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("form", ["float8 qkv", "float8 blocks qkv"])
+def test_float8_weights_are_multiplied_on_tensor_cores_of_gpus_without_float8(sample, form):
+    found = [one for one in of(sample, "_times_codes", form) if one["target"] == 80]
+    assert len(found) == 3, "for few, some and many rows"
+    assert all(one["tensor_cores"] == "mma" and not one["spilled"] for one in found)
+
+
 @pytest.mark.capability("KN-8")
 @pytest.mark.kernels
 @pytest.mark.timeout(7200)

@@ -8,7 +8,7 @@ import torch
 
 from slipway_runtime.engine import decide as decide_module
 from slipway_runtime.engine.options import EngineOptions
-from slipway_runtime.kernels import attention_plan, fixed_order, gpu
+from slipway_runtime.kernels import fixed_order, gpu, ordered_plan
 from slipway_runtime.kernels.dispatch import Kernels, kernels_for, refusal
 from slipway_runtime.models.config import ModelRefusedError
 from tests.runtime.checkpoints import a_checkpoint
@@ -41,8 +41,8 @@ def test_one_order_of_sums_is_served_on_either_device():
     assert kernels_for(torch.device("cpu"), torch.bfloat16, deterministic=True) is fixed_order
     chosen = kernels_for(torch.device("cuda"), torch.bfloat16, deterministic=True)
     differing = {name for name in NAMES if getattr(chosen, name) is not getattr(gpu, name)}
-    assert differing == {"plan_attention"}
-    assert chosen.plan_attention is attention_plan.plan_in_one_order
+    assert differing == {"paged_attention", "plan_attention"}
+    assert chosen.plan_attention is ordered_plan.plan_attention
 
 
 @pytest.mark.capability("KN-8")

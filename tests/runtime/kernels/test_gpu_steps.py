@@ -8,10 +8,22 @@ import pytest
 import torch
 
 from bench.fake_gpu import DEVICE, fake_gpu
-from bench.gpu_steps import BLOCK, CONFIGS, DECODE, EVERYTHING, GREEDY, PENALIZED, STEPS, a_machine
+from bench.gpu_steps import (
+    BLOCK,
+    CONFIGS,
+    DECODE,
+    EVERYTHING,
+    GREEDY,
+    PENALIZED,
+    STEPS,
+    FakeMachine,
+    a_machine,
+    with_layers,
+)
 from bench.gpu_steps import run_step as run_step_anew
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT
 from slipway_runtime.kernels.upload import download, upload
+from slipway_runtime.layers.matmul_quantized import GroupedFp8
 from slipway_runtime.models.config import parse_config
 from slipway_runtime.worker.graphs import reserve_bytes
 
@@ -286,3 +298,30 @@ def test_rows_of_one_step_may_ask_for_everything():
     with a_machine() as machine:
         record = machine.step([5, 3, 1, 1], [40, 1023, 99, 7], EVERYTHING, drafts=((7,) * 4, (7,) * 2, (), ()))
     assert record.faults == []
+
+
+@pytest.mark.capability("KN-8", "DD-3", "QZ-4")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_ranks_on_gpus_hold_their_part_of_a_checkpoint_in_float8_as_codes(capability):
+    """o and down became numbers of 16 bits, twice the memory that each GPU was planned for."""
+    config = with_layers(parse_config(json.loads((PUBLISHED / "qwen3-8b-fp8.json").read_text())), 1)
+    with fake_gpu(capability) as gpu:
+        (layer,), (part,) = (FakeMachine(gpu, config, ranks=ranks).runner.decoder.layers for ranks in (1, 2))
+    for whole, own in zip(layer.linears, part.linears, strict=True):
+        assert isinstance(own.matmul, GroupedFp8)
+        assert 2 * own.nbytes == whole.nbytes
+
+
+@pytest.mark.capability("KN-8", "KV-2")
+@pytest.mark.parametrize("layers", [2, 6])
+def test_copies_for_many_answers_are_two_launches_and_one_upload(layers):
+    """128 answers of a model of 32 layers were some 4,000 launches."""
+    copies = tuple((3, target) for target in range(1000, 1127))
+    counts = []
+    for given in ((), copies):
+        with a_machine(layers=layers) as machine:
+            record = machine.step([1] * 2, [100] * 2, copies=given)
+        counts.append((record.count("kernel"), record.count("upload")))
+        assert not record.faults
+    (kernels, uploads), copying = counts
+    assert copying == (kernels + 2, uploads + 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
+from slipway_runtime.engine import sleep
 from slipway_runtime.engine.warmup import try_capture
 from slipway_runtime.kernels import (
     gpu,
@@ -33,6 +34,7 @@ from slipway_runtime.models.adapters import HostAdapter
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import DoesNotFitError, read_config
 from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.worker import capture
 from slipway_runtime.worker.adapters import AdapterSlots
 from slipway_runtime.worker.capture import Capture, CapturedGraph, CudaCapture, StepHidden
 from slipway_runtime.worker.graphs import StepGraphs, batch_sizes
@@ -278,13 +280,13 @@ def test_after_a_first_round_no_kernel_is_compiled_again(tmp_path):
     assert compiled() == before
 
 
-@pytest.mark.capability("KN-5")
-def test_all_recordings_warm_up_on_one_stream(monkeypatch):
-    """Finding 16: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on."""
-    made = []
+@pytest.fixture
+def streams(monkeypatch):
+    """torch.cuda's streams and graphs without a GPU: the streams that were made, and those that ran something."""
+    made, used = [], []
 
     class Stream:
-        def __init__(self) -> None:
+        def __init__(self, device: object = None) -> None:
             made.append(self)
 
         def wait_stream(self, other: object) -> None:
@@ -294,15 +296,64 @@ def test_all_recordings_warm_up_on_one_stream(monkeypatch):
         def replay(self) -> None:
             """Nothing was recorded."""
 
+    def run_on(stream: object) -> object:
+        used.append(stream)
+        return nullcontext()
+
+    def graph(graph: object, *, stream: object = None, **_: object) -> object:
+        return run_on(stream)
+
     current = Stream()
     made.clear()
     for name, value in {
         "Stream": Stream, "CUDAGraph": Graph, "graph_pool_handle": lambda: None, "current_stream": lambda: current,
-        "stream": lambda _: nullcontext(), "graph": lambda *_, **__: nullcontext(),
+        "stream": run_on, "graph": graph,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    capture._capture_stream.cache_clear()
+    yield made, used
+    capture._capture_stream.cache_clear()
+
+
+@pytest.mark.capability("KN-5")
+def test_all_recordings_warm_up_and_record_on_one_stream(streams):
+    """Finding 16: cuBLAS keeps a workspace of 32 MiB for each stream that it ever ran on."""
+    made, used = streams
     record, computed = CudaCapture(), []
     for size in (4, 2, 1):
         record(lambda size=size: computed.append(size))
     assert computed == [4, 4, 2, 2, 1, 1], "once to warm up, once to record"
     assert len(made) == 1
+    assert used == made * 6, "what is recorded runs on the stream that it was warmed up on"
+
+
+@pytest.mark.capability("KN-5", "ST-7")
+def test_an_engine_that_wakes_up_records_on_the_stream_that_it_had(streams):
+    """Each wake made a new stream, and cuBLAS another workspace."""
+    made, used = streams
+    for _ in range(3):
+        CudaCapture(torch.device("cuda", 0))(lambda: None)
+    assert len(made) == 1
+    assert used == made * 6
+
+
+@pytest.mark.capability("KN-5", "ST-7")
+def test_workspaces_are_freed_while_an_engine_sleeps(monkeypatch):
+    """The graphs that have their addresses are gone by then."""
+    freed = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("workspaces"), raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("cache"))
+    monkeypatch.setattr(sleep, "HostCopy", lambda tensors: None)
+
+    class Runner:
+        graphs, caches, host = object(), [1], None
+
+        class decoder:  # noqa: N801  an attribute of the runner
+            layers = ()
+
+    runner = Runner()
+    sleep.Sleeper(
+        runner, torch.device("cuda", 0), load_weights=lambda: None, allocate_cache=list, capture=lambda: None
+    ).sleep(1)
+    assert freed == ["workspaces", "cache"]
+    assert runner.graphs is None

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from slipway_runtime.kernels import attention_plan, kv_pages, reference
 from slipway_runtime.kernels import paged_attention as kernels
@@ -211,40 +210,6 @@ def test_a_quantized_cache_is_read_as_the_reference_reads_it(
 ):
     step = a_step(MIXED, groups=groups, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype)
     step.agrees(device, window)
-
-
-@pytest.fixture
-def dots_of_rows_alone(monkeypatch):
-    """Triton's interpreter multiplies with BLAS, some of whose kernels sum a row differently by its place in the tile.
-
-    Tensor cores do not. Summed in float64 and rounded once, the place of a row makes no difference here either.
-    """
-
-    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
-        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
-@pytest.mark.capability("API-19")
-@pytest.mark.usefixtures("dots_of_rows_alone")
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-def test_in_one_order_a_token_is_attended_the_same_in_a_prompt_in_a_chunk_and_alone(kv_dtype, device):
-    prompt = a_step([(0, 70), (0, 33)], kv_heads=2, kv_dtype=kv_dtype)
-
-    def attended(computed: list[int], new: list[int], rows: list[int], tokens: list[int]) -> Tensor:
-        cache = prompt.cache.to(device)
-        plan = attention_plan.plan_in_one_order(np.array(computed), np.array(new), prompt.tables[rows], 16, cache)
-        q = prompt.q[tokens].to(device)
-        return kernels.paged_attention(q, prompt.kv[tokens].to(device), cache, plan, SCALE).cpu()
-
-    whole = attended([0, 0], [70, 33], [0, 1], list(range(103)))
-    assert torch.equal(attended([69], [1], [0], [69])[0], whole[69])
-    decoded = attended([32, 69], [1, 1], [1, 0], [102, 69])
-    assert torch.equal(decoded, whole[[102, 69]])
-    chunk = attended([5, 41], [20, 29], [1, 0], [*range(75, 95), *range(41, 70)])
-    assert torch.equal(chunk, whole[[*range(75, 95), *range(41, 70)]])
 
 
 @pytest.mark.capability("KN-2")

@@ -196,7 +196,92 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     assert read_config(tmp_path).vocab_size == 100
 
 
-@pytest.mark.parametrize("key", ["is_llama_config", "unsloth_version", "unsloth_fixed", "comment_of_the_author"])
+# Keys of published files without effect on the output tokens, by where they come from.
+INERT = {
+    "people and publishers": """is_llama_config unsloth_version unsloth_fixed comment_of_the_author
+        conversation_template artifact_path transformers.js_config tokenizer_model_max_length max_sequence_length
+        model_max_length seq_length active_since exact_name lineage rescaled_by statement""",
+    "libraries that attend faster": """_flash_attn_2_enabled use_flash_attention use_flash_attn use_flash_attention_2
+        flash_attention _attn_implementation_internal _experts_implementation use_sdpa_attention use_xformers_attention
+        use_memory_efficient_attention use_liger_kernel use_fused_rms_norm fused_mlp _flash_attn_uses_top_left_mask""",
+    "training": """activation_checkpointing activation_checkpointing_layers attn_pdrop attention_probs_dropout_prob
+        hidden_dropout_prob classifier_dropout router_z_loss_coef max_grad_norm v_head_initializer_range
+        embedding_init_std noisy_embedding_alpha neftune_noise_alpha lora_alpha lora_r loss_scale use_reentrant
+        gradient_accumulation_steps z_loss_weight""",
+    "several devices": """model_parallel tensor_parallel tensor_parallel_size tensor_model_parallel_size
+        pipeline_parallel_size sequence_parallel expert_parallel_size fsdp ep_size""",
+    "defaults of generate()": """output_scores output_logits num_logits_to_keep no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids forced_eos_token_id suppress_tokens diversity_penalty
+        num_beam_groups remove_invalid_values exponential_decay_length_penalty""",
+}
+
+
+@pytest.mark.parametrize("key", [key for keys in INERT.values() for key in keys.split()])
 def test_a_key_that_computes_nothing_does_not_keep_a_model_from_being_served(key):
     """Finding 5: SmolLM2 and fine-tunes by common tools have keys of their own."""
     assert parse_config(LLAMA | {key: "2024.9"}) == parse_config(LLAMA)
+
+
+@pytest.mark.capability("ST-9")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("clip_qkv", 8.0),  # OLMo
+        ("qk_clip", 100.0),
+        ("swiglu_limit", 7.0),
+        ("use_qk_norm", True),
+        ("qk_layernorm", True),
+        ("use_qkv_bias", True),
+        ("bias", True),
+        ("use_mrope", True),  # Qwen2-VL
+        ("use_logn_attn", True),  # Qwen
+        ("use_dynamic_ntk", True),
+        ("dual_chunk_attention_config", {"chunk_size": 8192}),  # Qwen2.5-1M
+        ("no_rope_layers", [1, 0]),
+        ("rope_interleaved", True),
+        ("attention_multiplier", 0.1),  # Granite
+        ("embedding_multiplier", 12.0),
+        ("logits_scaling", 8.0),
+        ("logit_scale", 0.06),  # Cohere
+        ("residual_multiplier", 0.2),
+        ("scale_depth", 1.4),  # MiniCPM
+        ("scale_emb", 12),
+        ("use_parallel_residual", True),
+        ("parallel_attn", True),
+        ("activation_function", "gelu"),
+        ("mlpActivation", "gelu"),
+        ("layer_norm_eps", 1e-5),
+        ("norm_type", "layernorm"),
+        ("n_routed_experts", 64),
+        ("num_kv_shared_layers", 10),
+        ("attn_temperature_tuning", True),
+        ("conv_L_cache", 3),  # LFM2
+        ("ssm_cfg", {"layer": 1}),
+        ("mamba_d_state", 16),
+        ("vision_config", {"depth": 2}),
+        ("mm_vision_tower", "clip"),  # LLaVA
+        ("quantization", {"bits": 4, "group_size": 64}),  # MLX
+        ("compression_config", {"format": "int-quantized"}),  # compressed-tensors before 0.6
+        ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("use_bidirectional_attention", True),
+        ("final_logit_softcapping", 30.0),
+        ("num_nextn_predict_layers", 1),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_that_may_compute_is_refused_by_name(key, value):
+    with pytest.raises(ModelRefusedError, match=f"asks for what this engine does not know: {key}"):
+        parse_config(LLAMA | {key: value})
+
+
+@pytest.mark.parametrize("value", [None, False, 0, [], {}, ""])
+@pytest.mark.parametrize("key", ["use_mrope", "clip_qkv", "alibi", "cross_attention_hidden_size", "vision_config"])
+def test_a_key_that_is_switched_off_computes_nothing(key, value):
+    assert parse_config(LLAMA | {key: value}) == parse_config(LLAMA)
+
+
+@pytest.mark.capability("ST-9")
+def test_attention_in_both_directions_is_refused_however_it_is_spelled():
+    """gte-Qwen2 switches causal attention off: false, which for other keys means that nothing is asked for."""
+    assert parse_config(LLAMA | {"is_causal": True, "partial_rotary_factor": 1.0}) == parse_config(LLAMA)
+    with pytest.raises(ModelRefusedError, match="is_causal is False; only True is supported"):
+        parse_config(LLAMA | {"is_causal": False})

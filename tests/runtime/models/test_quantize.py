@@ -174,9 +174,10 @@ def test_quality_drifts_no_further_than_stated(which, stories):
 def test_memory_of_the_weights_is_that_of_their_form():
     exact, int8, fp8 = (Machine(quantization=kind, rows=1).decoder for kind in ("none", "int8", "fp8"))
     layers = {d: sum(linear.nbytes for layer in d.layers for linear in layer.linears) for d in (exact, int8, fp8)}
-    assert 3.85 < layers[exact] / layers[int8] < 4.2  # a scale; and outputs are padded to other numbers
+    size = 2 if native.library() is not None else 4  # the checkpoint has bfloat16 numbers
+    assert 0.96 * size < layers[exact] / layers[int8] < 1.05 * size  # a scale; and outputs are padded to other numbers
     assert 0 <= layers[int8] / layers[fp8] - 1 < 0.1
-    assert int8.nbytes < exact.nbytes / 2.5  # the embedding stays as it is
+    assert int8.nbytes < exact.nbytes - layers[exact] / 2.2  # the embedding stays as it is
 
 
 @pytest.mark.capability("KV-11")

@@ -54,9 +54,9 @@ FORMATS = {
 }  # fmt: skip
 
 
-def a_quantized_checkpoint(path, write, said, family="llama", **kept):
+def a_quantized_checkpoint(path, write, said, family="llama", sizes=(), **kept):
     """Write one; the `transformers` model of the numbers that its codes stand for."""
-    model = a_checkpoint(path, family, **SIZES)
+    model = a_checkpoint(path, family, **SIZES | dict(sizes))
     state = {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}
     stored, meant = writers.quantize_state(state, write, **kept)
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})

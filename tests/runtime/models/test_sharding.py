@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
+from safetensors.torch import save_file
 
 from slipway_runtime.kernels.rounding import quantize
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelRefusedError, read_config
 from slipway_runtime.models.decoder import load_decoder
+from slipway_runtime.models.quantized_checkpoint import WeightReader, parse_quantization
 from slipway_runtime.models.sharding import Share, part_of
 from tests.runtime.checkpoints import a_checkpoint
 from tests.runtime.machine import CPU, TINY, Machine, Stretch
@@ -24,7 +27,12 @@ FAMILIES = {
     "phi4-mini": ("phi3", {"hidden_size": 64, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "gemma2": ("gemma2", {"head_dim": 12, "sliding_window": 9}),
+    "gemma3_text": ("gemma3_text", {"head_dim": 12, "num_hidden_layers": 3, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16,
+        "norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 1.5}),
 }  # fmt: skip
 
@@ -57,12 +65,88 @@ def test_logits_of_two_ranks_are_those_of_one(family, tmp_path):
     assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 1e-5
 
 
+# Both cuts by inputs, of 256 columns of o and of 512 of down, lie between two groups of every format.
+ALIGNED = {"hidden_size": 256, "intermediate_size": 512}
+IN_ORDER = [name for name in FORMATS if "order" not in name]
+
+
 @pytest.mark.capability("DD-3", "QZ-4")
-@pytest.mark.parametrize("name", ["awq", "gptq, in the order of activations", "fp8, blocks", "int8, W8A8"])
-def test_a_quantized_checkpoint_is_divided_like_its_numbers(name, tmp_path):
-    """o and down become numbers on each rank; rows of the others keep their codes, whose inputs are rounded."""
-    a_quantized_checkpoint(tmp_path, *FORMATS[name])
-    assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 0.1
+@pytest.mark.parametrize("sizes", [ALIGNED, {}], ids=["between groups", "within groups"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_checkpoint_is_divided_like_its_numbers(name, sizes, tmp_path):
+    a_quantized_checkpoint(tmp_path, *FORMATS[name], sizes=sizes)
+    exact = {"rows": 3, "packed": False}
+    assert max(differences(Machine(tmp_path, **exact), Shards(tmp_path, **exact), 97)) < 1e-5
+    # In the format that this machine multiplies: rows of x are rounded to bytes by parts, or to bfloat16.
+    assert max(differences(Machine(tmp_path, rows=3), Shards(tmp_path, rows=3), 97)) < 0.15
+
+
+@pytest.mark.capability("DD-3", "QZ-4")
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_each_rank_keeps_the_codes_of_its_part_of_a_quantized_checkpoint(name, tmp_path):
+    """o and down became numbers: an AWQ 70B on two GPUs took 48 GB on each where it has 20."""
+    a_quantized_checkpoint(tmp_path, *FORMATS[name], sizes=ALIGNED)
+    with structlog.testing.capture_logs() as logs:
+        whole, shards = Machine(tmp_path, rows=1).decoder, Shards(tmp_path, rows=1)
+    assert not logs
+    for rank in shards.machines:
+        for all_of_it, part in zip(whole.layers, rank.decoder.layers, strict=True):
+            for linear, own in zip(all_of_it.linears, part.linears, strict=True):
+                assert type(own.matmul) is type(linear.matmul)
+                assert 0.48 < own.nbytes / linear.nbytes < 0.56, "a scale a row is as long in each part"
+
+
+@pytest.mark.capability("DD-3", "QZ-4", "API-21")
+@pytest.mark.parametrize("name", ["awq", "fp8, blocks", "int8, W8A16", "gptq, in the order of activations"])
+def test_experts_of_a_quantized_checkpoint_are_divided_like_their_numbers(name, tmp_path):
+    sizes = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    a_quantized_checkpoint(tmp_path, *FORMATS[name], family="qwen3_moe", sizes=ALIGNED | sizes)
+    exact = {"rows": 3, "packed": False}
+    assert max(differences(Machine(tmp_path, **exact), Shards(tmp_path, **exact), 97)) < 1e-5
+    if name == "awq":
+        whole, shards = Machine(tmp_path, rows=1), Shards(tmp_path, rows=1)
+        for rank in shards.machines:
+            for all_of_it, part in zip(whole.decoder.layers, rank.decoder.layers, strict=True):
+                assert part.mlp._experts.nbytes == all_of_it.mlp._experts.nbytes / 2
+
+
+@pytest.mark.capability("DD-3", "QZ-4")
+@pytest.mark.parametrize("name", [*(name for name in FORMATS if "order" in name), "awq"])
+def test_codes_that_cannot_be_cut_become_numbers_which_is_said_in_a_sentence(name, tmp_path):
+    sizes = ALIGNED if "order" in name else {}  # 160 columns of down: 80 are two and a half groups
+    a_quantized_checkpoint(tmp_path, *FORMATS[name], sizes=sizes)
+    matrices = "2 matrices" if name == "awq" else "4 matrices"
+    mib = (2 * 64 * 80 if name == "awq" else 2 * 256 * (128 + 256)) * 4 / (1 << 20)
+    with structlog.testing.capture_logs() as logs:
+        Machine(tmp_path, rows=1)
+        Shards(tmp_path, rows=1)
+    (line,) = logs
+    sentence = line["reason"]
+    assert sentence.startswith(f"tensor_parallel_size is 2, which cuts {matrices} within their groups of inputs: ")
+    assert f"as numbers, {mib:.1f} MiB on each rank" in sentence
+
+
+@pytest.mark.capability("DD-3", "QZ-4")
+@pytest.mark.parametrize("name", ["awq", "gptq, in the order of activations", "fp8, blocks", "int8, W8A16"])
+@pytest.mark.parametrize("own", [slice(0, 192), slice(192, 384), slice(128, 384), slice(16, 100)], ids=str)
+def test_some_inputs_of_a_quantized_matrix_have_the_numbers_that_they_had(name, own, tmp_path):
+    weight = torch.randn(40, 384, generator=torch.Generator().manual_seed(0))
+    write, said = FORMATS[name]
+    tensors, _ = write(weight)
+    save_file(
+        {f"m.{key}": one.contiguous() for key, one in tensors.items() if key != "bias"},
+        tmp_path / "model.safetensors",
+    )
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        matrix = WeightReader(checkpoint, parse_quantization(said), torch.float32).matrix("m", 40, 384)
+    part = matrix.columns(own)
+    if "order" in name or (own == slice(16, 100) and "rows" not in name and name != "int8, W8A16"):
+        assert part is None
+        return
+    assert torch.equal(part.dequantized(), matrix.dequantized()[:, own])
+    assert part.codes.untyped_storage().nbytes() == part.codes.nbytes, "the other columns are not kept"
+    if name == "fp8, blocks":
+        assert part.group == (128 if own.start % 128 == own.stop % 128 == 0 else 64)
 
 
 @pytest.mark.capability("DD-3")

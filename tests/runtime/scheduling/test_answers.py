@@ -1,5 +1,7 @@
 """Several answers to one prompt, answers begun elsewhere, and prompts that are scored."""
 
+import tracemalloc
+
 import pytest
 
 from slipway_runtime.messages import FinishReason
@@ -94,3 +96,19 @@ def test_a_scored_prompt_is_computed_whole_in_chunks_and_told_once():
     assert all(output.prompt_logprobs is None for output in others)
     assert first.cached_tokens == 0
     assert play.outputs["b"][0].cached_tokens == 8
+
+
+@pytest.mark.capability("SE-2")
+def test_answers_that_wait_hold_no_copies_of_their_prompt():
+    """The bound of the queue counts a prompt once: 128 copies of it would be memory that nothing bounds."""
+    play = Play(blocks=8000, max_num_seqs=2)
+    prompt = list(range(20_000))
+    tracemalloc.start()
+    play.add("a", prompt, max_tokens=2, n=128)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+    assert used < 4 * 8 * len(prompt), "the request's own tuple and small parts of 128 answers"
+    assert play.scheduler.stats(0.0).waiting == 128
+    play.abort("a")
+    play.run()

@@ -108,3 +108,34 @@ def test_all_answers_of_a_paused_request_wait_and_none_is_lost():
     play.pause("slow")  # of somebody who has gone
     play.pause("never heard of")
     play.scheduler.check()
+
+
+@pytest.mark.capability("SE-2")
+def test_the_prompt_of_a_paused_request_without_a_row_still_counts_as_waiting():
+    """As while its grammar is compiled: else its tokens would not count to the bound of the queue."""
+    play = Play(max_num_seqs=1, budget=16)
+    play.add("running", [1, 2, 3], max_tokens=30)
+    play.step()
+    play.add("a", range(1, 11), max_tokens=4, n=3)
+    assert play.scheduler.stats(0.0).waiting_tokens == 10
+    play.pause("a")
+    assert play.scheduler.stats(0.0).waiting_tokens == 10
+    play.pause("a", on=False)
+    assert play.scheduler.stats(0.0).waiting_tokens == 10
+    play.pause("a")
+    play.abort("a")
+    assert play.scheduler.stats(0.0).waiting_tokens == 0
+    play.run()
+
+
+def test_a_paused_request_that_lost_its_row_counts_with_all_tokens_that_it_has_to_compute_again():
+    play = Play(block_size=4, budget=16, max_num_seqs=1)
+    play.add("slow", range(1, 10), max_tokens=8)
+    play.step()
+    play.pause("slow")
+    play.add("quick", range(11, 22), max_tokens=4)
+    play.run()
+    assert play.scheduler.stats(0.0).waiting_tokens >= 9
+    play.pause("slow", on=False)
+    play.run()
+    assert play.scheduler.stats(0.0).waiting_tokens == 0

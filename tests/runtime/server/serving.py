@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -105,6 +106,13 @@ class Steps:
         return self._engine.stats(now)
 
 
+class WiredThread(EngineThread):
+    """An engine thread that gets each message as the engine process gets it: encoded and decoded."""
+
+    def send(self, message: Message) -> None:
+        super().send(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message))
+
+
 @dataclass
 class Clock:
     """The server's clock, which a test may push forward; the engine keeps the real one."""
@@ -163,6 +171,7 @@ async def a_replica(
     max_output_tokens: int = 0,
     max_body_bytes: int = 2**20,
     max_open_requests: int = 64,
+    max_open_body_bytes: int = 2**28,
     drain_timeout: float = 60.0,
     load: bool = True,
     revision: str = "rev1",
@@ -176,7 +185,7 @@ async def a_replica(
     """A replica named `tiny` of the namespace `team-a`; with `load=False` it stays at Loading."""
     files = tokenizer or tiny_tokenizer()
     steps = Steps(tiny_engine(**engine))
-    client = EngineClient(EngineThread(steps), limits=limits)
+    client = EngineClient(WiredThread(steps), limits=limits)
     clock = Clock(asyncio.get_running_loop().time)
     replica = Replica(
         Identity(model="tiny", revision=revision, namespace="team-a", uri=f"file://{TINY}"),
@@ -191,6 +200,7 @@ async def a_replica(
         replica,
         max_body_bytes=max_body_bytes,
         max_open_requests=max_open_requests,
+        max_open_body_bytes=max_open_body_bytes,
         adapter_endpoints=adapter_endpoints,
         token_digests=serving_token_digests,
     )

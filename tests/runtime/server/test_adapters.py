@@ -70,6 +70,7 @@ async def test_an_adapter_is_loaded_used_named_and_unloaded(replica: Running, fo
     one = (await replica.http.get(f"{replica.url}/v1/models/one")).json()
     gone = await replica.post("/v1/unload_lora_adapter", {"lora_name": "one"})
     after = await replica.chat(model="one")
+    twice = await replica.post("/v1/unload_lora_adapter", {"lora_name": "one"})
 
     assert loaded.status_code == 200
     assert again.status_code == 400, "a name that is taken, whatever its content: as vLLM answers"
@@ -85,6 +86,18 @@ async def test_an_adapter_is_loaded_used_named_and_unloaded(replica: Running, fo
     assert gone.text == "Success: LoRA adapter 'one' removed successfully."
     assert after.status_code == 404
     assert after.json()["error"]["message"] == "The model `one` does not exist."
+    assert twice.status_code == 404
+    assert twice.json()["error"]["type"] == "NotFoundError"
+    assert twice.json()["error"]["message"] == "The lora adapter 'one' cannot be found.", "in vLLM's words"
+
+
+async def test_an_adapters_root_is_the_shortest_form_of_its_path(replica: Running, folders: Path):
+    loaded = await load(replica, "roundabout", folders / "two" / ".." / "one")
+    card = (await replica.http.get(f"{replica.url}/v1/models/roundabout")).json()
+    await replica.post("/v1/unload_lora_adapter", {"lora_name": "roundabout"})
+
+    assert loaded.status_code == 200, loaded.text
+    assert card["root"] == str(folders / "one")
 
 
 REFUSED = [

@@ -184,10 +184,9 @@ async def test_a_schema_binds_the_text(client: AsyncAnthropic):
 
 
 REFUSED = {
-    "thinking": ({"type": "enabled", "budget_tokens": 1024}, "thinking"),
     "tools": ([{"type": "bash_20250124", "name": "bash"}], "tools"),
-    "messages": ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "no other type"),
-    "max_tokens": (20_000, "max_tokens"),
+    "messages": ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "content.0: only text"),
+    "output_config": ({"effort": "max"}, "output_config.effort: one of none"),
     "extra_body": ({"top_k": -3}, "top_k"),
 }
 
@@ -234,3 +233,20 @@ async def test_another_replica_continues_a_stream_event_by_event(replica: Runnin
 
         begun = undisturbed[: marks[cut - 1].end()]
         assert without_usage(begun + rest) == without_usage(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "stops"),
+    [
+        ("/v1/messages", "stop_sequences", ["a" * 1025]),
+        ("/v1/messages", "stop_sequences", ["a"] * 17),
+        ("/v1/responses", "stop", "a" * 1025),
+        ("/v1/responses", "stop", ["a"] * 5),
+    ],
+)
+async def test_too_many_or_too_long_stop_strings_are_a_400(replica: Running, path: str, field: str, stops: Any):
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]} if "messages" in path else {"input": "Hi"}
+    refused = await replica.post(path, body | {field: stops})
+
+    assert refused.status_code == 400
+    assert field in refused.json()["error"]["message"]

@@ -101,6 +101,26 @@ async def test_the_numbers_are_those_of_the_requests(replica: Running):
     assert found["vllm:e2e_request_latency_seconds_sum"] >= found["vllm:time_to_first_token_seconds_sum"]
 
 
+@pytest.mark.capability("OB-1")
+async def test_the_longest_of_several_answers_is_the_length_of_their_request(replica: Running):
+    ask = {"n": 2, "seed": 7, "temperature": 2.0, "max_tokens": 20, "ignore_eos": True}
+    one, other = [choice["message"]["content"] for choice in (await replica.chat(**ask)).json()["choices"]]
+    stop = next(one[at : at + 4] for at in range(4, len(one) - 9) if one[at : at + 4] not in other)
+    before = await samples(replica)
+
+    usage = (await replica.chat(**ask, stop=stop)).json()["usage"]
+    after = await samples(replica)
+
+    def grown(name: str) -> float:
+        return after[name] - before[name]
+
+    assert 20 < usage["completion_tokens"] < 40, "one of the two ends early"
+    assert grown("vllm:request_max_num_generation_tokens_sum") == 20
+    assert grown("vllm:request_max_num_generation_tokens_count") == 1
+    assert grown("vllm:request_generation_tokens_sum") == grown("vllm:generation_tokens_total")
+    assert grown("vllm:request_generation_tokens_sum") == usage["completion_tokens"]
+
+
 @pytest.mark.capability("OB-1", "KV-4")
 async def test_load_is_visible_while_it_lasts_and_aborts_are_counted(replica: Running):
     async with replica.streaming(**FOREVER) as stream:

@@ -10,7 +10,6 @@ import pytest
 import pytest_asyncio
 from starlette.requests import Request
 
-from slipway_runtime.server import about
 from slipway_runtime.server.request_context import LONGEST_DEADLINE_SECONDS, Caller
 from tests.runtime.server.serving import Running, a_replica
 
@@ -52,6 +51,8 @@ CHAT_FIELDS = [
     ("seed", 2**63),
     ("stop", ""),
     ("stop", ["a", "b", "c", "d", "e"]),
+    ("stop", "a" * 1025),
+    ("stop", ["b", "a" * 1025]),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [3072]),
     ("n", 0),
@@ -156,9 +157,9 @@ async def test_fields_that_ask_for_what_happens_anyway_are_welcome(replica: Runn
     assert response.status_code == 200, response.text
 
 
-async def test_messages_may_come_in_parts_and_from_a_developer(replica: Running):
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
-    whole = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+async def test_messages_may_come_in_parts_which_are_lines_and_from_a_developer(replica: Running):
+    parts = [{"type": "text", "text": "Hello!"}, {"type": "text", "text": "Who are you?"}]
+    whole = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!\nWho are you?"}]
     split = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
 
     one, other = [(await replica.post("/tokenize", {"messages": m})).json()["tokens"] for m in (whole, split)]
@@ -194,9 +195,16 @@ async def test_unknown_paths_and_methods_answer_in_the_same_shape(replica: Runni
     error_of(wrong)
 
 
+# What vLLM routes for other models and hosts, beyond the endpoints that are here too.
+VLLM_PATHS = [
+    "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling", "/invocations", "/ping",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_every_endpoint_of_vllm_that_is_not_here_is_a_404_that_names_it(replica: Running, method: str):
-    for path in about._OTHER_SERVICES:
+    for path in VLLM_PATHS:
         other = await replica.http.request(method, f"{replica.url}{path}", json={"input": "x"})
         assert other.status_code == 404, path
         assert "not served here" in error_of(other)["message"], path

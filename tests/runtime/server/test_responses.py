@@ -179,7 +179,7 @@ REFUSED = {
     "tools": ([{"type": "web_search"}], "function"),
     "truncation": ("auto", "truncation"),
     "max_output_tokens": (10**9, "max_output_tokens"),
-    "input": ([{"type": "item_reference", "id": "msg_1"}], "no other type"),
+    "input": ([{"type": "item_reference", "id": "msg_1"}], "input.0: only messages"),
 }
 
 

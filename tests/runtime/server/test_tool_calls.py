@@ -2,12 +2,14 @@
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipway_runtime.server import tool_calls
 from slipway_runtime.server.chat_types import Tool
 from slipway_runtime.server.errors import ApiError
 from slipway_runtime.server.openai_types import ChatRequest
@@ -174,3 +176,67 @@ def test_definitions_of_functions_move_to_the_root():
     assert same["$defs"] == {"P": {"type": "string"}}
     with pytest.raises(ApiError):
         schema_of_calls((tool("a", {"type": "string"}), tool("b", {"type": "number"})), None)
+
+
+LONG = {
+    "white space before a call": ("llama3", " " * 20_000),
+    "white space after a marker": ("hermes", "<tool_call>" + "\n" * 20_000 + "x"),
+    "white space after a name": ("mistral", "[TOOL_CALLS]f" + " " * 20_000),
+    "white space in a text": ("hermes", "words" + " " * 20_000),
+    "long arguments": ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "' + "x" * 20_000 + '"}}'),
+    "a long key": ("hermes", '<tool_call>{"' + "k" * 20_000 + '": 1}'),
+    "a long name": ("hermes", '<tool_call>{"name": "' + "n" * 20_000 + '"}'),
+    "arguments as text": ("llama3", '{"name": "time", "arguments": "' + "x" * 20_000 + '"}'),
+    "no call": ("llama3", "words " * 4_000),
+}
+
+
+@pytest.mark.capability("SE-2")
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize(("form", "text"), LONG.values(), ids=LONG)
+def test_each_character_of_an_answer_is_looked_at_a_few_times(
+    form: str, text: str, live: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """No text that grows is built again for each character, and JSON is parsed when it is complete."""
+    parsed = 0
+
+    def loads(raw: str) -> Any:
+        nonlocal parsed
+        parsed += len(raw)
+        return json.loads(raw)
+
+    monkeypatch.setattr(tool_calls, "json", SimpleNamespace(loads=loads, dumps=json.dumps))
+    parser = parser_of(form, NAMES, live=live)
+    built = 0
+    said = 0
+    for char in text:
+        said += sum(len(event.text) for event in parser.push(char) if isinstance(event, TextEvent))
+        built += sum(len(value) for part in parts(parser) for value in vars(part).values() if isinstance(value, str))
+
+    assert parsed <= 3 * len(text)
+    assert built <= 210 * len(text), "a text of the parser has grown with the answer"
+    assert said <= len(text)
+
+
+def parts(parser: Any) -> list[Any]:
+    """The parser and the objects that it reads with."""
+    return [part for part in (parser, parser._call, parser._search, parser.calls) if part is not None]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [LONG["white space before a call"], LONG["white space in a text"], LONG["white space after a name"]],
+)
+def test_white_space_beyond_any_layout_is_sent_as_text(form: str, text: str):
+    parser = parser_of(form, NAMES)
+    sent = sum(len(event.text) for event in parser.push(text) if isinstance(event, TextEvent))
+
+    assert len(text) - sent <= tool_calls.MOST_LAYOUT + len("[TOOL_CALLS]")
+
+
+def test_a_name_that_is_nested_too_deeply_is_no_call():
+    text = '<tool_call>{"name": ' + "[" * 20_000
+    said, found, _ = read(parser_of("hermes", NAMES), text + "]" * 20_000 + "}")
+
+    assert found == []
+    assert said.endswith("]}")

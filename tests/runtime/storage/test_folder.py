@@ -10,7 +10,7 @@ import pytest
 
 from slipway_runtime import serve
 from slipway_runtime.settings import RuntimeSettings
-from slipway_runtime.storage import download, web
+from slipway_runtime.storage import download, public_network
 from slipway_runtime.storage.fetch import (
     Access,
     AccessDeniedError,
@@ -174,7 +174,7 @@ def test_an_address_that_a_client_names_gets_no_token(origin: Origin, tmp_path: 
         assert {authorization for _, authorization in named.asked} == {"Bearer s3cret"}
 
         origin.asked.clear()
-        monkeypatch.setenv("HTTP_BEARER_HOSTS", origin.url.removeprefix("http://"))
+        monkeypatch.setenv("HTTP_BEARER_HOSTS", origin.url)
         serve._fetch_adapter(settings, f"{origin.url}/tiny", False, {})
         assert {authorization for _, authorization in origin.asked} == {"Bearer s3cret"}
 
@@ -188,7 +188,7 @@ def test_an_address_that_a_client_names_leads_into_no_private_network(
         serve._fetch_adapter(settings, f"{origin.url}/tiny", True, {})
     assert not origin.asked
 
-    monkeypatch.setattr(web, "_is_public", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(public_network, "is_public", lambda address: address == "127.0.0.1")
     with an_origin() as public:
         public.redirect_to = origin.url.replace("127.0.0.1", "127.0.0.2")
         with pytest.raises(AccessDeniedError, match=r"127\.0\.0\.2 is an address of a private network"):
@@ -204,10 +204,15 @@ def test_an_address_that_a_client_names_leads_into_no_private_network(
         *(("10.1.2.3", False), ("127.0.0.1", False), ("169.254.169.254", False), ("100.64.0.1", False)),
         *(("192.168.0.1", False), ("172.16.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False)),
         *(("::1", False), ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False)),
+        # IPv4 addresses inside of IPv6 ones: NAT64, its local range, 6to4, IPv4-compatible; and site-local addresses.
+        *(("64:ff9b::a9fe:a9fe", False), ("64:ff9b::808:808", True), ("64:ff9b:1::808:808", False)),
+        *(("2002:a9fe:a9fe::1", False), ("2002:808:808::1", True), ("::a9fe:a9fe", False), ("::808:808", False)),
+        *(("fec0::1", False), ("::ffff:169.254.169.254", False), ("::ffff:8.8.8.8", True), ("ff02::1", False)),
+        ("168.63.129.16", False),  # of Azure's virtual machines
     ],
 )
 def test_which_addresses_are_public(address: str, is_public: bool):
-    assert web._is_public(address) is is_public
+    assert public_network.is_public(address) is is_public
 
 
 def test_a_file_that_changes_on_its_way_is_refused(origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

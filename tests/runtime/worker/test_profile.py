@@ -79,6 +79,27 @@ def test_what_the_widest_step_leaves_with_the_allocator_is_not_counted_twice(mon
     assert kv_cache.default_budget_bytes(device, 1.0, widest) == 1000 - 50 - 300
 
 
+@pytest.mark.capability("KV-5")
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({}, 8),
+        ({"speculation": "promptLookup"}, 8 * (1 + 4)),
+        ({"speculation": "promptLookup", "speculation_max_tokens": 2}, 8 * (1 + 2)),
+        ({"speculation": "promptLookup", "speculation_max_tokens": 32}, 64),
+        ({"speculation": "promptLookup", "max_num_batched_tokens": 8}, 8),
+    ],
+)
+def test_the_logits_of_verified_drafts_are_paid_for_before_the_cache_is(settings, samples, monkeypatch):
+    """256 rows with 4 drafts of a vocabulary of 151,936 are 778 MB of logits, of which 156 were profiled."""
+    taken = []
+    monkeypatch.setattr(parts, "widest_step_bytes", lambda *_, rows, **__: taken.append(rows) or 1000)
+    options = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_bytes": 1 << 20}
+    plan = decide(TINY, EngineOptions(**{**options, **settings}))
+    parts.size_pool(plan, Machine(rows=1).decoder, kernels_for(plan.device, plan.dtype))
+    assert taken == [samples]
+
+
 @pytest.mark.capability("KN-5", "KV-5")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_graphs_of_decode_steps_are_within_the_budget(ranks, monkeypatch):

@@ -21,7 +21,7 @@ from typing import Final
 from slipway_api.gpu_catalogue import GPUFacts, find_gpu
 from slipway_api.inference_service import InferenceServiceSpec
 from slipway_api.memory import CPU_BF16_PARAMETERS, DoesNotFit, Fits, ModelShape, Needs, footprint, plan
-from slipway_api.runtime_spec import Dtype, KVDtype, Quantization
+from slipway_api.runtime_spec import Dtype, KVDtype, Quantization, SpeculationMethod
 from slipway_api.types import parse_quantity
 
 GIB: Final = 1 << 30
@@ -86,7 +86,7 @@ def model_shape(spec: InferenceServiceSpec) -> ModelShape | None:
 def needs_of(spec: InferenceServiceSpec) -> Needs:
     """The planner's view of `spec.runtime`."""
     runtime, on_gpu, dtype = spec.runtime, spec.resources.gpu.count > 0, planned_dtype(spec)
-    lora = runtime.lora
+    lora, speculation = runtime.lora, runtime.speculation
     return Needs(
         dtype=dtype.value,
         # On a CPU bf16 is the form of matrices and KV cache; all between is fp32.
@@ -97,6 +97,7 @@ def needs_of(spec: InferenceServiceSpec) -> Needs:
         max_model_len=runtime.max_model_len or runtime.block_size,  # at least a block, where the model decides
         max_num_seqs=runtime.max_num_seqs,
         max_num_batched_tokens=runtime.max_num_batched_tokens,
+        draft_tokens=0 if speculation.method is SpeculationMethod.NONE else speculation.max_tokens,
         max_adapters=lora.max_adapters if lora else 0,
         max_rank=lora.max_rank if lora else 0,
         on_gpu=on_gpu,

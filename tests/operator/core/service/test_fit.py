@@ -127,6 +127,11 @@ def test_on_a_cpu_auto_is_planned_as_the_runtime_chooses_it():
     assert activation_bytes(shape, on_cpu) == 2 * activation_bytes(shape, on_gpu)
 
 
+def test_drafts_are_planned_as_samples_of_a_step():
+    assert needs_of(on(H100).spec).max_samples == 64
+    assert needs_of(on(H100, speculation={"method": "promptLookup", "maxTokens": 3}).spec).max_samples == 64 * 4
+
+
 @given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]))
 def test_more_devices_never_make_a_model_fit_worse(length, count):
     one = planned(on(H100, shape=LLAMA_8B, maxModelLen=length * 512))
