@@ -7,12 +7,14 @@ operation on two devices raises, and so does whatever reads a value on the host.
 - a tensor of the host among the operands of the device, which torch copies unasked;
 - a copy from the device in any other place than `upload.Download`;
 - an index-less `cuda`, which is `cuda:0` to torch: the device here is number 1, as on the second rank of a group;
-- a Triton launch with operands of another device; a copy from the host while a graph is captured.
+- a Triton launch with operands of another device, or by a thread that has not made the device its current one, where
+  Triton would launch it; a copy from the host while a graph is captured.
 
 Numbers are not computed. What the host is told of sampled tokens is zero.
 """
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -140,6 +142,8 @@ class FakeGpu:
 
     def launch(self, name: str, tensors: list[Tensor], programs: int = 0) -> None:
         """A Triton kernel. programs: of its grid."""
+        if (current := torch.cuda.current_device()) != DEVICE.index:
+            raise RuntimeError(f"{name} is launched on {DEVICE} by a thread whose current device is {current}")
         strangers = {str(one.device) for one in tensors if one.device != DEVICE}
         if strangers:
             raise RuntimeError(f"{name} is launched on {DEVICE} with operands on {sorted(strangers)}")
@@ -153,6 +157,12 @@ class FakeGpu:
             codes = max((one for one in tensors if one.itemsize == 1), key=lambda one: one.nbytes)
             [inputs, *_] = (one for one in tensors if one.itemsize == 2)
             flops, needed = 2 * len(inputs) * codes.numel(), codes.nbytes
+        if name == "_grouped":  # inputs, matrices of experts, their scales (or the matrices again), biases, outputs
+            x, matrices, scales, _, out, *_ = tensors
+            held = sum({one.untyped_storage()._cdata: one.nbytes for one in (matrices, scales)}.values())
+            # Rows go to experts as if by chance, so that few rows read a part of the matrices.
+            needed = int(held * (1 - (1 - 1 / len(matrices)) ** len(out)))
+            nbytes, flops = nbytes - held + needed, 2 * out.numel() * x.shape[1]
         self._add(Operation("kernel", name, nbytes, flops, programs, needed))
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -284,9 +294,16 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
             fn.fn.__name__, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)], math.prod(grid)
         )
 
+    current = threading.local()  # as of CUDA: each thread begins with device 0
+
+    def set_device(device: Any) -> None:
+        current.index = torch.device(device).index if not isinstance(device, int) else device
+
     with ExitStack() as stack:
         for target, name, value in (
             (torch.cuda, "get_device_capability", lambda device=None: capability),
+            (torch.cuda, "current_device", lambda: getattr(current, "index", 0)),
+            (torch.cuda, "set_device", set_device),
             (InterpretedFunction, "run", run),
             (JITFunction, "run", run),
             (upload, "queue_event", gpu.queue_event),
@@ -296,4 +313,5 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Watch(gpu))
+        torch.cuda.set_device(DEVICE)  # as `engine.rank` does
         yield gpu

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from bench.figures import Figure, Section
+from bench.gpu_models import PUBLISHED
 from bench.gpu_plan import CARDS, Card, Forms, Planned, decode, layers_of, prefill, table
-from bench.gpu_steps import CONFIGS, SAMPLED, Machine, plan_after, with_layers
+from bench.gpu_steps import SAMPLED, Machine, plan_after, with_layers
 from slipway_runtime.models.config import parse_config
 from slipway_runtime.worker.capture import CudaCapture, free_device_memory
 
@@ -112,7 +113,7 @@ def a_real_machine(model: str, device: torch.device, rows: int, context: int, **
     Its memory is free afterwards, at once: runner and graphs refer to each other, and two machines of an 8B model with
     256 rows are more than a card has.
     """
-    config = with_layers(parse_config(CONFIGS[model]), layers_of(model))
+    config = with_layers(parse_config(PUBLISHED[model]), layers_of(model))
     machine = Machine(config, device, rows=rows, longest=context + 2 * STEPS_TIMED, **settings)
     try:
         if device.type == "cuda":
@@ -246,8 +247,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.plan:
         model, card = options.plan
-        if model not in CONFIGS or card not in CARDS:
-            parser.error(f"--plan takes one of {', '.join(CONFIGS)} and one of {', '.join(CARDS)}")
+        if model not in PUBLISHED or card not in CARDS:
+            parser.error(f"--plan takes one of {', '.join(PUBLISHED)} and one of {', '.join(CARDS)}")
         print(table(model, card, Forms(options.weights, options.kv)))
         return 0
     if not torch.cuda.is_available():

@@ -3,7 +3,8 @@
 Compiles what `bench.gpu_launches` records with the assembler that Triton brings along, and reads registers, stack
 (spilled registers lie there), shared memory, tensor-core instructions and the widths of loads from the result.
 Exits with 1 where a launch does not compile, spills, does not fit into shared memory, or multiplies 16-bit matrices
-without tensor cores. `--sample` compiles a few launches (in `make test`), `--ledger FILE` writes docs/gpu-ledger.md.
+without tensor cores. `--sample` compiles a few launches (in `make test`). `--ledger FILE` writes docs/gpu-ledger.md: the
+launches of the sample, or without `--sample` the summary of all.
 Compiled code is cached in build/triton. Nothing is timed: what the numbers promise is to be measured by `bench.gpu`.
 """
 
@@ -53,12 +54,13 @@ class Compiled:
     shared: int = 0  # bytes a block
     blocks: int = 0  # resident on a multiprocessor
     tensor_cores: str = ""  # the instruction, empty: none
+    models: list[str] = field(default_factory=list)  # whose launches compile to this code
     loads: dict[int, int] = field(default_factory=dict)  # bits -> instructions; copies to shared memory included
     faults: list[str] = field(default_factory=list)
 
 
 def _compile(key_and_launch: tuple[str, object]) -> tuple[str, dict[str, object]]:
-    from bench.gpu_launches import Launch, compile_launch
+    from bench.gpu_launches import EDGES, MODELS, Launch, compile_launch
 
     key, launch = key_and_launch
     assert isinstance(launch, Launch)
@@ -67,6 +69,7 @@ def _compile(key_and_launch: tuple[str, object]) -> tuple[str, dict[str, object]
         launch.kernel, launch.target, launch.case, len(launch.cases), {k: str(v) for k, v in launch.constants.items()},
         options["num_warps"], options["num_stages"],
     )  # fmt: skip
+    result.models = sorted({name for name in MODELS | EDGES for case in launch.cases if case.startswith(f"{name} ")})
     try:
         kernel = compile_launch(launch)
     except BaseException as error:  # noqa: BLE001  whatever stops the compiler is the finding
@@ -231,9 +234,12 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
     if options.ledger:
-        from bench.gpu_ledger import ledger
+        from bench import gpu_ledger
 
-        options.ledger.write_text(ledger(results))
+        page = options.ledger.read_text() if options.ledger.exists() else ""
+        of_all = gpu_ledger.summary_of(page) if options.sample else gpu_ledger.summary(results)
+        of_sample = gpu_ledger.tables(results) if options.sample else gpu_ledger.tables_of(page)
+        options.ledger.write_text(gpu_ledger.ledger(of_all, of_sample))
     faulty = [one for one in results if one.faults]
     for one in faulty:
         print(summary(one))

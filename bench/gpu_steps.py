@@ -2,7 +2,7 @@
 
 The runtime's own runner executes the scheduler's plans, on fake tensors (`bench.fake_gpu`). Prints launches, copies
 and waits of each step, and exits with 1 where one has a fault: a device mismatch, a host read outside of
-`upload.download`, a copy that the host waits for.
+`upload.Download`, a copy that the host waits for.
 """
 
 import argparse
@@ -17,18 +17,28 @@ from torch import Tensor
 
 from bench.fake_gpu import DEVICE, FakeGpu, Launched, Record, fake_gpu
 from bench.figures import Figure, Section
+from bench.gpu_models import PUBLISHED
+from bench.no_weights import NoWeights
 from slipway_runtime.kernels import kv_pages
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.kernels.dispatch import kernels_for
 from slipway_runtime.layers.lora import LoraBank
-from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput, TokenMasks
+from slipway_runtime.messages import (
+    AdapterLoad,
+    Demote,
+    NewSequence,
+    Promote,
+    SamplingParams,
+    SchedulerOutput,
+    TokenMasks,
+)
 from slipway_runtime.models.adapters import HostAdapter, lora_modules
 from slipway_runtime.models.config import ModelConfig, parse_config
 from slipway_runtime.models.decoder import load_decoder
 from slipway_runtime.models.quantize import choose_kv_dtype, head_maker, matmul_maker
-from slipway_runtime.models.quantized_checkpoint import parse_quantization
 from slipway_runtime.models.sharding import WHOLE, Share, part_of
 from slipway_runtime.worker.adapters import AdapterSlots
+from slipway_runtime.worker.collective import Collective
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
 from slipway_runtime.worker.pooling import Pooler
@@ -42,77 +52,6 @@ EVERYTHING = SamplingParams(
     max_tokens=9, temperature=0.8, min_p=0.1, repetition_penalty=1.05, min_tokens=6, logit_bias=((1, 1.0), (2, -1.0)),
     logprobs=5, stop_token_ids=(3,),
 )  # fmt: skip
-# As published: huggingface.co, config.json of the repositories of these names.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "Qwen3-0.6B": {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
-        "tie_word_embeddings": True, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
-        "torch_dtype": "bfloat16", "eos_token_id": 151_645,
-    },
-    "Llama-3.1-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False,
-        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "torch_dtype": "bfloat16",
-        "eos_token_id": 128_001, "rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-}  # fmt: skip
-
-
-class NoWeights:
-    """A checkpoint whose tensors have shapes, and on a real device numbers that mean nothing."""
-
-    def __init__(self, dtype: torch.dtype, config: ModelConfig, device: torch.device = DEVICE) -> None:
-        """Of a model whose experts may be MXFP4, or its layers float8 in blocks of 128 × 128."""
-        form = parse_quantization(config.quantization)
-        self.dtype = dtype
-        self.device = device
-        self._in_mxfp4 = form is not None and form.method == "mxfp4"
-        self._in_float8 = lora_modules(config) if form is not None and form.method == "fp8" else {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        """Every matrix; of the tensors that only some checkpoints have, codes and scales."""
-        module, _, leaf = name.rpartition(".")
-        is_scale = module in self._in_float8 and leaf == "weight_scale_inv"
-        return leaf == "weight" or is_scale or (self._in_mxfp4 and name.endswith(("_blocks", "_scales")))
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """As `Checkpoint.dtype_of`."""
-        return torch.float8_e4m3fn if name.removesuffix(".weight") in self._in_float8 else self.dtype
-
-    def check_shape(self, name: str, *shape: int) -> None:
-        """As `Checkpoint.check_shape`; any shape is right."""
-        self._shapes[name] = shape
-
-    def take_raw(self, name: str, *, taken: bool = True) -> Tensor:
-        """As `Checkpoint.take_raw`, for codes and scales."""
-        module, _, leaf = name.rpartition(".")
-        if module not in self._in_float8:
-            return torch.empty(self._shapes[name], dtype=torch.uint8, device=self.device)
-        out_size, in_size = self._in_float8[module]
-        if leaf == "weight":
-            return torch.empty(out_size, in_size, dtype=torch.float8_e4m3fn, device=self.device)
-        return torch.empty(-(-out_size // 128), -(-in_size // 128), device=self.device)
-
-    def take(self, name: str, *shape: int, rows: slice | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """As `Checkpoint.take`."""
-        first = shape[0] if rows is None else len(range(*rows.indices(shape[0])))
-        # Small: sums of many products stay finite, and no branch of sampling meets a NaN.
-        return torch.empty((first, *shape[1:]), dtype=dtype or self.dtype, device=self.device).fill_(0.01)
-
-    def in_parallel(self, make: Any, count: int) -> list[Any]:
-        """As `Checkpoint.in_parallel`."""
-        return [make(index) for index in range(count)]
-
-    def ignore(self, name: str) -> None:
-        """As `Checkpoint.ignore`."""
-
-    def ignore_if(self, is_ignored: Any) -> None:
-        """As `Checkpoint.ignore_if`."""
 
 
 class Machine:
@@ -152,7 +91,8 @@ class Machine:
         )  # fmt: skip
         if pooling:
             self.runner.pooler = Pooler(pooling, rows, config.hidden_size, device)
-        self.runner.host = HostArena(2, 1 << 20, config.num_layers, device)
+        block_bytes = sum(cache[0].nbytes for cache in self.caches)
+        self.runner.host = HostArena(2, block_bytes, config.num_layers, device)
 
     def close(self) -> None:
         """Let go of weights, KV and graphs, whoever still refers to the machine."""
@@ -169,11 +109,13 @@ class Machine:
         run: Callable[[SchedulerOutput], object] | None = None,
         slot: int = -1,
         grammar: bool = False,
+        grows: bool = False,
         **more: Any,
     ) -> SchedulerOutput:
         """Bring rows 0, 1, … to so many computed tokens; the plan of a step that gives them so many new ones.
 
-        run: executes what comes before it. slot: of every row's adapter. more: fields of the plan.
+        run: executes what comes before it. slot: of every row's adapter. grows: the rows get the blocks of their new
+        tokens in this step. more: fields of the plan.
         """
         run = run or self.runner.execute
         order = sorted(range(len(new)), key=lambda row: new[row] != 1)
@@ -193,12 +135,14 @@ class Machine:
         )  # fmt: skip
         blocks = [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(len(new))]
         begun = [row for row in order if computed[row]]
+        first = [-(-computed[row] // BLOCK) if grows else width if computed[row] else 0 for row in range(len(new))]
+        last_block = [-(-(computed[row] + new[row]) // BLOCK) if grows else width for row in range(len(new))]
         last = SchedulerOutput(  # the step before: rows that have computed tokens have blocks, and sampled
             step=0,
             rows=tuple(begun),
             num_computed=tuple(computed[row] - 1 for row in begun),
             num_new=(1,) * len(begun),
-            new_blocks=tuple(blocks[row] for row in begun),
+            new_blocks=tuple(blocks[row][: first[row]] for row in begun),
             samples=(True,) * len(begun),
         )
         plan = SchedulerOutput(
@@ -206,7 +150,7 @@ class Machine:
             rows=tuple(order),
             num_computed=tuple(computed[row] for row in order),
             num_new=tuple(new[row] for row in order),
-            new_blocks=tuple(() if computed[row] else blocks[row] for row in order),
+            new_blocks=tuple(blocks[row][first[row] : last_block[row]] for row in order),
             samples=(True,) * len(new),
             **more,
         )
@@ -223,7 +167,9 @@ class Machine:
         )  # fmt: skip
         slots = AdapterSlots(bank, self.rows)
         matrices = {
-            name: (torch.empty(16, columns, dtype=dtype), torch.empty(16, rows, dtype=dtype))
+            name: tuple(
+                torch.empty(16, size, dtype=dtype, pin_memory=self._device.type == "cuda") for size in (columns, rows)
+            )
             for name, (rows, columns) in lora_modules(own).items()
         }
         for slot in range(count):
@@ -249,11 +195,21 @@ class FakeMachine(Machine):
     """A machine on the fake GPU, which records what each step asks of it."""
 
     def __init__(
-        self, gpu: FakeGpu, config: ModelConfig, *, graphs: bool = False, ranks: int = 1, **settings: Any
+        self,
+        gpu: FakeGpu,
+        config: ModelConfig,
+        *,
+        graphs: bool = False,
+        ranks: int = 1,
+        rank: int = 1,
+        **settings: Any,
     ) -> None:
         self.gpu = gpu
-        share = WHOLE if ranks == 1 else Share(1, ranks, self._sum, self._gather)
+        collective = Collective(rank, ranks, DEVICE)
+        collective._group = FakeGroup(gpu)
+        share = WHOLE if ranks == 1 else Share(rank, ranks, collective.sum, collective.gather)
         super().__init__(config, DEVICE, share=share, **settings)
+        self._own = part_of(config, ranks)
         gpu.caches = {cache.untyped_storage()._cdata for cache in self.caches}
         if graphs:
             self.runner.capture_graphs(gpu.capture)
@@ -278,6 +234,7 @@ class FakeMachine(Machine):
             "_decode": Launched(keys + parts, products, keys),
             "_merge": Launched(parts),
             "_extend": Launched(*self._attention(new, computed, decode=False)),
+            "_extend_in_order": Launched(*self._attention(new, computed, decode=None)),
         }
         self._last = self.prepare(new, computed, params, run=run, **more)
         with self.gpu.step() as record:
@@ -298,27 +255,46 @@ class FakeMachine(Machine):
             records.append(record)
         return records
 
-    def _attention(self, new: list[int], computed: list[int], *, decode: bool) -> tuple[int, int]:
-        """Bytes of keys and values, and operations, of one layer; each key is counted once, queries see half of new."""
-        config, rows = self.config, [pair for pair in zip(new, computed, strict=True) if (pair[0] == 1) == decode]
-        of_a_token = 2 * config.num_kv_heads * kv_pages.head_bytes(config.head_dim, self.caches[0].dtype)
-        seen = sum(count * (past + (count + 1) // 2) for count, past in rows)
-        return of_a_token * sum(map(sum, rows)), 4 * config.num_q_heads * config.head_dim * seen
+    def _attention(self, new: list[int], computed: list[int], *, decode: bool | None) -> tuple[int, int]:
+        """Bytes of keys and values, and operations, of one layer; each key is counted once, queries see half of new.
+
+        decode: of rows of one new token, or of several; None: of both.
+        """
+        own, cache = self._own, self.caches[0]
+        of_a_token = 2 * own.num_kv_heads * kv_pages.head_bytes(own.head_dim, cache.dtype)
+        rows = [row for row in zip(new, computed, strict=True) if decode is None or (row[0] == 1) == decode]
+        keys = seen = 0
+        for layer in range(own.num_layers):  # the mean: launches of all layers have one name
+            window = own.window_of(layer) or self.longest
+            keys += sum(min(count + past, window + count) for count, past in rows)
+            seen += sum(count * min(past + (count + 1) // 2, window) for count, past in rows)
+        layers = own.num_layers
+        return of_a_token * keys // layers, 4 * own.num_q_heads * own.head_dim * seen // layers
 
     def _parts(self, new: list[int], computed: list[int]) -> int:
         """Bytes of partial results: what each split of a decoded row leaves for the merge."""
         lengths = np.array([past + 1 for count, past in zip(new, computed, strict=True) if count == 1], dtype=np.int64)
         splits = int(num_splits(lengths, SPLIT, MAX_SPLITS).sum())
-        return 4 * splits * self.config.num_q_heads * (self.config.head_dim + 2)
+        return 4 * splits * self._own.num_q_heads * (self._own.head_dim + 2)
 
-    def _sum(self, x: Tensor) -> Tensor:
-        self.gpu.launch("all_reduce", [x])
-        return x
 
-    def _gather(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(len(x), 2 * x.shape[1])
-        self.gpu.launch("all_gather", [x, parts])
-        return parts
+class FakeGroup:
+    """A process group of NCCL: each collective is one kernel, for which the stream waits, not the host."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def allreduce(self, tensors: list[Tensor]) -> "FakeGroup":
+        """As of torch's process groups."""
+        self._gpu.launch("all_reduce", tensors)
+        return self
+
+    def _allgather_base(self, parts: Tensor, x: Tensor) -> "FakeGroup":
+        self._gpu.launch("all_gather", [x, parts])
+        return self
+
+    def wait(self) -> None:
+        """The stream waits."""
 
 
 def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
@@ -330,6 +306,7 @@ def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 DECODE, PROMPT, MIXED = ([1] * 256, [1000] * 256), ([700, 300], [0, 512]), ([1, 1, 300, 17], [99, 1023, 512, 0])
 SMALL = ([1, 1, 100, 17], [99, 1023, 512, 16])  # a captured step has room for it, and it has no new blocks
+GROWING = ([1] * 256, [1008] * 256)  # each row needs a block for its new token
 DRAFTS = {"drafts": ((7, 7, 7, 7), (7, 7), (), ())}
 # name -> (settings of the machine, new tokens and computed tokens of the rows, what else the step is given)
 STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, Any]]] = {
@@ -351,22 +328,46 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
     "mixed, small": ({}, SMALL, {}),
     "mixed, small, recorded": ({"graphs": True}, SMALL, {}),
     "mixed, small, recorded, adapters": ({"graphs": True, "adapters": 4}, SMALL, {"slot": 2}),
+    "verify, 256 rows": ({}, ([3] * 256, [1000] * 256), {"drafts": ((7, 7),) * 256}),
+    "decode 256 recorded, tables grow": ({"graphs": True}, GROWING, {"grows": True}),
     "adapters": ({"adapters": 4}, MIXED, {"slot": 2}),
+    "adapters, one is loaded": ({"adapters": 4}, MIXED, {"slot": 2, "adapter_loads": (AdapterLoad(3, "adapter-3"),)}),
+    "adapters, one is replaced": ({"adapters": 4, "graphs": True}, DECODE, {
+        "slot": 2, "adapter_loads": (AdapterLoad(1, "adapter-1"), AdapterLoad(1, "adapter-3")),
+    }),
+    "blocks to host memory and back": ({}, DECODE, {"host_moves": (Demote(3, 1), Demote(4, 2), Promote(1, 9))}),
     "prompt logprobs": ({}, PROMPT, {"params": SamplingParams(max_tokens=9, prompt_logprobs=2, logprobs=1)}),
     "grammar": ({}, ([1] * 3, [100] * 3), {
         "params": EVERYTHING, "grammar": True, "masks": TokenMasks((0, 1), b"\xff" * (2 * 4 * 4748)),
     }),
     "deterministic": ({"deterministic": True}, MIXED, {}),
     "deterministic, 256 rows": ({"deterministic": True}, DECODE, {}),
+    "deterministic, adapters": ({"deterministic": True, "adapters": 4}, MIXED, {"slot": 2}),
+    "deterministic, 256 rows, recorded": ({"deterministic": True, "graphs": True}, DECODE, {}),
+    "deterministic, verify recorded, adapters": (
+        {"deterministic": True, "graphs": True, "adapters": 4}, ([5, 3, 1, 1], [40, 1023, 99, 7]),
+        {**DRAFTS, "slot": 1},
+    ),
     "decode 256 recorded, int8 weights": ({"graphs": True, "quantization": "int8"}, DECODE, {}),
     "decode 256 recorded, fp8 weights": ({"graphs": True, "quantization": "fp8"}, DECODE, {}),
     "decode 256 recorded, int8 KV": ({"graphs": True, "kv_dtype": "int8"}, DECODE, {}),
     "decode 256 recorded, fp8 KV": ({"graphs": True, "kv_dtype": "fp8"}, DECODE, {}),
     "int8 weights": ({"quantization": "int8"}, MIXED, {}),
     "fp8 weights": ({"quantization": "fp8"}, MIXED, {}),
+    "AWQ weights": ({"checkpoint": {"quant_method": "awq", "bits": 4, "group_size": 128}}, MIXED, {}),
+    "decode 256 recorded, AWQ weights": (
+        {"graphs": True, "checkpoint": {"quant_method": "awq", "bits": 4, "group_size": 128}}, DECODE, {},
+    ),
+    "GPTQ weights": ({"checkpoint": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, MIXED, {}),
+    "decode 256 recorded, GPTQ weights": (
+        {"graphs": True, "checkpoint": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, DECODE, {},
+    ),
     "int8 weights, fp16": ({"quantization": "int8", "dtype": torch.float16}, MIXED, {}),
     "int8 KV": ({"kv_dtype": "int8"}, MIXED, {}),
     "fp8 KV": ({"kv_dtype": "fp8"}, MIXED, {}),
+    "rank 0 of 2": ({"ranks": 2, "rank": 0}, DECODE, {"params": SAMPLED}),
+    "rank 0 of 2, recorded": ({"ranks": 2, "rank": 0, "graphs": True}, DECODE, {"params": SAMPLED}),
+    "rank 0 of 2, mixed": ({"ranks": 2, "rank": 0}, MIXED, {"params": EVERYTHING}),
     "rank 1 of 2": ({"ranks": 2}, DECODE, {"without_sampling": True}),
     "rank 1 of 2, recorded": ({"ranks": 2, "graphs": True}, DECODE, {"without_sampling": True}),
     "rank 1 of 2, mixed, recorded": ({"ranks": 2, "graphs": True}, SMALL, {"without_sampling": True}),
@@ -385,9 +386,20 @@ STEPS: dict[str, tuple[dict[str, Any], tuple[list[int], list[int]], dict[str, An
 
 
 @contextmanager
-def a_machine(model: str | dict[str, Any] = "Qwen3-0.6B", layers: int = 2, **settings: Any) -> Iterator[FakeMachine]:
-    """A machine of a published model with fewer layers. model: a name in CONFIGS, or a config.json."""
-    config = CONFIGS[model] if isinstance(model, str) else model
+def a_machine(
+    model: str | dict[str, Any] = "Qwen3-0.6B",
+    layers: int = 2,
+    *,
+    checkpoint: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[FakeMachine]:
+    """A machine of a published model with fewer layers. model: a name in PUBLISHED, or a config.json.
+
+    checkpoint: its quantization_config.
+    """
+    config = PUBLISHED[model] if isinstance(model, str) else model
+    if checkpoint is not None:
+        config = config | {"quantization_config": checkpoint}
     with fake_gpu() as gpu:
         yield FakeMachine(gpu, with_layers(parse_config(config), layers), **settings)
 
@@ -411,7 +423,7 @@ def measure() -> Section:
 def main() -> int:
     """Print a line for each step."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_steps", description=__doc__)
-    parser.add_argument("model", nargs="?", default="Qwen3-0.6B", choices=CONFIGS)
+    parser.add_argument("model", nargs="?", default="Qwen3-0.6B", choices=PUBLISHED)
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args()
     faulty = 0

@@ -383,11 +383,11 @@ class Promote(msgspec.Struct, frozen=True, tag=True):
     block: int
 
 
-class GiveBack(msgspec.Struct, frozen=True, tag=True):
+class FreeHostMemory(msgspec.Struct, frozen=True, tag=True):
     """Free all slots of host memory; no later request reads their content."""
 
 
-HostMove = Demote | Promote | GiveBack
+HostMove = Demote | Promote | FreeHostMemory
 
 
 class TokenMasks(msgspec.Struct, frozen=True):

@@ -55,7 +55,7 @@ log = structlog.get_logger()
 
 ADAPTER_MOST_BYTES: Final = 4 << 30  # limit of an adapter's files: rank 64 on 70B needs 2 GiB
 START_OVER: Final = -1  # instead of an exit code: execute the same command line again
-LAST_WORDS_SECONDS: Final = 5.0  # after the engine's death, for open streams to end with an error
+STREAM_END_SECONDS: Final = 5.0  # after the engine's death, for open streams to end with an error
 
 
 def run(settings: RuntimeSettings) -> int:
@@ -114,7 +114,7 @@ async def serve(settings: RuntimeSettings) -> int:
         else:
             replica.drain(replica.drain_timeout, "SIGTERM")
             with contextlib.suppress(TimeoutError):  # a step loop that hangs must not block the exit
-                async with asyncio.timeout(replica.drain_timeout + LAST_WORDS_SECONDS):
+                async with asyncio.timeout(replica.drain_timeout + STREAM_END_SECONDS):
                     await replica.drained()
             log.info("drained", left=replica.drain_status().running)
             code = 0
@@ -269,7 +269,7 @@ async def _end_with_engine(client: EngineClient, replica: Replica) -> int:
     log.error("the engine has died", reason=client.error)
     write_termination_message(engine_death_message(client.error))
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LAST_WORDS_SECONDS):
+        async with asyncio.timeout(STREAM_END_SECONDS):
             await replica.all_closed()
     return 1
 

@@ -54,6 +54,42 @@ def test_a_card_with_more_bandwidth_is_faster_and_what_does_not_fit_is_left_out(
     assert decode(QWEN, CARDS["B200"], 1, 1024).seconds < decode(QWEN, CARDS["H100"], 1, 1024).seconds
 
 
+def test_the_table_says_what_bounds_each_step(capsys, monkeypatch):
+    monkeypatch.setattr(gpu_plan, "CONTEXTS", (8192,))
+    monkeypatch.setattr(gpu_plan, "BATCHES", (1, 32))
+    monkeypatch.setattr(gpu_plan, "PROMPTS", (2048,))
+    print(gpu_plan.table(QWEN, "H100"))
+    heading, _, *rows = capsys.readouterr().out.strip().splitlines()[2:]
+    assert heading.endswith("| bound by |")
+    bounds = [row.rsplit("|", 2)[1].strip().partition(",")[0] for row in rows]
+    assert bounds == ["weights", "keys and values", "products"]
+
+
+@pytest.mark.parametrize("model", [name for name in gpu_plan.PUBLISHED if name not in gpu_plan.CONFIGS])
+def test_published_models_are_planned_and_read_what_they_hold(model):
+    one, many = (decode(model, CARDS["H200"], rows, 1024) for rows in (1, 256))
+    assert 0.1 < one.share < 0.9
+    assert one.nbytes < many.nbytes
+    if model in gpu_plan.RANKS:
+        assert "collectives" in gpu_plan._limit(Operation("kernel", "all_reduce"), CARDS["H200"])
+        assert one.kernels > decode("Llama-3.1-8B", CARDS["H200"], 1, 1024).kernels, "and two sums a layer"
+
+
+def test_a_rank_of_four_reads_a_quarter_of_the_layers(monkeypatch):
+    of_four = decode("Llama-3.1-70B", CARDS["H100"], 32, 8192)
+    monkeypatch.setattr(gpu_plan, "RANKS", {})
+    whole = decode("Llama-3.1-70B", CARDS["H100"], 32, 8192)
+    assert of_four.roofline_seconds == pytest.approx(whole.roofline_seconds / 4, rel=0.02)
+    assert of_four.seconds > whole.seconds / 4, "sums between the ranks, and as many launches"
+
+
+def test_few_rows_read_a_part_of_the_experts():
+    few, many = (decode("Qwen3-30B-A3B", CARDS["H200"], rows, 16) for rows in (1, 256))
+    of_an_expert = 3 * 2048 * 768 * 2
+    assert 7.5 * of_an_expert * LAYERS < few.nbytes - 2 * 2048 * 151_936 < 9 * of_an_expert * LAYERS + 10**8
+    assert many.nbytes > few.nbytes + 100 * of_an_expert * LAYERS
+
+
 def test_codes_of_one_byte_halve_what_a_step_must_read():
     plain, codes = (decode(QWEN, CARDS["H100"], 32, 8192, forms) for forms in (Forms(), Forms("int8", "int8")))
     assert codes.nbytes < 0.65 * plain.nbytes
@@ -70,8 +106,8 @@ def test_the_roofline_counts_no_activations():
 
 @pytest.fixture
 def small(monkeypatch):
-    config = gpu_plan.CONFIGS[QWEN] | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
-    monkeypatch.setitem(gpu_plan.CONFIGS, QWEN, config)
+    config = gpu_plan.PUBLISHED[QWEN] | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+    monkeypatch.setitem(gpu_plan.PUBLISHED, QWEN, config)
 
 
 def test_the_memory_of_a_timed_machine_is_free_before_the_next_one_is_made(small, monkeypatch):

@@ -121,8 +121,8 @@ def test_the_word_that_the_runtime_left_goes_into_one_line():
 
     facts = replica(a_pod(status={"phase": "Running", "containerStatuses": [server]}), None)
 
-    assert facts.last_word == "ModelNotFound: file:///x: there is no directory"
-    assert facts.last_exit == f"Error (exit code 1): {facts.last_word}"
+    assert facts.termination_message == "ModelNotFound: file:///x: there is no directory"
+    assert facts.last_exit == f"Error (exit code 1): {facts.termination_message}"
 
 
 def test_the_drain_clock_is_read_from_the_pod_so_that_it_survives_the_operator():

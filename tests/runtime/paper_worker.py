@@ -12,7 +12,7 @@ from hashlib import blake2b
 from slipway_runtime.messages import (
     Demote,
     FinishReason,
-    GiveBack,
+    FreeHostMemory,
     HostMove,
     Output,
     Promote,
@@ -134,7 +134,7 @@ class PaperWorker:
                 assert block != 0
                 for place, what in enumerate(self.host[slot]):
                     self.cache[block * self.block_size + place] = what
-            case GiveBack():
+            case FreeHostMemory():
                 self.host.clear()
 
     def _copy(self, source: int, target: int) -> None:

@@ -123,7 +123,7 @@ class Replica:
     is_terminated: bool = False  # the present run has ended, and the kubelet has not written the next state yet
     restarts: int = 0
     last_exit: str = ""  # how the last container run ended, for people: "OOMKilled (exit code 137)"
-    last_word: str = ""  # the termination message that the runtime left when it last ended
+    termination_message: str = ""  # the termination message that the runtime left when it last ended
     pod_ip: str = ""
 
     drain_started: datetime | None = None  # annotation slipway.dev/drain-started

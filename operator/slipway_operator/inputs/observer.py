@@ -131,7 +131,7 @@ def replica(pod: Pod, sample: seen.Sample | None) -> seen.Replica:
         is_terminated=server is not None and server.state.terminated is not None,
         restarts=server.restart_count if server is not None else 0,
         last_exit=_last_exit(pod),
-        last_word=_termination_message(pod),
+        termination_message=_termination_message(pod),
         pod_ip=pod.status.pod_ip,
         drain_started=_moment(annotations.get(names.ANNOTATION_DRAIN_STARTED)),
         drain_reason=annotations.get(names.ANNOTATION_DRAIN_REASON, ""),

@@ -242,7 +242,7 @@ class Engine:
         self._oom_steps += 1
         if self._oom_steps > MAX_OOM_STEPS:
             raise error
-        outputs = self._scheduler.end_in_flight(FinishReason.OUT_OF_MEMORY, "the memory did not last for a step", now)
+        outputs = self._scheduler.end_in_flight(FinishReason.OUT_OF_MEMORY, "out of memory in a step", now)
         log.error("out of memory in a step", ended=len(outputs), in_a_row=self._oom_steps, reason=str(error))
         return self._after_update(outputs, now, step, in_flight=False)
 

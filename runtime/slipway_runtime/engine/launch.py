@@ -25,7 +25,7 @@ from slipway_runtime.engine.options import EngineOptions
 from slipway_runtime.messages import EngineFailed, Loaded, Loading, Message, News, StepReport, WarmingUp
 
 BOOT_FLAG: Final = "--boot"  # of the engine process: import everything first, then write to this file descriptor
-LAST_WORD_SECONDS: Final = 0.3  # for the last message of an engine that ended to arrive
+FINAL_MESSAGE_SECONDS: Final = 0.3  # for the last message of an engine that ended to arrive
 _LONGEST_RUN_DIRECTORY: Final = 80  # Linux allows 107 bytes for the path of a socket
 
 
@@ -161,7 +161,7 @@ class EngineProcess:
 
     async def _watch(self, on_death: Callable[[str], None]) -> None:
         code = await self._process.wait()
-        await asyncio.sleep(LAST_WORD_SECONDS)  # a last message cancels this task
+        await asyncio.sleep(FINAL_MESSAGE_SECONDS)  # a last message cancels this task
         self._die(describe_exit("the engine process", code), on_death)
 
     def _die(self, error: str, on_death: Callable[[str], None]) -> None:
@@ -241,7 +241,7 @@ async def _until_loaded(
     try:
         await asyncio.wait((loaded, ended), return_when=asyncio.FIRST_COMPLETED)
         if not loaded.done():
-            await asyncio.wait({loaded}, timeout=LAST_WORD_SECONDS)
+            await asyncio.wait({loaded}, timeout=FINAL_MESSAGE_SECONDS)
         if not loaded.done():
             raise EngineNotLoadedError(describe_exit("the engine process", process.returncode or 0))
         return loaded.result()

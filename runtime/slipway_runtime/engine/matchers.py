@@ -37,7 +37,7 @@ from slipway_runtime.messages import Output, Request, SchedulerOutput, TokenMask
 SOON_SECONDS: Final = 0.002  # most grammars compile within this time; no step waits for a slower one
 Key = tuple[str, int]  # a request's id, and which of its answers
 Words = npt.NDArray[np.uint32]
-_NOBODY: Key = ("", 0)
+_NO_ANSWER: Key = ("", 0)
 
 
 class Grammars:
@@ -132,7 +132,7 @@ class Grammars:
         if self._answers:
             for place in np.flatnonzero(plan.samples).tolist():
                 drafted = plan.drafts[place] if plan.drafts else ()
-                if (key := self._rows.get(plan.rows[place], _NOBODY)) in self._answers:
+                if (key := self._rows.get(plan.rows[place], _NO_ANSWER)) in self._answers:
                     sampled.append((first, key, drafted))
                 first += 1 + len(drafted)
         if not sampled:

@@ -44,14 +44,14 @@ def main() -> int:
         writer = threading.Thread(target=_write, args=(context, start.directory, news), name="write", daemon=True)
         writer.start()
 
-        def say(last_word: EngineFailed) -> None:
-            news.put(last_word)
+        def say(failure: EngineFailed) -> None:
+            news.put(failure)
             news.put(None)
             writer.join()
 
-        def die(last_word: EngineFailed) -> None:
+        def die(failure: EngineFailed) -> None:
             # Called on another thread: the main thread may wait in a sum for a rank that has ended.
-            say(last_word)
+            say(failure)
             context.term()  # returns when the message has been sent
             os._exit(1)
 

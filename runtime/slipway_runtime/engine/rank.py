@@ -69,7 +69,7 @@ _O = TypeVar("_O", RankPool, RankGraphs)
 Order = RankStep | RankCapture | RankSleep | RankWake | RankKeepAdapter | RankForgetAdapter
 
 
-class Leader:
+class Rank0Connection:
     """The connection to rank 0. When rank 0 ends, so does this process, whatever it is doing."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
@@ -137,7 +137,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server handles signals: it drains, and this process ends with it
     try:
-        leader = Leader(Connection(0))
+        leader = Rank0Connection(Connection(0))
     except EOFError:
         return 0
     logs.configure("runtime", "WARNING")  # only warnings of libraries: rank 0 logs the rest
@@ -154,7 +154,7 @@ def main() -> int:
     return 1
 
 
-def run_rank(leader: Leader) -> None:
+def run_rank(leader: Rank0Connection) -> None:
     """Load the weights, then compute the plans of rank 0 until this process ends."""
     runner, sleeper, collective, device = _load(leader)
     gc.collect()
@@ -186,7 +186,7 @@ def run_rank(leader: Leader) -> None:
                 leader.tell(RankDone(_wake(sleeper)))
 
 
-def _load(leader: Leader) -> tuple[Runner, Sleeper, Collective, torch.device]:
+def _load(leader: Rank0Connection) -> tuple[Runner, Sleeper, Collective, torch.device]:
     """Load this rank's share of the model, in the order that rank 0 expects its messages in."""
     rank, options = leader.start.rank, leader.start.options
     if options.device != "cpu" and torch.cuda.is_available():

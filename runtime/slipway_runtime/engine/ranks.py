@@ -183,7 +183,9 @@ class Ranks:
         limits = {name: getattr(plan, name) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
         options = msgspec.structs.replace(plan.options, **limits)
         self._others = [
-            _Other(RankStart(rank=rank, model_path=str(plan.model_path), options=options, store=str(self._store)), die)
+            _RankProcess(
+                RankStart(rank=rank, model_path=str(plan.model_path), options=options, store=str(self._store)), die
+            )
             for rank in range(1, size)
         ]
         weakref.finalize(self, _end, [other.process for other in self._others], self._store.parent)
@@ -191,7 +193,7 @@ class Ranks:
     def loaded(self) -> int:
         """Wait until all ranks have their weights and can compute together; the bytes of the other ranks' weights."""
         news = [other.expect(RankLoaded) for other in self._others]
-        with self._or_why_not():
+        with self._raise_rank_death():
             self.collective.join(self._store)
         return sum(one.weight_bytes for one in news)
 
@@ -208,7 +210,7 @@ class Ranks:
         """
         self._tell(RankCapture())
         try:
-            with self._or_why_not():
+            with self._raise_rank_death():
                 own = capture()
         except RuntimeError as failed:
             raise RankDiedError(
@@ -280,7 +282,7 @@ class Ranks:
             raise RankDiedError("a step has failed on rank 0, and the other ranks cannot come out of it")
         self._tell(RankStep(plan=plan, sampled=self._sampled))
         self._within = True
-        with self._or_why_not():
+        with self._raise_rank_death():
             result = runner.execute(plan, masks)
         self._within, self._sampled = False, result.token_ids
         return result
@@ -295,12 +297,12 @@ class Ranks:
 
     def _tell(self, order: RankOrder) -> None:
         message = msgspec.msgpack.encode(order)
-        with self._telling, self._or_why_not():
+        with self._telling, self._raise_rank_death():
             for other in self._others:
                 other.connection.send_bytes(message)
 
     @contextlib.contextmanager
-    def _or_why_not(self) -> Iterator[None]:
+    def _raise_rank_death(self) -> Iterator[None]:
         """Where a sum or a message fails because a rank has ended, raise RankDiedError, which says how it ended."""
         try:
             yield
@@ -356,7 +358,7 @@ class SharedSlots(AdapterSlots):
         self._ranks.forget_adapter(digest)
 
 
-class _Other:
+class _RankProcess:
     """The process of one other rank, and rank 0's connection to it."""
 
     def __init__(self, start: RankStart, on_death: Callable[[EngineFailed], object]) -> None:
@@ -385,17 +387,17 @@ class _Other:
 
     def _listen(self, on_death: Callable[[EngineFailed], object]) -> None:
         decoder = msgspec.msgpack.Decoder(RankNews)
-        last_word = None
+        failure = None
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 news = decoder.decode(self.connection.recv_bytes())
                 if isinstance(news, EngineFailed):
-                    last_word = news
+                    failure = news
                 elif isinstance(news, RankAdapterRead):
                     self._adapters.put(news)
                 else:
                     self._news.put(news)
-        failed = last_word or EngineFailed(describe_exit(self._name, self.process.wait()))
+        failed = failure or EngineFailed(describe_exit(self._name, self.process.wait()))
         self._news.put(failed)
         self._adapters.put(RankAdapterRead(failed.error))
         on_death(failed)

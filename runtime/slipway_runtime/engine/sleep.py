@@ -45,21 +45,21 @@ class Sleeper:
         self._hooks = [linear.lora for layer in runner.decoder.layers for linear in layer.linears]
         self._host: HostCopy | None = None
         self._dropped = False
-        self._recorded = False
+        self._captured = False
 
     def sleep(self, level: int) -> None:
         """Free the memory. All KV is lost."""
         assert not self.level
-        self._recorded, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
+        self._captured, self._runner.graphs = self._runner.graphs is not None, None  # graphs refer to freed memory
         self._free(level)
         self.level = level
 
     def wake(self) -> None:
         """Restore the memory. Raises ModelRefusedError or OSError where that fails; it may be tried again."""
         self._restore()
-        if self._recorded:
+        if self._captured:
             self._capture()
-            self._recorded = False
+            self._captured = False
         self.level = 0
 
     def _free(self, level: int) -> None:

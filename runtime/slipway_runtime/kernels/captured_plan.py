@@ -31,7 +31,7 @@ StaticChunks = tuple[Ints, Int32s, Int32s, Int32s, Int32s]  # rows, lengths, chu
 
 # Programs and partial results that a captured step with chunks has room for at least. Programs without work cost time,
 # and a step that needs more takes so long on the device that it hides its launches.
-LEAST_PROGRAMS, LEAST_SLOTS = 32, 256
+LEAST_PROGRAMS, LEAST_SLOTS = 36, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def chunk_capacity(num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
         decodes=min(num_tokens, max_num_seqs),
         chunks=min(num_tokens // 2, max_num_seqs),
         programs=max(num_tokens // 2, LEAST_PROGRAMS),
-        slots=max(4 * num_tokens, LEAST_SLOTS),
+        slots=max(8 * num_tokens, LEAST_SLOTS),
     )
 
 

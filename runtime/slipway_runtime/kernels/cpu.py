@@ -46,7 +46,7 @@ _native = _found
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight."""
-    assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+    assert x.dtype == torch.float32, "the compiled kernels take float32"
     x = x.contiguous()  # named, so that it lives until the call has ended
     out = torch.empty_like(x)
     size = x.shape[-1]
@@ -82,7 +82,7 @@ def rope_and_store(
     qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, num_q_heads: int, norms: HeadNorms = None
 ) -> Tensor:
     """Norm and rotate queries and keys in place, write keys and values into their slots, return the queries."""
-    assert qkv.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+    assert qkv.dtype == torch.float32, "the compiled kernels take float32"
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = (num_heads - num_q_heads) // 2
     plain = not kv_pages.is_quantized(cache.dtype)

@@ -89,7 +89,7 @@ def decoder_layer(
 
     cos, sin: (T, 1, D), of the layer's rotary table  slots: (T,).
     """
-    assert stream.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+    assert stream.dtype == torch.float32, "the compiled kernels take float32"
     key = (cos.data_ptr(), slots.data_ptr())
     step = plan.memo.get(key)
     if step is None:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipway_runtime.kernels import captured_plan
 from slipway_runtime.kernels.attention_plan import CHUNK_PROGRAMS, ChunkTile
-from slipway_runtime.kernels.captured_plan import LEAST_PROGRAMS, LEAST_SLOTS, ChunkCapacity, StaticChunks
+from slipway_runtime.kernels.captured_plan import ChunkCapacity, StaticChunks
 from slipway_runtime.kernels.upload import Ints, upload
 
 SPLIT = 512  # positions; a multiple of every tile of keys
@@ -131,8 +132,8 @@ def chunk_capacity(num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
         tokens=num_tokens,
         decodes=0,
         chunks=min(num_tokens, max_num_seqs),
-        programs=max(num_tokens, LEAST_PROGRAMS),
-        slots=max(8 * num_tokens, LEAST_SLOTS),
+        programs=max(num_tokens, captured_plan.LEAST_PROGRAMS),
+        slots=max(8 * num_tokens, captured_plan.LEAST_SLOTS),
     )
 
 

@@ -76,7 +76,7 @@ def sample(
     truncated = random & ((top_p < 1.0) | (top_k > 0) | (min_p > 0.0))
     if bool(truncated.all()):  # the common batch: all rows truncate
         scaled = logits / temperature[:, None]
-        return _draw_truncated(scaled, top_k, top_p, min_p, seeds, positions, CANDIDATES)
+        return _sample_truncated(scaled, top_k, top_p, min_p, seeds, positions, CANDIDATES)
     tokens = logits.argmax(dim=-1)
     if len(rows := (random & ~truncated).nonzero().squeeze(-1)):
         scaled = logits[rows] / temperature[rows, None]
@@ -84,13 +84,13 @@ def sample(
         tokens[rows] = (scaled + gumbel(seeds[rows], positions[rows], everything[None, :])).argmax(dim=-1)
     if len(rows := truncated.nonzero().squeeze(-1)):
         scaled = logits[rows] / temperature[rows, None]
-        tokens[rows] = _draw_truncated(
+        tokens[rows] = _sample_truncated(
             scaled, top_k[rows], top_p[rows], min_p[rows], seeds[rows], positions[rows], CANDIDATES
         )
     return tokens
 
 
-def _draw_truncated(
+def _sample_truncated(
     scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor, candidates: int
 ) -> Tensor:
     """Sort only the top CANDIDATES tokens; the whole vocabulary for rows that may keep more tokens."""

@@ -94,7 +94,7 @@ class NativeBf16:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in) -> (T, out)."""
-        assert x.dtype == torch.float32, "the compiled kernels look at nothing but addresses"
+        assert x.dtype == torch.float32, "the compiled kernels take float32"
         rows, x = x.shape[0], x.contiguous()
         y = x.new_empty(rows, self.out_features)
         scratch = torch.empty(self.native.bf16_scratch(rows, self.in_features), dtype=torch.uint8)

@@ -85,7 +85,7 @@ def _table(
 ) -> Tensor:  # (positions, 2, D)
     """Table of cos and sin. Both halves of a head have the same angles; x·cos + roll(x)·sin is the rotation.
 
-    In each half the first dimensions are rotated and the rest is not: `place_turned` orders the weights so.
+    In each half the first dimensions are rotated and the rest is not: `reorder_rotary_dims` orders the weights so.
     """
     half = head_dim // 2
     cos, sin = torch.ones(max_positions, half), torch.zeros(max_positions, half)
@@ -97,7 +97,7 @@ def _table(
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
 
 
-def place_turned(weight: Tensor, head_dim: int, turned: int) -> Tensor:
+def reorder_rotary_dims(weight: Tensor, head_dim: int, turned: int) -> Tensor:
     """Reorder the dimensions of heads, rows of `weight`, so that rotated dimensions lie where `_table` expects them.
 
     A checkpoint has the rotated dimensions first, in two halves, then the rest. Queries and keys are reordered alike,

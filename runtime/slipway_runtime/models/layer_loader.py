@@ -28,7 +28,7 @@ from slipway_runtime.layers.linear import Linear
 from slipway_runtime.layers.matmul import MakeMatmul
 from slipway_runtime.layers.norm import RMSNorm
 from slipway_runtime.layers.quantized_weight import QuantizedWeight, Weight, concatenated, dequantized, select_rows
-from slipway_runtime.layers.rotary import place_turned
+from slipway_runtime.layers.rotary import reorder_rotary_dims
 from slipway_runtime.models.checkpoint import Checkpoint
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.models.config_values import ModelRefusedError
@@ -70,7 +70,7 @@ def load_experts(
         names = ("w1", "w3", "w2") if config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         router_name = f"{block}.gate"
         pairs = [
-            _of_one(config, weights, f"{block}.experts.{number}", names, own, cut) for number in range(about.count)
+            _load_expert(config, weights, f"{block}.experts.{number}", names, own, cut) for number in range(about.count)
         ]
     router = Linear(
         make_router(checkpoint.take(f"{router_name}.weight", about.count, hidden)),
@@ -111,7 +111,7 @@ def stack_experts(matrices: Sequence[Weight]) -> Tensor | ByteMatrices:
     return torch.stack([dequantized(one) for one in matrices])
 
 
-def _of_one(
+def _load_expert(
     config: ModelConfig, weights: WeightReader, prefix: str, names: tuple[str, str, str], own: slice, cut: InputCut
 ) -> _Pair:
     assert config.experts is not None
@@ -121,7 +121,7 @@ def _of_one(
     return concatenated([gate, up]), down
 
 
-def _gate_up_apart(inner: int, own: slice, device: torch.device) -> Tensor:
+def _deinterleave_rows(inner: int, own: slice, device: torch.device) -> Tensor:
     """The rows of gpt-oss's gate_up_proj that are a rank's: gate and up are interleaved there; here they are halves."""
     return torch.cat((torch.arange(0, 2 * inner, 2)[own], torch.arange(1, 2 * inner, 2)[own])).to(device)
 
@@ -132,7 +132,7 @@ def _biases_of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str,
     count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
     gate_up = checkpoint.take(f"{prefix}.gate_up_proj_bias", count, 2 * inner)
     down = checkpoint.take(f"{prefix}.down_proj_bias", count, hidden)
-    gate_up = gate_up[:, _gate_up_apart(inner, share.of(inner), gate_up.device)].contiguous()
+    gate_up = gate_up[:, _deinterleave_rows(inner, share.of(inner), gate_up.device)].contiguous()
     return gate_up, torch.zeros_like(down) if share.rank else down  # only rank 0 adds the biases of down
 
 
@@ -142,7 +142,7 @@ def _of_gpt_oss(config: ModelConfig, checkpoint: Checkpoint, prefix: str, own: s
     count, inner, hidden = config.experts.count, config.experts.intermediate_size, config.hidden_size
     gate_up = _stacked(checkpoint, f"{prefix}.gate_up_proj", count, 2 * inner, hidden)  # (E, 2I, H)
     down = _stacked(checkpoint, f"{prefix}.down_proj", count, hidden, inner)  # (E, H, I)
-    apart = _gate_up_apart(inner, own, gate_up.device)
+    apart = _deinterleave_rows(inner, own, gate_up.device)
     return [(select_rows(gate_up[expert], apart), down[expert][:, own].contiguous()) for expert in range(count)]
 
 
@@ -161,7 +161,7 @@ def _codes_of_gpt_oss(
         return None
     gate_up = _in_mxfp4(checkpoint, f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
     down = _in_mxfp4(checkpoint, f"{prefix}.down_proj", count, hidden, inner)
-    apart = _gate_up_apart(inner, own, gate_up.codes.device)
+    apart = _deinterleave_rows(inner, own, gate_up.codes.device)
     codes, scales = slice(own.start // 2, own.stop // 2), slice(own.start // GROUP, own.stop // GROUP)
     return (
         replace(gate_up, codes=gate_up.codes[:, apart].contiguous(), scales=gate_up.scales[:, apart].contiguous()),
@@ -253,7 +253,7 @@ class LayerLoader:
             sinks = sinks[self._share.of(config.num_q_heads)].contiguous()
         return Attention(
             self._qkv(prefix),
-            self._summed(f"{prefix}.o_proj", config.num_q_heads * config.head_dim, bias=config.out_bias),
+            self._row_parallel(f"{prefix}.o_proj", config.num_q_heads * config.head_dim, bias=config.out_bias),
             num_q_heads=own.num_q_heads,
             num_kv_heads=own.num_kv_heads,
             head_dim=config.head_dim,
@@ -270,23 +270,23 @@ class LayerLoader:
     def _qkv(self, prefix: str) -> Linear:
         config = self._config
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = self._side_by_side(
+        parts = self._column_parallel(
             prefix, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size), "qkv_proj", bias=config.qkv_bias
         )
         if config.rotary_dim:
             values = parts.pop()
             parts = [
-                (name, select_rows(weight, self._turned_rows(len(weight))), bias)  # Phi has no biases
+                (name, select_rows(weight, self._rotary_row_order(len(weight))), bias)  # Phi has no biases
                 for name, weight, bias in parts
             ]
             parts.append(values)
         return Linear.merged(parts, self._make_matmul)
 
-    def _turned_rows(self, count: int) -> Tensor:
+    def _rotary_row_order(self, count: int) -> Tensor:
         """Row indices that put a q or k projection into the order of the rotary table."""
-        return place_turned(torch.arange(count), self._config.head_dim, self._config.rotary_dim)
+        return reorder_rotary_dims(torch.arange(count), self._config.head_dim, self._config.rotary_dim)
 
-    def _side_by_side(
+    def _column_parallel(
         self, prefix: str, names: Sequence[str], out_sizes: Sequence[int], fused: str, *, bias: bool
     ) -> list[tuple[str, Weight, Tensor | None]]:
         """Matrices with the same inputs, this rank's rows of each: (name, weight, bias)."""
@@ -305,7 +305,7 @@ class LayerLoader:
             parts.append((f"{prefix}.{name}", weight, own_bias))
         return parts
 
-    def _summed(self, name: str, in_size: int, *, bias: bool) -> Linear:
+    def _row_parallel(self, name: str, in_size: int, *, bias: bool) -> Linear:
         hidden, share = self._config.hidden_size, self._share
         weight = self.cut(self._weights.matrix(name, hidden, in_size))
         own_bias = self._checkpoint.take(f"{name}.bias", hidden) if bias else None
@@ -327,12 +327,12 @@ class LayerLoader:
                 cut=self.cut,
             )
         inner = config.intermediate_size
-        parts = self._side_by_side(
+        parts = self._column_parallel(
             f"{prefix}.mlp", ("gate_proj", "up_proj"), (inner, inner), "gate_up_proj", bias=config.mlp_bias
         )
         return DenseMlp(
             Linear.merged(parts, self._make_matmul),
-            self._summed(f"{prefix}.mlp.down_proj", inner, bias=config.mlp_bias),
+            self._row_parallel(f"{prefix}.mlp.down_proj", inner, bias=config.mlp_bias),
             self._kernels,
             activation=config.activation,
         )

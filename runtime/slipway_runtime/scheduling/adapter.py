@@ -26,7 +26,7 @@ class Adapter:
     last_used: float = 0.0
     popularity: float = 0.0  # at `last_used`
     tries: int = 0  # failed attempts to get a slot or memory
-    closed_for: int | None = None  # serial of a request: younger requests for this adapter are not started
+    blocked_since: int | None = None  # serial of a request: younger requests for this adapter are not started
     error: str = ""
 
     def status(self) -> AdapterStatus:
@@ -78,7 +78,7 @@ def is_idle(adapter: Adapter) -> bool:
 
 def is_evictable(adapter: Adapter) -> bool:
     """Whether the adapter may be evicted: it is idle, or closed for a claimant and no row computes with it."""
-    return is_idle(adapter) or (adapter.rows == 0 and adapter.closed_for is not None and is_in_memory(adapter))
+    return is_idle(adapter) or (adapter.rows == 0 and adapter.blocked_since is not None and is_in_memory(adapter))
 
 
 def choose_victim(adapter: Adapter, others: Iterable[Adapter]) -> Adapter | None:

@@ -5,9 +5,9 @@ A block holds the keys and values of `block_size` consecutive tokens, and is in 
     live     referenced by at least one sequence; never reused
     cached   referenced by no sequence, holds a published prefix that is evicted when a block is needed
     free     referenced by no sequence, holds nothing
-    lent     its memory is reserved by an adapter: adapters and KV share one budget
+    reserved its memory is reserved by an adapter: adapters and KV share one budget
 
-    free + cached + live + lent = total
+    free + cached + live + reserved = total
 
 With a host tier below, evicted blocks can still be found in host memory (host_tier.py).
 
@@ -138,7 +138,7 @@ class BlockPool:
         self._members: dict[str, dict[int, None]] = {}  # group -> its published blocks
         self.order: EvictionOrder = SegmentedLru(num_blocks)
         self._free = list(range(num_blocks, 0, -1))  # a stack: the lowest on top, so that early blocks lie side by side
-        self._lent: list[int] = []
+        self._reserved: list[int] = []
         self._next_to_check = 1
 
     @property
@@ -154,12 +154,12 @@ class BlockPool:
     @property
     def reserved(self) -> int:
         """Blocks whose memory is reserved by adapters."""
-        return len(self._lent)
+        return len(self._reserved)
 
     @property
     def live(self) -> int:
         """Blocks that sequences use."""
-        return self.total - len(self._free) - self.cached - len(self._lent)
+        return self.total - len(self._free) - self.cached - len(self._reserved)
 
     @property
     def available(self) -> int:
@@ -288,13 +288,13 @@ class BlockPool:
     def reserve(self, count: int) -> None:
         """Reserve the memory of so many available blocks for an adapter."""
         assert count <= self.available
-        self._lent += [self._take() for _ in range(count)]
+        self._reserved += [self._take() for _ in range(count)]
 
     def unreserve(self, count: int) -> None:
         """Return so many reserved blocks to the pool: they can hold KV again."""
-        assert count <= len(self._lent)
+        assert count <= len(self._reserved)
         for _ in range(count):
-            self._free.append(self._lent.pop())
+            self._free.append(self._reserved.pop())
 
     def forget_all(self) -> None:
         """Unpublish all blocks in all tiers: their KV is no longer valid. Those that no sequence uses become free."""
@@ -312,7 +312,7 @@ class BlockPool:
 
         A call looks at `count` blocks, whatever the size of the pool; successive calls go round the whole pool.
         """
-        assert self.live >= 0, "free + cached + live + lent = total"
+        assert self.live >= 0, "free + cached + live + reserved = total"
         for block in range(self._next_to_check, min(self._next_to_check + count, self.total + 1)):
             assert self._ref_count[block] >= 0
             key = self._key_of[block]
@@ -325,15 +325,16 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError when the states, references or indexes of the blocks are inconsistent."""
-        states = (self._free, self.order.blocks(), self._lent)
+        states = (self._free, self.order.blocks(), self._reserved)
         idle = [block for state in states for block in state]
         assert len(set(idle)) == len(idle), "a block is in two states"
         assert self._ref_count[NULL_BLOCK] == 0
         assert NULL_BLOCK not in idle
         live = sum(count > 0 for count in self._ref_count)
-        assert live + len(idle) == self.total, "free + cached + live + lent = total"
+        assert live + len(idle) == self.total, "free + cached + live + reserved = total"
         assert all(self._ref_count[block] == 0 for block in idle)
-        assert all(self._key_of[block] is None for block in (*self._free, *self._lent)), "an empty block can be found"
+        empty = (*self._free, *self._reserved)
+        assert all(self._key_of[block] is None for block in empty), "an empty block can be found"
         assert all(self._key_of[block] is not None for block in self.order.blocks())
         assert {key: block for block, key in enumerate(self._key_of) if key is not None} == self._block_of
         members = {block: group for group, blocks in self._members.items() for block in blocks}

@@ -16,9 +16,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-HOT_SHARE = 0.8  # of the pool, that prefixes used repeatedly may hold against those used once
+PROTECTED_SHARE = 0.8  # of the pool, that prefixes used repeatedly may hold against those used once
 ONCE = 0.5  # popularity of the first use, until a second one shows that the prefix is reused
-GHOSTS = 4  # evicted prefixes remembered, for each block of the pool
+GHOSTS_PER_BLOCK = 4  # evicted prefixes remembered, for each block of the pool
 
 
 def decay(seconds: float, half_life_seconds: float) -> float:
@@ -79,13 +79,16 @@ class ColdBlocks(Protocol):
 
 
 class SegmentedLru:
-    """Evicts blocks used once before blocks used again; of these, the oldest beyond `HOT_SHARE` count as used once."""
+    """Evicts blocks used once before blocks used again.
+
+    The oldest of those used again, beyond `PROTECTED_SHARE` of all, count as used once.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.used_again = bytearray(num_blocks + 1)
         self._once: OrderedDict[int, None] = OrderedDict()  # the next to be evicted comes first
         self._hot: OrderedDict[int, None] = OrderedDict()
-        self._most_hot = int(num_blocks * HOT_SHARE)
+        self._most_hot = int(num_blocks * PROTECTED_SHARE)
 
     def published(self, block: int, key: bytes, group: str, now: float) -> None:  # noqa: D102  see the protocol
         pass
@@ -124,7 +127,7 @@ class LrfuOrder:
         self._popularity = [0.0] * (num_blocks + 1)  # at the last use
         self._used_at = [0.0] * (num_blocks + 1)
         self._ghosts: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-        self._most_ghosts = num_blocks * GHOSTS
+        self._most_ghosts = num_blocks * GHOSTS_PER_BLOCK
         self._heap: list[tuple[float, int, int]] = []  # (key, serial, block); stale when the serial is another now
         self._serial_of: dict[int, int] = {}  # of the blocks that may be evicted
         self._serial = 0

@@ -11,17 +11,17 @@
   what its source held when it was decided, even if the block or the slot is reused next.
 
 Copies cost time, even if no prompt uses them. Each time as many blocks were copied and asked for as there are slots,
-the hit rate is checked: the share of blocks missed on the device that host memory held. Below `WORTH_KEEPING`,
+the hit rate is checked: the share of blocks missed on the device that host memory held. Below `MIN_HIT_RATE`,
 offloading stops and the memory is given back. It starts again after a rest, which doubles with each failure in a row.
 """
 
 from collections.abc import Iterable, Sequence
 
-from slipway_runtime.messages import Demote, GiveBack, HostMove, Medium, Promote
+from slipway_runtime.messages import Demote, FreeHostMemory, HostMove, Medium, Promote
 from slipway_runtime.scheduling.block_pool import BlockPool, KvEvent, KvEventLog
 from slipway_runtime.scheduling.text_blocks import TextBlockIndex
 
-WORTH_KEEPING = 0.2  # least share of hits among the blocks asked for
+MIN_HIT_RATE = 0.2  # least share of hits among the blocks asked for
 ENOUGH = 256  # blocks demoted and asked for, before judging
 REST = 4  # times as many blocks asked for as are judged by, before the next try
 LONGEST_REST = 64
@@ -108,7 +108,7 @@ class HostTier:
 
     # --- plans
 
-    def judge(self) -> None:
+    def update_activity(self) -> None:
         """Decide before each plan whether offloading goes on, stops or starts again."""
         if not self.active:
             if self._asked >= self._rest * self._window:
@@ -120,7 +120,7 @@ class HostTier:
                 self._filling = False
                 self._start_over()
         elif min(self._copied, self._asked) >= self._window:
-            if self._found < WORTH_KEEPING * self._asked:
+            if self._found < MIN_HIT_RATE * self._asked:
                 self._switch_off()
             else:
                 self._rest = REST
@@ -134,7 +134,7 @@ class HostTier:
     def _switch_off(self) -> None:
         for group in list(self._slots.groups()):
             self._slots.evict_group(group)
-        self._moves = [GiveBack()]
+        self._moves = [FreeHostMemory()]
         self.active = False
 
     def _start_over(self) -> None:
@@ -165,5 +165,5 @@ class HostTier:
     def check(self) -> None:
         """Raise AssertionError when the slots are inconsistent; between plans no slot is held."""
         self._slots.check()
-        assert self._slots.live == 0, "a slot is kept for nobody"
+        assert self._slots.live == 0, "slots are held between plans"
         assert self.active or not self.held

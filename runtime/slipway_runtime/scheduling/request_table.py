@@ -89,7 +89,7 @@ class RequestTable:
         self._requests: dict[str, list[Sequence]] = {}  # the answers that have not ended
         self._num_following = 0  # sequences that wait for their leader
         self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._num_overtaken = 0  # of these, sequences that ended before their deadline
+        self._num_stale = 0  # of these, sequences that ended before their deadline
         self._serial = 0
 
     def __bool__(self) -> bool:
@@ -183,19 +183,19 @@ class RequestTable:
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Preempt a sequence: move it from its row to the queue. Its KV is lost, except for published blocks."""
         self.running.remove(sequence)
-        self._give_back(sequence)
+        self._release_row_and_blocks(sequence)
         sequence.forget_computed()
         sequence.state = State.WAITING
         sequence.preemptions += 1
         self.counters.preemptions += 1
-        self._line_up(sequence, now)
+        self._enqueue(sequence, now)
 
     def release_followers(self, leader: Sequence, now: float) -> None:
         """Queue the other answers of a request, whose prompt their leader has computed."""
         followers, leader.siblings = leader.siblings, []
         self._num_following -= len(followers)
         for follower in followers:
-            self._line_up(follower, now)
+            self._enqueue(follower, now)
 
     def pause(self, request_id: str, on: bool, now: float) -> None:
         """Pause a request, so that it is not planned, or resume it; unknown ids are ignored."""
@@ -214,7 +214,7 @@ class RequestTable:
         if idle is not None:
             self.preempt(idle, now)
 
-    def _line_up(self, sequence: Sequence, now: float) -> None:
+    def _enqueue(self, sequence: Sequence, now: float) -> None:
         if sequence.paused:
             self._park(sequence)
         else:
@@ -236,18 +236,21 @@ class RequestTable:
     # --- ending sequences
 
     def abort(
-        self, request_id: str, reason: FinishReason, now: float, index: int | None, *, told: bool = False
+        self, request_id: str, reason: FinishReason, now: float, index: int | None, *, sends_output: bool = True
     ) -> None:
-        """End a request, or one of its answers, wherever it is. `told`: the caller sends the final output."""
+        """End a request, or one of its answers, in any state. sends_output: else the caller sends the final output."""
         for sequence in self._requests.get(request_id, []).copy():
             if index is None or index == sequence.index:
-                (self.close if told else self.end)(sequence, reason, now)
+                if sends_output:
+                    self.end(sequence, reason, now)
+                else:
+                    self.close(sequence, reason, now)
 
     def expire(self, now: float) -> None:
         """End the sequences whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
-            self._num_overtaken -= 1  # it had ended, or is counted when it ends now
+            self._num_stale -= 1  # it had ended, or is counted when it ends now
             if sequence.state is not State.ENDED:
                 self.end(sequence, FinishReason.TIMEOUT, now)
 
@@ -282,35 +285,35 @@ class RequestTable:
         if not answers:
             del self._requests[sequence.request.id]
         if sequence.request.deadline is not None:
-            self._forget_overtaken_deadlines()
+            self._drop_stale_deadlines()
         if sequence.siblings:  # it has not computed the prompt: the next answer does
             leader, *followers = sequence.siblings
             self._num_following -= len(sequence.siblings)
             sequence.siblings, leader.leader = [], None
-            self._line_up(leader, now)
+            self._enqueue(leader, now)
             self._follow(leader, followers)
         if sequence.in_flight:
             self.ending.add(sequence)
         else:
             self.retire(sequence)
 
-    def _forget_overtaken_deadlines(self) -> None:
+    def _drop_stale_deadlines(self) -> None:
         """Count a sequence that ended before its deadline, and free such entries: clients may choose late deadlines."""
-        self._num_overtaken += 1
-        if self._num_overtaken > 8 and 2 * self._num_overtaken > len(self._deadlines):
+        self._num_stale += 1
+        if self._num_stale > 8 and 2 * self._num_stale > len(self._deadlines):
             self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.ENDED]
             heapq.heapify(self._deadlines)
-            self._num_overtaken = 0
+            self._num_stale = 0
 
     def retire(self, sequence: Sequence) -> None:
         """Free the row, blocks and adapter of an ended sequence, which is in no plan in flight any more."""
         self.ending.discard(sequence)
-        self._give_back(sequence)
+        self._release_row_and_blocks(sequence)
         self._shares.leave(sequence.share)
         if self.residency is not None and sequence.adapter:
             self.residency.leave(sequence.adapter)
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _release_row_and_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         if sequence.row != NO_ROW:

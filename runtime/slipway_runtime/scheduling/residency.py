@@ -200,17 +200,17 @@ class Residency:
         adapter.requests -= 1
         self.version += 1
         if adapter.requests == 0 and self._claimant == digest:
-            self._open_again()
+            self._end_claim()
         self._forget_if_drained(adapter)
 
     def slot_for(self, digest: str, serial: int) -> int | None:
         """The slot of an adapter; None: not now, asked again in the next step. Starts its load where there is room."""
         adapter = self._adapters[digest]
-        if adapter.closed_for is not None and serial > adapter.closed_for:
+        if adapter.blocked_since is not None and serial > adapter.blocked_since:
             return None
         if adapter.state is AdapterState.SLOT:
             return adapter.slot
-        if adapter.state is AdapterState.DISK and self._is_soon(adapter) and self._make_room_for(adapter):
+        if adapter.state is AdapterState.DISK and self._may_stage(adapter) and self._make_room_for(adapter):
             self._move(adapter, AdapterState.LOADING)
             self._wanted.append(digest)
         elif adapter.state is AdapterState.HOST:
@@ -365,7 +365,7 @@ class Residency:
             del self._adapters[adapter.digest]
             self.version += 1
 
-    def _is_soon(self, adapter: Adapter) -> bool:
+    def _may_stage(self, adapter: Adapter) -> bool:
         """Whether an adapter would run soon: while it waits in memory, it takes KV blocks from running requests."""
         others = self._adapters.values()
         staged = sum(a.requests > 0 and a.rows == 0 and holds_memory(a) for a in others)
@@ -378,7 +378,7 @@ class Residency:
         if state is not AdapterState.DISK:
             adapter.tries = 0
             if self._claimant == adapter.digest:  # the claim is met: the closed adapter is open again
-                self._open_again()
+                self._end_claim()
 
     def _claim(self, adapter: Adapter, serial: int) -> None:
         if self._claimant is not None:
@@ -386,12 +386,12 @@ class Residency:
         victim = choose_victim(adapter, self._adapters.values())
         if victim is not None:
             self._claimant = adapter.digest
-            victim.closed_for = serial
+            victim.blocked_since = serial
 
-    def _open_again(self) -> None:
+    def _end_claim(self) -> None:
         self._claimant = None
         for adapter in self._adapters.values():
-            adapter.closed_for = None
+            adapter.blocked_since = None
 
     # --- where adapters are
 

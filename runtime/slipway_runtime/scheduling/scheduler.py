@@ -142,7 +142,7 @@ class Scheduler:
 
     def close(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
         """End an answer without a final output: the caller sends that."""
-        self._table.abort(request_id, reason, now, index, told=True)
+        self._table.abort(request_id, reason, now, index, sends_output=False)
 
     def pause(self, request_id: str, on: bool, now: float) -> None:
         """Pause a request, so that it is not planned, or resume it; unknown ids are ignored."""
@@ -167,9 +167,11 @@ class Scheduler:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether `schedule` may be called now: always with nothing in flight, else with one plan in flight if there is
-        something to plan, unless the next samples depend on its results by draft tokens. Masks of grammars depend on
-        them too, but they are needed only after the forward pass: the engine makes them meanwhile.
+        """Whether `schedule` may be called now: fewer than two plans are in flight, something is left to plan, and no
+        draft tokens depend on the samples in flight.
+
+        Masks of grammars depend on them too, but are needed only after the forward pass: the engine makes them
+        meanwhile.
         """
         if not self._in_flight:
             return True
@@ -185,7 +187,7 @@ class Scheduler:
         self.pool.now = now
         self._table.expire(now)
         if self.tier is not None:
-            self.tier.judge()
+            self.tier.update_activity()
         self._steps += 1
         plan = SchedulerOutputBuilder()
         budget = self.max_num_batched_tokens
@@ -196,7 +198,7 @@ class Scheduler:
         # Blocks freed by preemption are for running sequences.
         budget = self._schedule_prompts(budget, plan, now, admits=self._table.counters.preemptions == preemptions)
         if self.speculation is not None and self.speculation.active:
-            self.speculation.spend(budget, plan, self.pool, self._watermark_blocks + len(self._table.running))
+            self.speculation.add_drafts(budget, plan, self.pool, self._watermark_blocks + len(self._table.running))
         loads = self.residency.take_loads() if self.residency is not None else ()
         moves = self.tier.take_moves() if self.tier is not None else ()
         step, flight = plan.build(self._steps, loads, moves)
@@ -239,7 +241,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 table.close(sequence, sequence.finish_reason, now)
         if self.speculation is not None:
-            self.speculation.judge(table.counters.generated_tokens - generated)
+            self.speculation.update_activity(table.counters.generated_tokens - generated)
         final_outputs, table.final_outputs = table.final_outputs, []
         return outputs + final_outputs
 
@@ -266,7 +268,7 @@ class Scheduler:
     def check(self, *, most_blocks: int | None = None) -> None:
         """Raise AssertionError when blocks, rows or requests are unaccounted for; `most_blocks`: see RequestTable."""
         if not self._in_flight:
-            assert not self._table.ending, "nothing is in flight, and somebody still ends"
+            assert not self._table.ending, "ended sequences are left without a plan in flight"
         self._table.check(most_blocks=most_blocks)
 
     # --- running sequences
@@ -275,7 +277,7 @@ class Scheduler:
         if sequence.num_planned == len(sequence.blocks) * self.pool.block_size:
             if not self._make_room(sequence, plan, now):
                 return 0
-            plan.give_blocks(sequence, self.pool.allocate(1))
+            plan.append_blocks(sequence, self.pool.allocate(1))
         plan.compute(sequence, 1, ahead=1)
         return 1
 
@@ -345,13 +347,13 @@ class Scheduler:
         """Advance `num_computed` by the tokens kept: the positions of rejected draft tokens are computed again."""
         sequence = row.sequence
         self._table.counters.computed_tokens += row.num_new
-        right = max(len(token_ids) - 1, 0)
+        accepted = max(len(token_ids) - 1, 0)
         if self.speculation is not None and row.samples and row.num_new == 1 + len(row.drafts):
-            self.speculation.record_accepted(sequence, len(row.drafts), right)
+            self.speculation.record_accepted(sequence, len(row.drafts), accepted)
         if row.preemptions == sequence.preemptions:
-            wrong = len(row.drafts) - right if row.drafts else 0
-            sequence.num_computed += row.num_new - wrong
-            sequence.num_planned -= wrong
+            rejected = len(row.drafts) - accepted if row.drafts else 0
+            sequence.num_computed += row.num_new - rejected
+            sequence.num_planned -= rejected
         if row.preemptions == sequence.preemptions or row.samples:
             sequence.prompt_logprobs.extend(prompt_logprobs)
 
@@ -377,12 +379,12 @@ class Scheduler:
     def adapter_loaded(self, digest: str, now: float, *, num_bytes: int, rank: int) -> None:
         """Note that an adapter was read. Without memory for it now, `take_dropped_adapters` names it at once."""
         self._adapters.loaded(digest, num_bytes=num_bytes, rank=rank)
-        self._end_hopeless(digest, now)
+        self._end_requests_of_failed_adapter(digest, now)
 
     def adapter_failed(self, digest: str, error: str, now: float) -> None:
         """Note that an adapter could not be read: requests that wait for it end with that error."""
         self._adapters.failed(digest, error)
-        self._end_hopeless(digest, now)
+        self._end_requests_of_failed_adapter(digest, now)
 
     def unload_adapter(self, digest: str, now: float) -> bool:
         """Refuse new requests for an adapter, and drop it when its last one has ended; False: not known."""
@@ -410,7 +412,7 @@ class Scheduler:
         assert self.residency is not None, "adapters are off"
         return self.residency
 
-    def _end_hopeless(self, digest: str, now: float) -> None:
+    def _end_requests_of_failed_adapter(self, digest: str, now: float) -> None:
         refusal = self._adapters.failure(digest)
         if refusal:
             self._table.end_waiting(digest, refusal, now)

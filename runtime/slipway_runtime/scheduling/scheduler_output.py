@@ -34,7 +34,7 @@ class SchedulerOutputBuilder:
         self.new_blocks: dict[Sequence, list[int]] = {}
         self.copies: list[tuple[int, int]] = []
 
-    def give_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
+    def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
         """Append to the block table of a sequence, here and in the worker."""
         sequence.blocks += blocks
         self.new_blocks.setdefault(sequence, []).extend(blocks)
@@ -73,7 +73,7 @@ class SchedulerOutputBuilder:
     ) -> tuple[SchedulerOutput, InFlightBatch]:
         """The plan for the worker, and its record until the results arrive."""
         rows = self.rows
-        rows.sort(key=_not_one)  # rows of one token first
+        rows.sort(key=_is_chunk)  # rows of one token first
         for row in rows:
             row.sequence.in_flight += 1
         given = self.new_blocks
@@ -93,5 +93,5 @@ class SchedulerOutputBuilder:
         return plan, InFlightBatch(step, rows)
 
 
-def _not_one(row: Scheduled) -> bool:
+def _is_chunk(row: Scheduled) -> bool:
     return row.num_new != 1

@@ -201,7 +201,7 @@ def with_embedding(output: Output, embedding: bytes) -> Output:
 
 
 def with_drafts(output: Output, drafted: int, accepted: int) -> Output:
-    """The output of a step that verified so many draft tokens, and how many of them were right."""
+    """The output of a step that verified so many draft tokens, and how many of them were accepted."""
     return msgspec.structs.replace(output, draft_tokens=drafted, accepted_tokens=accepted)
 
 

@@ -94,7 +94,7 @@ class Speculation:
         self._rest = REST_TOKENS
         self._rested = 0
 
-    def spend(self, budget: int, plan: SchedulerOutputBuilder, pool: BlockPool, reserve: int) -> None:
+    def add_drafts(self, budget: int, plan: SchedulerOutputBuilder, pool: BlockPool, reserve: int) -> None:
         """Add draft tokens to decode rows of the plan, within the budget and with blocks beyond the reserve only."""
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
@@ -106,7 +106,7 @@ class Speculation:
             if drafts:
                 missing = pool.blocks_for(sequence.num_planned + len(drafts)) - len(sequence.blocks)
                 if missing > 0:
-                    plan.give_blocks(sequence, pool.allocate(missing))
+                    plan.append_blocks(sequence, pool.allocate(missing))
                 plan.add_drafts(index, drafts)
                 budget -= len(drafts)
 
@@ -129,7 +129,7 @@ class Speculation:
         self._recent_draft_tokens += drafted
         self._recent_accepted += accepted
 
-    def judge(self, tokens: int) -> None:
+    def update_activity(self, tokens: int) -> None:
         """Decide, after a step that generated so many tokens, whether drafting goes on, stops or starts again."""
         if not self.active:
             self._rested += tokens
@@ -138,12 +138,12 @@ class Speculation:
                 self.active = True
                 self._start_over()
             return
-        wrong = (
+        acceptance_is_low = (
             self._recent_draft_tokens >= ENOUGH_DRAFT_TOKENS
             and self._recent_accepted < MIN_ACCEPTED_SHARE * self._recent_draft_tokens
         )
         idle = self._recent_rows >= ENOUGH_STEPS and self._recent_accepted < MIN_ACCEPTED_PER_ROW * self._recent_rows
-        if wrong or idle:
+        if acceptance_is_low or idle:
             self.active = False
             self._start_over()
         elif self._recent_rows >= 2 * ENOUGH_STEPS:  # drafting pays: halve the counts, and reset the rest

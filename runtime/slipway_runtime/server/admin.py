@@ -151,7 +151,7 @@ async def load_adapter(http: Request) -> Response:
     if done:
         await loading  # raises the error of the load
         return _wire(registry.info(asked.name))
-    loading.add_done_callback(_hear)
+    loading.add_done_callback(_retrieve_exception)
     return _wire(registry.info(asked.name) or AdapterInfo(name=asked.name, state="loading"), 202)
 
 
@@ -180,7 +180,7 @@ def _registry(http: Request) -> AdapterRegistry:
     return replica.loaded.adapters
 
 
-def _hear(task: asyncio.Task[object]) -> None:
+def _retrieve_exception(task: asyncio.Task[object]) -> None:
     """Retrieve the exception of a task without a waiting caller: the list of adapters has the error."""
     if not task.cancelled():
         task.exception()

@@ -74,7 +74,7 @@ class _Part:
     ended: bool = False
 
 
-class Answering:
+class ResponseBuilder:
     """The answers of one call on their way to the client."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Answering:
             for writer, deltas in ((self._writers[index], collected[index]) for index in sorted(collected))
         ]
         whole = self._shape.envelope(choices, streamed=False) | {"usage": self._usage()}
-        return self._dialect.whole(self._signed(self._with_prompt_ids(whole)))
+        return self._dialect.whole(self._with_model_fields(self._with_prompt_ids(whole)))
 
     async def as_stream(self) -> Response:
         """Wait for the first token, then stream: until then a failure is a response with its own status."""
@@ -196,7 +196,7 @@ class Answering:
                     break
         if self._stream_usage and not broken:
             last = self._shape.envelope([], streamed=True) | {"usage": self._usage()}
-            yield self._dialect.chunk(self._signed(last))
+            yield self._dialect.chunk(self._with_model_fields(last))
         yield self._dialect.end()
 
     def _opening(self) -> bytes:
@@ -223,7 +223,7 @@ class Answering:
             return self._dialect.failure(self._why(delta))
         choices = self._writers[delta.index].piece(delta)
         if self._wants_token_ids and not choices and delta.token_ids:
-            choices = [{"index": delta.index, **self._nothing_said(), "finish_reason": None}]
+            choices = [{"index": delta.index, **self._empty_delta(), "finish_reason": None}]
         if self._wants_token_ids and choices:
             choices[0] = self._with_ids(choices[0], delta.token_ids)
         events = b"".join(self._event(choice) for choice in choices)
@@ -232,7 +232,7 @@ class Answering:
             events += stream_marks.tokens_mark(delta.index, delta.token_ids, ended=ended)
         return events
 
-    def _nothing_said(self) -> dict[str, Any]:
+    def _empty_delta(self) -> dict[str, Any]:
         return {"text": ""} if self._shape.route == "completions" else {"delta": {}}
 
     def _event(self, choice: dict[str, Any], *, with_prompt: bool = False) -> bytes:
@@ -245,7 +245,7 @@ class Answering:
         if self._stream_usage:
             continuous = self._body.stream_options and self._body.stream_options.continuous_usage_stats
             chunk["usage"] = self._usage() if continuous else None
-        return self._signed(chunk)
+        return self._with_model_fields(chunk)
 
     def _with_ids(self, choice: dict[str, Any], token_ids: tuple[int, ...]) -> dict[str, Any]:
         return choice | {"token_ids": token_ids} if self._wants_token_ids else choice
@@ -303,7 +303,7 @@ class Answering:
             case _:
                 return self._why(last)
 
-    def _signed(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_model_fields(self, body: dict[str, Any]) -> dict[str, Any]:
         return body | {"model": self._served.name, "system_fingerprint": self._served.fingerprint(self._replica)}
 
     def _usage(self) -> dict[str, Any]:

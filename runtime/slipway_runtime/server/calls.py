@@ -17,7 +17,7 @@ from slipway_runtime.engine.client import EngineError
 from slipway_runtime.engine.detokenizer import Detokenizer, StopStrings
 from slipway_runtime.messages import EngineFacts, FinishReason, Grammar, Output, Request, SamplingParams
 from slipway_runtime.server import sampling
-from slipway_runtime.server.answering import Answering, Shape
+from slipway_runtime.server.answering import ResponseBuilder, Shape
 from slipway_runtime.server.errors import ApiError, of_engine
 from slipway_runtime.server.generation import Choice, Delta, Generation, Outputs
 from slipway_runtime.server.openai_types import GenerationRequest
@@ -56,7 +56,7 @@ async def answer(call: Call) -> Response:
         [len(prompt.token_ids) for prompt in call.prompts],
         repeats=call.dialect.repeats,
     )
-    answering = Answering(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
+    answering = ResponseBuilder(call.http, call.body, call.caller, call.served, call.shape, replica, call.dialect)
     try:
         for number, (prompt, each) in enumerate(zip(call.prompts, params, strict=True)):
             _submit(call, answering, number, prompt, each, replica)
@@ -86,7 +86,7 @@ def _params(call: Call, prompt: Prompt) -> SamplingParams:
 
 
 def _submit(
-    call: Call, answering: Answering, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
+    call: Call, answering: ResponseBuilder, number: int, prompt: Prompt, params: SamplingParams, replica: Replica
 ) -> None:
     """Send one prompt to the engine; raises EngineError where the engine refuses it."""
     n = call.body.wanted_answers
@@ -107,7 +107,7 @@ def _submit(
 
 def _generate(
     call: Call,
-    answering: Answering,
+    answering: ResponseBuilder,
     prompt: Prompt,
     params: SamplingParams,
     replica: Replica,

@@ -52,7 +52,7 @@ async def count_tokens(http: Request) -> dict[str, int]:
 
 
 class MessageEvents:
-    """Dialect of /v1/messages: translates a chat completion to a message; see `dialect.Dialect`."""
+    """Dialect of /v1/messages: translates a chat completion to a message; see `sse.Dialect`."""
 
     repeats = True  # the last events depend on the finish reason and on the earlier blocks
 

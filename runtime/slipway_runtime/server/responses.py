@@ -60,7 +60,7 @@ async def no_kept_response(name: str) -> Response:
 
 
 class ResponseEvents:
-    """Dialect of /v1/responses: translates a chat completion to a response object; see `dialect.Dialect`."""
+    """Dialect of /v1/responses: translates a chat completion to a response object; see `sse.Dialect`."""
 
     repeats = True  # the last event holds the whole response
 

@@ -1,9 +1,10 @@
 """CUDA graphs of small steps with chunks: rows of several new tokens (parts of prompts, draft tokens) beside decode.
 
-One graph is captured for each of a few numbers of tokens; a step uses the smallest that has room for it, and the
-tokens beyond the step are padding. The host divides the step's attention among the programs that the graph launches
-(`captured_plan`): a step of more programs than that (long contexts) is computed eagerly, and takes so long on the
-device that it hides its launches. Steps of more tokens than the largest graph hide theirs too.
+One graph is captured for each of a few numbers of tokens; a step uses the smallest that has room for it (for its
+tokens, and for its programs and partial results of attention), and the tokens beyond the step are padding. The host
+divides the step's attention among the programs that the graph launches (`captured_plan`): a step of more programs than
+that (long contexts) is computed eagerly, and takes so long on the device that it hides its launches. Steps of more
+tokens than the largest graph hide theirs too.
 
 A token that a row sampled last is read on the device, where only the device may know it; all others come from the host.
 """
@@ -27,6 +28,7 @@ from slipway_runtime.worker.inputs import HostInputs
 
 Padded = npt.NDArray[Any]
 _NO_INTS = np.zeros(0, dtype=np.int64)
+MOST_PADDING = 3  # a graph has at most so many times the tokens of a step
 _ON_DEVICE = -1  # in place of a token id: the token that the row sampled last
 
 
@@ -92,19 +94,10 @@ class ChunkGraphs:
         token_slots: (T,) adapter slots; None: no row has an adapter.
         """
         shared, num_tokens = self._shared, len(inputs.positions)
-        capacity = next((capacity for capacity in self._capacities if capacity.tokens >= num_tokens), None)
-        if capacity is None or inputs.sampled_tokens is None:
+        fitting = None if inputs.sampled_tokens is None else self._smallest(inputs)
+        if fitting is None:
             return None
-        chunks = shared.kernels.pack_chunks(
-            capacity,
-            inputs.row_ids,
-            inputs.num_computed,
-            inputs.num_new,
-            padding_row=shared.padding_row,
-            tile=self._tile,
-        )
-        if chunks is None:
-            return None
+        capacity, chunks = fitting
         size, static, num_samples = capacity.tokens, self._static[capacity.tokens], len(inputs.sampled_rows)
         is_last = batch.last_position[inputs.token_rows] == inputs.positions
         token_ids = np.where(is_last, _ON_DEVICE, batch.tokens[inputs.token_rows, inputs.positions])
@@ -129,6 +122,27 @@ class ChunkGraphs:
         hidden = shared.hidden[:num_tokens]
         sampled = hidden if num_samples == num_tokens else hidden.index_select(0, static.sampled_tokens[:num_samples])
         return StepHidden(hidden, sampled, static.sampled_rows[:num_samples])
+
+    def _smallest(self, inputs: HostInputs) -> tuple[ChunkCapacity, StaticChunks] | None:
+        """The smallest graph that has room for a step, and the step's chunks in it; None: none has.
+
+        On a long context a larger graph than the tokens ask for may have the programs and partial results, up to
+        MOST_PADDING times as many tokens: beyond it, padding takes longer than the launches that a graph saves.
+        """
+        num_tokens = len(inputs.positions)
+        for capacity in self._capacities:
+            if num_tokens <= capacity.tokens <= max(MOST_PADDING * num_tokens, self._capacities[0].tokens):
+                chunks = self._shared.kernels.pack_chunks(
+                    capacity,
+                    inputs.row_ids,
+                    inputs.num_computed,
+                    inputs.num_new,
+                    padding_row=self._shared.padding_row,
+                    tile=self._tile,
+                )
+                if chunks is not None:
+                    return capacity, chunks
+        return None
 
     def _padded(
         self,

@@ -40,7 +40,7 @@ class Collective:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in place. Every rank must call it, for tensors of the same shape."""
-        assert self._group is not None, "nobody computes before all have joined"
+        assert self._group is not None, "join() comes first"
         try:
             self._group.allreduce([x]).wait()
         except RuntimeError as error:
@@ -49,7 +49,7 @@ class Collective:
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x side by side: (R, n) -> (R, size * n). Every rank must call it, with the same shape."""
-        assert self._group is not None, "nobody computes before all have joined"
+        assert self._group is not None, "join() comes first"
         rows, columns = x.shape
         parts = x.new_empty(self.size * rows, columns)
         try:

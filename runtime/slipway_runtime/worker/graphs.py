@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipway_api.memory import WEIGHT_BYTES, ModelShape, Needs, activation_bytes
+from slipway_runtime.kernels import ordered_plan
 from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT, num_splits
 from slipway_runtime.kernels.captured_plan import chunk_capacity
 from slipway_runtime.kernels.dispatch import CapturableKernels
@@ -56,7 +57,8 @@ def reserve_bytes(
     inputs = 32 * decodes[-1] + sum(56 * one.tokens + 16 * (one.rows + one.programs) + 160 for one in chunks)
     hidden = tokens * shape.hidden * WEIGHT_BYTES[dtype]
     splits = int(num_splits(np.array(max_model_len), SPLIT, MAX_SPLITS))
-    partial_results = max(decodes[-1] * splits, *(one.decodes * splits + one.slots for one in chunks), 0)
+    in_order = min(decodes[-1] * -(-max_model_len // ordered_plan.SPLIT), ordered_plan.MOST_SLOTS)  # `deterministic`
+    partial_results = max(decodes[-1] * splits, *(one.decodes * splits + one.slots for one in chunks), in_order)
     attention = partial_results * shape.heads * (shape.head_dim + 2) * 4  # float32, with a maximum and a sum
     step = Needs(dtype=dtype, max_model_len=tokens, max_num_seqs=0, max_num_batched_tokens=tokens)
     launches = shape.layers * (len(decodes) * LAUNCHES_OF_A_LAYER + len(chunks) * LAUNCHES_WITH_CHUNKS)

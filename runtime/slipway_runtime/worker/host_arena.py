@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from slipway_runtime.messages import Demote, GiveBack, HostMove, Promote
+from slipway_runtime.messages import Demote, FreeHostMemory, HostMove, Promote
 
 SEGMENT_BYTES = 64 << 20
 
@@ -63,7 +63,7 @@ class HostArena:
                     self._slot(slot).copy_(blocks[:, block], non_blocking=True)
                 case Promote(slot, block):
                     blocks[:, block].copy_(self._slot(slot), non_blocking=True)
-                case GiveBack():
+                case FreeHostMemory():
                     self.give_back()
 
     def _slot(self, slot: int) -> Tensor:

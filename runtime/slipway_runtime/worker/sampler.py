@@ -231,7 +231,7 @@ def kept_logprobs(
 
 
 def _kept(drafts: tuple[int, ...], sampled: list[int]) -> tuple[int, ...]:
-    right = 0
-    while right < len(drafts) and sampled[right] == drafts[right]:
-        right += 1
-    return tuple(sampled[: right + 1])
+    accepted = 0
+    while accepted < len(drafts) and sampled[accepted] == drafts[accepted]:
+        accepted += 1
+    return tuple(sampled[: accepted + 1])

@@ -53,7 +53,7 @@ class Faults:
         self.pods[name].hung_since = self.now
         self.pods[name].disturbed_until = self.now
 
-    def crash_loop(self, name: str, restarts: int, last_word: str = "") -> None:
+    def crash_loop(self, name: str, restarts: int, termination_message: str = "") -> None:
         self.faults += 1
         pod = self.pods[name]
         pod.disturbed_until = self.now
@@ -66,7 +66,7 @@ class Faults:
             waiting_reason="CrashLoopBackOff",
             restarts=restarts,
             running_since=self.now,
-            last_word=last_word,
+            termination_message=termination_message,
         )
 
     def lose_node(self, name: str) -> None:

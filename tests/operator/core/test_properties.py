@@ -155,7 +155,11 @@ def happen(world, kind, number):
             if gone:
                 world.replace_node(gone[number % len(gone)])
         case "GPU fault":
-            live(world, number, lambda name: world.crash_loop(name, restarts=1, last_word="GPUFault: GPU is lost"))
+            live(
+                world,
+                number,
+                lambda name: world.crash_loop(name, restarts=1, termination_message="GPUFault: GPU is lost"),
+            )
         case "restart":
             world.was_cordoned = True
             world.service = edited(world.service, restartAt=rfc3339(world.now))

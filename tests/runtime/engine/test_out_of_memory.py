@@ -57,7 +57,7 @@ def test_requests_in_the_step_end_and_waiting_ones_are_answered_as_always(served
     lost, kept = FinishReason.OUT_OF_MEMORY, FinishReason.LENGTH
     assert reasons(served) == {"a": lost, "b": lost, "c": lost, "waits": kept, "again": kept}
     assert {outputs[-1].error for (id, _), outputs in served.outputs.items() if id in "abc"} == {
-        "the memory did not last for a step"
+        "out of memory in a step"
     }
     assert (served.tokens("waits"), served.tokens("again")) == (wanted[4], wanted[1])
     after = served.engine.stats(0.0)

@@ -164,7 +164,7 @@ def test_no_memory_for_the_graphs_of_a_rank_that_wakes_ends_the_engine_with_a_se
     monkeypatch.setattr(build_module, "capture_steps", no_memory)
     engine = an_engine(tmp_path, tensor_parallel_size=2, device="cpu")
     assert call(engine, Sleep(call=1, level=1)) == ""
-    sleeper_of(engine)._recorded = True  # on a CPU there were no graphs
+    sleeper_of(engine)._captured = True  # on a CPU there were no graphs
     sleeps.append(True)
     with pytest.raises(RankDiedError, match="the CUDA graphs do not fit"):
         call(engine, WakeUp(call=2))

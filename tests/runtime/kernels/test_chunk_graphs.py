@@ -5,6 +5,8 @@ planned, and for draft tokens with decode that drafts nothing.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ from triton.runtime import interpreter
 
 from slipway_runtime.kernels import attention_plan, captured_plan, gpu, gpu_fixed_order, reference
 from slipway_runtime.kernels import paged_attention as kernels
+from slipway_runtime.kernels.attention_plan import ChunkTile
 from slipway_runtime.kernels.captured_plan import ChunkCapacity, chunk_capacity, pack_chunks
 from slipway_runtime.messages import AdapterLoad, NewSequence, SamplingParams, SchedulerOutput
-from slipway_runtime.worker.capture import Capture, CudaCapture
+from slipway_runtime.worker.capture import Capture, CapturedGraph, CudaCapture
 from slipway_runtime.worker.graphs import chunk_sizes
 from slipway_runtime.worker.runner import Runner
 from tests.runtime.checkpoints import a_checkpoint
@@ -111,13 +114,17 @@ def test_drafts_verified_in_a_recording_are_the_tokens_of_decode(way, tmp_path, 
 
 @pytest.mark.capability("API-19", "KN-5")
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_deterministic_steps_are_recorded_with_and_without_drafts_by_none(tmp_path, device):
-    """Their attention has one order of sums for every step, and is computed as planned."""
+def test_deterministic_steps_are_recorded_too_with_and_without_drafts(tmp_path, device):
+    """They ran kernel by kernel: no recording had their attention."""
     a_checkpoint(tmp_path)
+    expected = Generation(a_runner(tmp_path, gpu_fixed_order, device), temperature=0.0).go_on(nothing)
     runners = [a_runner(tmp_path, gpu_fixed_order, device, eager_capture) for _ in range(2)]
-    assert [runner.graphs for runner in runners] == [None, None]
-    expected = Generation(runners[0], temperature=0.0).go_on(nothing)
+    seen = [watched(runner.graphs) for runner in runners]
+    assert Generation(runners[0], temperature=0.0).go_on(nothing) == expected
     assert Generation(runners[1], temperature=0.0).go_on(half_right(expected)) == expected
+    assert None not in seen[0] + seen[1]
+    assert "3 rows" in seen[0]
+    assert [one for one in seen[1][1:] if one.endswith("tokens")]
 
 
 # A prompt in two chunks beside a row that decodes, another prompt beside both; then decode.
@@ -242,18 +249,17 @@ def captured_attention(step: Step, device: torch.device, capacity: ChunkCapacity
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 def test_recorded_attention_of_chunks_is_that_of_the_plan_and_padding_is_zero(kv_dtype, window, device, monkeypatch):
-    """Rows of one token and chunks of few have the same bits; longer chunks are split here, and there are not."""
+    """Rows and chunks are cut into the same splits here and there, and have the same bits."""
     monkeypatch.setattr(attention_plan, "CHUNK_SPLIT", 16)
-    monkeypatch.setattr(captured_plan, "CHUNK_SPLIT", 16)
     step = an_attention_step([(70, 1), (16, 1), (90, 5), (20, 18), (5, 3)], kv_heads=2, kv_dtype=kv_dtype)
     num_tokens = len(step.q)
-    capacity = ChunkCapacity(tokens=32, decodes=3, chunks=4, programs=16, slots=96)
+    capacity = ChunkCapacity(tokens=32, decodes=3, chunks=4, programs=16, slots=128)
     out = captured_attention(step, device, capacity, window)
     torch.testing.assert_close(out[:num_tokens].double(), step.reference(window), atol=step.tolerance, rtol=0)
     assert not out[num_tokens:].any()
     planned, ends = step.triton(device, window), step.num_new.cumsum()
     for row, new in enumerate(step.num_new):
-        if new <= attention_plan.CHUNK_TOKENS:
+        if new < 6 or step.num_computed[row]:  # those of several splits
             tokens = slice(ends[row] - new, ends[row])
             assert torch.equal(out[tokens], planned[tokens])
 
@@ -272,9 +278,12 @@ def test_a_recording_of_padding_reads_and_writes_nothing(device):
     assert not kernels.paged_attention(q, q, cache, plan, SCALE).any()
 
 
+TILE = ChunkTile(queries=16, kv_heads=8)
+
+
 def packed(capacity: ChunkCapacity, *work: tuple[int, int]) -> bool:
     computed, new = (np.array(column) for column in zip(*work, strict=True))
-    return pack_chunks(capacity, np.arange(len(work)), computed, new, padding_row=9, queries=16) is not None
+    return pack_chunks(capacity, np.arange(len(work)), computed, new, padding_row=9, tile=TILE) is not None
 
 
 @pytest.mark.capability("KN-5")
@@ -283,9 +292,10 @@ def test_which_steps_a_recording_has_room_for():
     capacity = chunk_capacity(64, 8)
     assert packed(capacity, (50, 1), (0, 63))
     assert packed(capacity, *[(50, 8)] * 8)
-    assert packed(capacity, *[(7900, 5)] * 4), "32 programs of 8 splits"
+    assert packed(capacity, *[(7900, 5)] * 4), "32 programs: 8 splits each"
     assert not packed(capacity, *[(7900, 5)] * 5), "40 programs"
-    assert not packed(capacity, (7900, 40)), "320 partial results"
+    assert packed(capacity, (32_000, 40)), "33 programs of 11 splits, 440 partial results"
+    assert not packed(capacity, (32_000, 16), (0, 40)), "of 32 splits, 552 partial results"
     assert not packed(capacity, (50, 1), (0, 64)), "65 tokens"
     assert not packed(capacity, *[(50, 1)] * 8), "no chunk"
 
@@ -294,11 +304,11 @@ def test_which_steps_a_recording_has_room_for():
 def test_programs_behind_those_of_a_step_have_no_work():
     """They belong to the row that is always padding, of length 0 and without tokens."""
     capacity = chunk_capacity(16, 8)
-    static = pack_chunks(capacity, np.array([4, 2]), np.array([50, 2000]), np.array([1, 5]), padding_row=8, queries=16)
+    static = pack_chunks(capacity, np.array([4, 2]), np.array([50, 2000]), np.array([1, 5]), padding_row=8, tile=TILE)
     assert static is not None
     rows, lengths, starts, work, merges = static
-    assert work[:2].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0]], "two splits of the chunk"
-    assert {tuple(one) for one in work[2:].tolist()} == {(capacity.chunks, 0, 0, 0)}
+    assert work[:2].tolist() == [[0, 0, 0, 0, 1024], [0, 0, 1, 0, 1024]], "two splits of the chunk"
+    assert {tuple(one) for one in work[2:].tolist()} == {(capacity.chunks, 0, 0, 0, 1024)}
     assert (rows[-1], lengths[-1]) == (8, 0)
     assert starts[capacity.chunks] == starts[capacity.chunks + 1] == 6
     assert (rows[[0, capacity.decodes]].tolist(), lengths[[0, capacity.decodes]].tolist()) == ([4, 2], [51, 2005])
@@ -324,13 +334,27 @@ def test_sizes_end_with_the_most_tokens_of_a_step():
 
 @pytest.mark.capability("KN-5")
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_a_step_without_room_is_computed_as_planned(tmp_path, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("slots_of_a_token", "size"), [(4, 16), (1, None)], ids=["the next size has room", "no size has room"]
+)
+def test_a_step_without_room_goes_into_a_larger_recording_or_is_computed_as_planned(
+    slots_of_a_token, size, tmp_path, device, monkeypatch
+):
+    """Only the smallest recording for its tokens was tried: 100 tokens on a context of 8k were never recorded."""
     a_checkpoint(tmp_path)
-    monkeypatch.setattr(captured_plan, "CHUNK_SPLIT", 1)  # as if contexts were a thousand times as long
-    monkeypatch.setattr(captured_plan, "LEAST_SLOTS", 0)
+    monkeypatch.setattr(attention_plan, "CHUNK_SPLIT", 1)  # as if contexts were a thousand times as long
+
+    def capacity(num_tokens: int, max_num_seqs: int) -> ChunkCapacity:
+        return replace(chunk_capacity(num_tokens, max_num_seqs), slots=slots_of_a_token * num_tokens)
+
+    monkeypatch.setattr(gpu, "chunk_capacity", capacity)
     recorded = a_runner(tmp_path, gpu, device, eager_capture)
-    seen = watched(recorded.graphs)
-    results = [recorded.execute(plan).token_ids for plan in MIXED]
+    seen, sizes = watched(recorded.graphs), []
+    for (tokens, adapted), graph in recorded.graphs._chunks._graphs.items():
+        replay = partial(lambda tokens, graph: (sizes.append(tokens), graph.replay()), tokens, graph)
+        recorded.graphs._chunks._graphs[tokens, adapted] = CapturedGraph(replay)
+    results = [recorded.execute(plan).token_ids for plan in MIXED[:2]]
     eager = a_runner(tmp_path, reference)
-    assert results == [eager.execute(plan).token_ids for plan in MIXED]
-    assert seen == ["5 tokens", None, "6 tokens", "3 rows"], "6 tokens by 6 splits are more than 8 programs"
+    assert results == [eager.execute(plan).token_ids for plan in MIXED[:2]]
+    assert seen[1] == ("7 tokens" if size else None), "6 tokens by 6 splits are 36 partial results"
+    assert sizes[1:] == ([size] if size else [])

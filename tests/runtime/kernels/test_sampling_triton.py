@@ -95,6 +95,28 @@ def test_keeps_the_tokens_that_the_reference_keeps(name, candidates, device, mon
     assert 1 < len(expected) < 100
 
 
+@pytest.mark.capability("KN-6")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("neighbours", [False, True], ids=["likely tokens anywhere", "likely tokens side by side"])
+def test_the_threshold_of_a_typical_row_is_found_among_the_candidates(neighbours, device):
+    """The fast path: the whole row is read once. Nothing showed that it is taken.
+
+    A text model's next token: the probability of the n-th likeliest falls as n ** -2, its entropy is 1.6 nats.
+    """
+    vocabulary, kinds = 4100, [
+        {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.01, "top_k": 100, "top_p": 0.95, "temperature": 0.7}, {"top_p": 0.9},
+    ]  # fmt: skip
+    settings = {name: columns(kinds, device)[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    falling = -2.0 * torch.arange(1, vocabulary + 1).log()
+    places = torch.arange(vocabulary) if neighbours else torch.randperm(
+        vocabulary, generator=torch.Generator().manual_seed(0)
+    )  # fmt: skip
+    logits = torch.empty(len(kinds), vocabulary).index_copy_(1, places, falling.expand(len(kinds), -1)).to(device)
+    logits[-1] = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
+    _, found = sampling.find_thresholds(logits, **settings)
+    assert found.tolist() == [1, 1, 1, 0], "but for scores of noise, nine tenths of whose mass are thousands of tokens"
+
+
 @pytest.mark.parametrize(("columns", "padding", "readable"), [(5, 0, 5), (5, 10, 5), (5, 11, 16), (32, 0, 32)])
 def test_no_row_is_read_beyond_its_padding(columns, padding, readable):
     assert sampling.readable_columns(torch.zeros(3, columns + padding)[:, :columns]) == readable

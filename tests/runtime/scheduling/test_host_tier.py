@@ -2,7 +2,15 @@
 
 import pytest
 
-from slipway_runtime.messages import AllBlocksCleared, BlockRemoved, BlockStored, Demote, GiveBack, Medium, Promote
+from slipway_runtime.messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Demote,
+    FreeHostMemory,
+    Medium,
+    Promote,
+)
 from slipway_runtime.scheduling import host_tier
 from slipway_runtime.scheduling.host_tier import HostTier
 from tests.runtime.paper_worker import Play, continuation
@@ -200,7 +208,7 @@ def test_with_few_hits_it_gives_its_memory_back_and_tries_again_after_a_rest():
     others(play, 4)
     stats = play.scheduler.stats(0.0)
     assert (stats.host_active, stats.host_blocks) == (False, 0)
-    assert moves(play)[-1] == GiveBack()
+    assert moves(play)[-1] == FreeHostMemory()
     assert play.worker.host == {}
 
     resting = len(moves(play))
@@ -221,17 +229,17 @@ def test_it_is_judged_by_the_share_of_what_the_device_missed():
         tier = HostTier(10, 4, enough=10)
         for number in range(20):
             tier.demote(number + 1, b"%d" % number, "")
-            tier.judge()
+            tier.update_activity()
         tier.count(asked, found)
         for number in range(20, 30):
             tier.demote(number + 1, b"%d" % number, "")
-        tier.judge()
+        tier.update_activity()
         return tier.active
 
     assert after(found=2, asked=10)
     assert not after(found=1, asked=10)
     assert after(found=0, asked=9), "not enough to judge by"
-    assert host_tier.WORTH_KEEPING == 0.2
+    assert host_tier.MIN_HIT_RATE == 0.2
 
 
 @pytest.mark.capability("KV-12", "KV-8")
@@ -271,6 +279,6 @@ def test_events_tell_a_router_what_is_in_which_memory():
             listen()
     assert seen_full
     play.tier._asked, play.tier._found, play.tier._copied = 100, 0, 100
-    play.tier.judge()
+    play.tier.update_activity()
     listen()
     assert not known[Medium.HOST]

@@ -158,12 +158,12 @@ def test_it_tries_again_after_a_rest_that_doubles_with_each_failure():
     def fail() -> None:
         while speculation.active:
             speculation.record_accepted(sequence, 4, 0)
-            speculation.judge(1)
+            speculation.update_activity(1)
 
     def rest() -> int:
         tokens = 0
         while not speculation.active:
-            speculation.judge(100)
+            speculation.update_activity(100)
             tokens += 100
         return tokens
 

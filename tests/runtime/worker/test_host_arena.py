@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipway_runtime.kernels import kv_pages
-from slipway_runtime.messages import Demote, GiveBack, Promote
+from slipway_runtime.messages import Demote, FreeHostMemory, Promote
 from slipway_runtime.models.config import ModelConfig
 from slipway_runtime.worker.host_arena import HostArena
 from slipway_runtime.worker.kv_cache import CacheSize, allocate_cache
@@ -85,7 +85,7 @@ def test_memory_comes_in_segments_as_it_is_needed_and_goes_all_at_once(config):
     arena.make([Promote(block, block) for block in moved], caches)
     assert {block: bytes_of(caches, block) for block in moved} == moved
 
-    arena.make([GiveBack()], caches)
+    arena.make([FreeHostMemory()], caches)
     assert arena.nbytes == 0
     arena.make([Demote(3, 1), Promote(1, 5)], caches)
     assert bytes_of(caches, 5) == moved[3]

@@ -321,8 +321,8 @@ def _stall_cause_of(
         case Stage.CRASHING | Stage.LOADING:
             # Started over at once, it loads again: its termination message holds until it is ready.
             for word, (reason, template) in _TERMINATION_MESSAGES.items():
-                if replica.last_word.startswith(word):
-                    return reason, template.format(replica.last_word.removeprefix(word))
+                if replica.termination_message.startswith(word):
+                    return reason, template.format(replica.termination_message.removeprefix(word))
             is_crashing = member.stage is Stage.CRASHING or was_crash_looping
             if is_crashing and replica.restarts >= CRASHES_UNTIL_STALLED:
                 return Reason.CRASH_LOOPING, describe_replica(member, observed, revision)

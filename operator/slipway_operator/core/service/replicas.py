@@ -364,11 +364,11 @@ def _is_over(member: Member, *, unhealthy: str, replace_broken: bool) -> bool:
 def has_gpu_fault(member: Member) -> bool:
     """Whether the server ended because its GPU failed, and is not ready again: the same GPU is not tried once more."""
     is_starting_over = member.stage in (Stage.CRASHING, Stage.LOADING)
-    return is_starting_over and member.replica.last_word.startswith(names.WORD_GPU_FAULT)
+    return is_starting_over and member.replica.termination_message.startswith(names.WORD_GPU_FAULT)
 
 
 def _gpu_fault_of(replica: Replica) -> str:
-    return replica.last_word.removeprefix(names.WORD_GPU_FAULT)
+    return replica.termination_message.removeprefix(names.WORD_GPU_FAULT)
 
 
 def _why_replaced(group: Sequence[Member]) -> str:

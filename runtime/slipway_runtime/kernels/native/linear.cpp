@@ -26,7 +26,7 @@ constexpr int ROWS = 4, WIDTH = 3;  // 12, three and one in 16
 constexpr int PANEL = WIDTH * LANES;
 constexpr int PAIR = 2;  // bfloat16 inputs side by side
 constexpr int DEPTH = 1024;  // inputs of a panel that are used by all rows before the next: they fit the second cache
-constexpr int64_t WORTH_A_THREAD = 1 << 20;  // multiplications
+constexpr int64_t MIN_WORK_PER_THREAD = 1 << 20;  // multiplications
 
 // The sums of `rows` rows after one more input; w: its weights, for PANEL outputs.
 template <int rows>
@@ -117,7 +117,7 @@ template <class Weight>
 void multiply_all(const float *x, const Weight *packed, float *y, int64_t rows, int64_t in, int64_t padded,
                   int64_t out) {
     int64_t panels = (out + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * in * out > WORTH_A_THREAD)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * in * out > MIN_WORK_PER_THREAD)
     for (int64_t panel = 0; panel < panels; panel++) {
         int outputs = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
         multiply_panel(x, packed + panel * padded * PANEL, y + panel * PANEL, rows, in, out, outputs);

@@ -40,7 +40,7 @@ namespace {
 
 constexpr int WIDTH = 2, PANEL = WIDTH * LANES, PAIR = 2;
 constexpr int64_t DEPTH = 32;  // inputs are padded to a multiple, which is what a row of a tile holds
-constexpr int64_t WORTH_A_THREAD = 1 << 20;  // multiplications
+constexpr int64_t MIN_WORK_PER_THREAD = 1 << 20;  // multiplications
 
 int64_t padded_inputs(int64_t in) { return (in + DEPTH - 1) / DEPTH * DEPTH; }
 
@@ -190,7 +190,7 @@ EXPORT void mlp_bf16(const float *x, const uint16_t *gate_up, const uint16_t *do
     const int64_t padded = padded_inputs(in), panels = inner / PANEL;
     uint16_t *rounded = (uint16_t *)scratch;
     uint8_t *active = scratch + rounded_bytes(rows, in);
-#pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * inner > WORTH_A_THREAD)
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * inner > MIN_WORK_PER_THREAD)
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++) round_row(x + row * in, rounded, row, in, padded);
@@ -239,7 +239,7 @@ EXPORT void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t out, int
 EXPORT void linear_bf16(const float *x, const uint16_t *packed, float *y, uint8_t *scratch, int64_t rows, int64_t in,
                         int64_t out) {
     const int64_t padded = padded_inputs(in);
-#pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * out > WORTH_A_THREAD)
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * in * out > MIN_WORK_PER_THREAD)
     {
         Input *rounded = (Input *)scratch;
 #pragma omp for schedule(static)

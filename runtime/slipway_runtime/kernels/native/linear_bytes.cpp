@@ -23,7 +23,7 @@ constexpr int ZERO = 128;  // what zero becomes in unsigned bytes
 #else
 constexpr int ZERO = 0;
 #endif
-constexpr int64_t WORTH_A_THREAD = 1 << 20;  // multiplications
+constexpr int64_t MIN_WORK_PER_THREAD = 1 << 20;  // multiplications
 #if defined(__AMX_TILE__)
 constexpr int WIDTH = 2, DEPTH = TILE_BYTES;  // inputs are padded to a multiple of DEPTH
 #else
@@ -185,7 +185,7 @@ EXPORT void linear_bytes(const float *x, const int8_t *packed, const float *scal
     int64_t padded = padded_inputs(in), panels = (out + PANEL - 1) / PANEL;
     float *row_scales = (float *)(scratch + (rows + 31) / 32 * 32 * padded);
     uint8_t *codes = scratch;
-    bool many = threads > 1 && rows * in * out > WORTH_A_THREAD;
+    bool many = threads > 1 && rows * in * out > MIN_WORK_PER_THREAD;
 #pragma omp parallel num_threads(threads) if (many)
     {
 #pragma omp for schedule(static)

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int TOKENS = 4;
 constexpr int WIDTH = 4;  // vectors of outputs that stay in registers, for each token
-constexpr int64_t WORTH_A_THREAD = 1 << 18;  // multiplications
+constexpr int64_t MIN_WORK_PER_THREAD = 1 << 18;  // multiplications
 
 // As reference_lora.LoraWeights has them: J parts, S slots, room for rank R.
 struct Adapters {
@@ -90,7 +90,7 @@ EXPORT void add_lora(const float *x, float *y, const float *a, const float *b, c
                      const int32_t *ranks, int64_t parts, int64_t max_rank, int64_t slots, int64_t in, int64_t out,
                      const int64_t *tiles, int64_t num_tiles) {
     Adapters adapters{a, b, columns, ranks, parts, max_rank, slots, in, out};
-    bool many = threads > 1 && num_tiles * TOKENS * max_rank * (parts * in + out) > WORTH_A_THREAD;
+    bool many = threads > 1 && num_tiles * TOKENS * max_rank * (parts * in + out) > MIN_WORK_PER_THREAD;
 #pragma omp parallel for schedule(static) num_threads(threads) if (many)
     for (int64_t number = 0; number < num_tiles; number++) {
         const int64_t *tile = tiles + number * (2 + TOKENS);

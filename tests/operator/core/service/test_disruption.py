@@ -266,7 +266,7 @@ def test_a_replica_whose_gpu_failed_is_replaced_and_its_successor_prefers_anothe
     world = running(1, template={"spec": {"affinity": {"podAffinity": {"x": 1}}}})
     old = only(world)
     node = old.replica.node
-    world.crash_loop(old.replica.name, restarts=1, last_word="GPUFault: CUDA error: uncorrectable ECC error")
+    world.crash_loop(old.replica.name, restarts=1, termination_message="GPUFault: CUDA error: uncorrectable ECC error")
     world.run(120)
 
     new = only(world).replica.name
@@ -283,7 +283,7 @@ def test_a_replica_whose_gpu_failed_is_replaced_and_its_successor_prefers_anothe
 def test_the_faulty_node_is_still_avoided_when_the_next_attempt_fails_by_something_else():
     world = running(1)
     node = only(world).replica.node
-    world.crash_loop(only(world).replica.name, restarts=1, last_word="GPUFault: GPU is lost")
+    world.crash_loop(only(world).replica.name, restarts=1, termination_message="GPUFault: GPU is lost")
     world.run(120)
     world.fail(only(world).replica.name, "Evicted")
     world.run(120)

@@ -139,7 +139,9 @@ def test_a_model_that_is_not_there_is_named_from_the_first_crash_on_until_a_repl
     world.reconcile()
     world.run(3)
     (name,) = world.pods
-    world.crash_loop(name, restarts=1, last_word="ModelNotFound: file:///nowhere: there is no directory /nowhere")
+    world.crash_loop(
+        name, restarts=1, termination_message="ModelNotFound: file:///nowhere: there is no directory /nowhere"
+    )
     world.run(2)
     stalled = world.condition("Stalled")
     assert (stalled.reason, stalled.message) == (
@@ -151,7 +153,9 @@ def test_a_model_that_is_not_there_is_named_from_the_first_crash_on_until_a_repl
         "ModelNotFound",
     )
 
-    world.crash_loop(name, restarts=5, last_word="ModelNotFound: file:///nowhere: there is no directory /nowhere")
+    world.crash_loop(
+        name, restarts=5, termination_message="ModelNotFound: file:///nowhere: there is no directory /nowhere"
+    )
     while name in world.pods or not world.pods:
         world.run(1)
         assert world.condition("Stalled") == stalled, "its successor has not looked yet"
@@ -168,7 +172,9 @@ def test_a_model_that_is_not_there_is_forgotten_when_it_is_not_asked_for_any_mor
     world.reconcile()
     world.run(3)
     (name,) = world.pods
-    world.crash_loop(name, restarts=1, last_word="ModelNotFound: file:///nowhere: there is no directory /nowhere")
+    world.crash_loop(
+        name, restarts=1, termination_message="ModelNotFound: file:///nowhere: there is no directory /nowhere"
+    )
     world.run(2)
     world.service = edited(world.service, **change)
     world.run(60)

@@ -30,7 +30,7 @@ def lacking(service, message: str) -> APod:
 
 
 def last_said(service, word: str) -> APod:
-    return a_pod(service=service).crashing(restarts=1).but(last_word=word)
+    return a_pod(service=service).crashing(restarts=1).but(termination_message=word)
 
 
 @pytest.mark.capability("OP-6", "PL-7")
@@ -326,7 +326,7 @@ def test_while_the_third_attempt_loads_status_names_what_ended_the_second():
     for failure in ("the hub did not answer: timeout after 60 s", "the hub did not answer: 503"):
         (name,) = [pod.replica.name for pod in world.live]
         pod = world.pods[name]
-        pod.replica = replace(pod.replica, last_exit=f"Error (exit code 1): {failure}", last_word=failure)
+        pod.replica = replace(pod.replica, last_exit=f"Error (exit code 1): {failure}", termination_message=failure)
         world.fail(name, reason="")
         world.run(35)
 

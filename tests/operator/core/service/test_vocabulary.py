@@ -96,9 +96,9 @@ def stalled() -> Said:
     return said_in(
         [
             *passes(service, (), fault="spec.runtime.dtype is not valid"),
-            *passes(service, (crashing.but(last_word="DoesNotFit: too small"),)),
+            *passes(service, (crashing.but(termination_message="DoesNotFit: too small"),)),
             *passes(service, (pod.cannot_pull(),)),
-            *passes(service, (crashing.but(last_word="ModelNotFound: no such repository"),)),
+            *passes(service, (crashing.but(termination_message="ModelNotFound: no such repository"),)),
             *passes(gated, (no_secret,)),
             *passes(slow, (loading,), (loading,), (loading,)),
             *passes(service, (), failures=refused("Forbidden", QUOTA)),
@@ -204,7 +204,7 @@ def scaled_to_zero_and_activated_in_vain() -> Said:
 def disrupted_and_suspended() -> Said:
     world = watched(a_service(availability={"maxNodeDrainBlockSeconds": 30}), nodes=2, gpus=1)
     world.run(60)
-    world.crash_loop(next(iter(world.pods)), restarts=1, last_word="GPUFault: GPU is lost")
+    world.crash_loop(next(iter(world.pods)), restarts=1, termination_message="GPUFault: GPU is lost")
     world.run(60)
     (pod,) = world.pods.values()
     world.cordon(pod.replica.node)
