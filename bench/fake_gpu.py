@@ -15,6 +15,7 @@ Numbers are not computed. What the host is told of sampled tokens is zero.
 
 import math
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -313,5 +314,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Watch(gpu))
+        stack.enter_context(warnings.catch_warnings())  # two caches of one arena have the same address here too
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         torch.cuda.set_device(DEVICE)  # as `engine.rank` does
         yield gpu

@@ -82,7 +82,7 @@ class Launch:
     case: str
     grid: tuple[int, ...]
     cases: list[str] = field(default_factory=list)
-    dots: bool = False  # tensor cores can do its products: 16-bit operands
+    dots: bool = False  # tensor cores do its products: of 16 bits, or of tf32 for float32
 
     @property
     def key(self) -> str:
@@ -152,7 +152,7 @@ class Recorder:
             {names[index[0]]: value for index, value in constexprs.items()},
             self.case, tuple(int(size) for size in grid),
         )  # fmt: skip
-        launch.dots = launch.kernel in DOTS and "fp32" not in self.case
+        launch.dots = launch.kernel in DOTS
         known = self.launches.setdefault(launch.key, launch)
         if self.case not in known.cases:
             known.cases.append(self.case)

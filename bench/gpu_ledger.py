@@ -35,6 +35,30 @@ GAINS = (
         "64 programs, and a merge",
         "up to 8× for drafts and short suffixes",
     ),
+    (
+        "`_extend`, 17 to 250 new tokens on a long context",
+        "16 programs for 32 tokens after 32k, 8 KV heads",
+        "256 programs, and a merge",
+        "some 10× in the attention of a cached prompt's end",
+    ),
+    (
+        "`deterministic`, decode",
+        "8 programs at batch 1, kernel by kernel",
+        "`_extend_in_order`: 128 programs at 8k, 222 registers (sm_90), no spills; in graphs",
+        "as decode without it, but for tiles of 64 rows of which few are used",
+    ),
+    (
+        "`_decode`, 16-bit cache, sm_80",
+        "one buffer of 64 keys and values (38 KB), 4 blocks/SM",
+        "two buffers of 32 (37 KB), 4 blocks/SM",
+        "loads run beside the products, as on sm_90",
+    ),
+    (
+        "cards with 99 KB a block (A10, L4, L40S, RTX 40 and 50)",
+        "no tiles: one buffer, drafts up to 56 B spilled",
+        "tiles of their own: decode in two buffers, drafts at 166 to 240 registers, no spills",
+        "decode towards 80 % of bandwidth",
+    ),
     ("`_merge`", "a loop over up to 32 splits", "one load of all", "some µs a layer of latency at long contexts"),
     (
         "`_expand`, rank 64, sm_90",
@@ -121,7 +145,8 @@ HEAD = """# What the kernels compile to
 
 Generated on a machine without a GPU, with the assembler that Triton brings along. `make test` compiles the launches of
 a sample and `make kernels` those of all models; both fail on an error, on spills (but for 128 bytes in the attention of
-whole prompts), on more shared memory than a block has, and on matrices that are multiplied without tensor cores.
+whole prompts, and four words elsewhere that are put aside around a loop), on more shared memory than a block has, and on matrices
+that are multiplied without tensor cores.
 
 ## What was changed by these numbers, and what it should bring
 

@@ -1,7 +1,7 @@
 """The page that says what the kernels compile to."""
 
-from bench.gpu_compile import Compiled
 from bench import gpu_ledger
+from bench.gpu_compile import Compiled
 from bench.gpu_ledger import tables
 
 

@@ -101,6 +101,7 @@ def size_pool(plan: EnginePlan, decoder: Decoder, kernels: Kernels) -> CacheSize
             block_size=plan.options.block_size,
             dtype=DTYPE_NAMES[plan.dtype],
             with_adapters=plan.max_adapters > 0,
+            deterministic=plan.options.deterministic,
         )
     if asked:
         check_remainder(asked, activations, free_bytes(plan.device))

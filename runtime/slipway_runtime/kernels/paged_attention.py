@@ -165,6 +165,8 @@ def _tile(kernel: str, q: Tensor, cache: Tensor, block_size: int) -> dict[str, i
         rows["num_warps"] = 8
     if q.dtype == torch.float32:
         narrow = {"BLOCK_M": 16, "BLOCK_N": 16} if kernel == "ordered" else {}
+        if kernel == "extend_split" and layout["QUANTIZED"]:
+            narrow["num_warps"] = 8
         return layout | rows | {"BLOCK_N": 32 if block_d <= 128 else 16} | narrow
     if block_d > 128:
         default = {"BLOCK_N": 32} | rows

@@ -55,9 +55,7 @@ def lookup(capability: str, kernel: str, *, head_dim: int, itemsize: int) -> dic
 def nearest(capability: str, known: Iterable[str]) -> str:
     """The newest of the known compute capabilities that is no newer and has no more shared memory; "": none is."""
     number = _number(capability)
-    fitting = [
-        one for one in known if _number(one) <= number and shared_bytes(_number(one)) <= shared_bytes(number)
-    ]
+    fitting = [one for one in known if _number(one) <= number and shared_bytes(_number(one)) <= shared_bytes(number)]
     return max(fitting, key=_number, default="")
 
 

@@ -94,8 +94,7 @@ class ChunkGraphs:
         token_slots: (T,) adapter slots; None: no row has an adapter.
         """
         shared, num_tokens = self._shared, len(inputs.positions)
-        fitting = None if inputs.sampled_tokens is None else self._smallest(inputs)
-        if fitting is None:
+        if inputs.sampled_tokens is None or (fitting := self._smallest(inputs)) is None:
             return None
         capacity, chunks = fitting
         size, static, num_samples = capacity.tokens, self._static[capacity.tokens], len(inputs.sampled_rows)

@@ -31,8 +31,8 @@ from slipway_runtime.worker.inputs import HostInputs
 CHUNK_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WORKSPACE_BYTES = 64 << 20  # of cuBLAS, on the stream that captures
 LAUNCH_BYTES = 8 << 10  # driver memory per captured launch; an estimate, to be measured on a GPU
-LAUNCHES_OF_A_LAYER = 13
-LAUNCHES_WITH_CHUNKS = LAUNCHES_OF_A_LAYER + 2  # attention of the chunks, and the merge of its splits
+LAUNCHES_OF_A_LAYER, LAUNCHES_OF_CHUNKS = 13, 2  # attention of the chunks, and the merge of its splits
+LAUNCHES_OF_ADAPTERS, LAUNCHES_IN_ONE_ORDER = 10, 11  # more, with adapters, and with `deterministic`
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -46,7 +46,14 @@ def chunk_sizes(max_num_seqs: int, max_model_len: int) -> tuple[int, ...]:
 
 
 def reserve_bytes(
-    shape: ModelShape, *, max_num_seqs: int, max_model_len: int, block_size: int, dtype: str, with_adapters: bool
+    shape: ModelShape,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    dtype: str,
+    with_adapters: bool,
+    deterministic: bool = False,
 ) -> int:
     """Device memory of a runner's graphs: static inputs, hidden states, activations, driver and cuBLAS memory."""
     decodes = batch_sizes(max_num_seqs)
@@ -61,8 +68,11 @@ def reserve_bytes(
     partial_results = max(decodes[-1] * splits, *(one.decodes * splits + one.slots for one in chunks), in_order)
     attention = partial_results * shape.heads * (shape.head_dim + 2) * 4  # float32, with a maximum and a sum
     step = Needs(dtype=dtype, max_model_len=tokens, max_num_seqs=0, max_num_batched_tokens=tokens)
-    launches = shape.layers * (len(decodes) * LAUNCHES_OF_A_LAYER + len(chunks) * LAUNCHES_WITH_CHUNKS)
-    driver = launches * (2 if with_adapters else 1) * LAUNCH_BYTES
+    of_a_layer = LAUNCHES_OF_A_LAYER + (LAUNCHES_IN_ONE_ORDER if deterministic else 0)
+    launches = (len(decodes) + len(chunks)) * of_a_layer + len(chunks) * LAUNCHES_OF_CHUNKS
+    if with_adapters:  # a second graph of each size
+        launches += launches + (len(decodes) + len(chunks)) * LAUNCHES_OF_ADAPTERS
+    driver = shape.layers * launches * LAUNCH_BYTES
     return tables + inputs + hidden + attention + activation_bytes(shape, step) + driver + WORKSPACE_BYTES
 
 

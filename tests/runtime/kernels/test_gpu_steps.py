@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bench.fake_gpu import DEVICE, fake_gpu
+from bench.gpu_models import CONFIGS
 from bench.gpu_steps import (
     BLOCK,
-    CONFIGS,
     DECODE,
     EVERYTHING,
     GREEDY,
@@ -26,7 +26,13 @@ from slipway_runtime.kernels.attention_plan import MAX_SPLITS, SPLIT
 from slipway_runtime.kernels.upload import download, upload
 from slipway_runtime.layers.matmul_quantized import GroupedFp8
 from slipway_runtime.models.config import parse_config
-from slipway_runtime.worker.graphs import reserve_bytes
+from slipway_runtime.worker.graphs import (
+    LAUNCHES_IN_ONE_ORDER,
+    LAUNCHES_OF_A_LAYER,
+    LAUNCHES_OF_ADAPTERS,
+    LAUNCHES_OF_CHUNKS,
+    reserve_bytes,
+)
 
 run_step = functools.cache(run_step_anew)  # a record is read only
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
@@ -170,6 +176,26 @@ def test_graphs_end_before_the_scores_and_share_their_buffers():
             with_adapters=False,
         )  # fmt: skip
         assert sum(buffer.nbytes for buffer in buffers) < reserved < scores * 2
+
+
+@pytest.mark.capability("KN-5", "KV-5")
+@pytest.mark.parametrize(
+    ("name", "reserved"),
+    [
+        ("decode 256 recorded", LAUNCHES_OF_A_LAYER),
+        ("decode 256 recorded, adapters", LAUNCHES_OF_A_LAYER + LAUNCHES_OF_ADAPTERS),
+        ("deterministic, 256 rows, recorded", LAUNCHES_OF_A_LAYER + LAUNCHES_IN_ONE_ORDER),
+        ("verify recorded", LAUNCHES_OF_A_LAYER + LAUNCHES_OF_CHUNKS),
+        (
+            "deterministic, verify recorded, adapters",
+            LAUNCHES_OF_A_LAYER + LAUNCHES_OF_CHUNKS + LAUNCHES_IN_ONE_ORDER + LAUNCHES_OF_ADAPTERS,
+        ),
+    ],
+)
+def test_the_launches_of_a_captured_layer_are_no_more_than_memory_is_reserved_for(name, reserved):
+    """Those of adapters were not counted."""
+    two, four = (run_step(name, layers=layers) for layers in (2, 4))
+    assert (len(four.inside) - len(two.inside)) / 2 <= reserved
 
 
 @pytest.mark.capability("KN-5", "KV-5")

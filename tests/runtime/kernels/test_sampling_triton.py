@@ -104,7 +104,7 @@ def test_the_threshold_of_a_typical_row_is_found_among_the_candidates(neighbours
     A text model's next token: the probability of the n-th likeliest falls as n ** -2, its entropy is 1.6 nats.
     """
     vocabulary, kinds = 4100, [
-        {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.01, "top_k": 100, "top_p": 0.95, "temperature": 0.7}, {"top_p": 0.9},
+        {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.01, "top_k": 99, "top_p": 0.95, "temperature": 0.7}, {"top_p": 0.9},
     ]  # fmt: skip
     settings = {name: columns(kinds, device)[name] for name in ("temperature", "top_k", "top_p", "min_p")}
     falling = -2.0 * torch.arange(1, vocabulary + 1).log()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipway_runtime.kernels import fixed_order, gpu, kv_pages, reference
+from slipway_runtime.kernels import fixed_order, gpu, gpu_fixed_order, kv_pages, reference
 from slipway_runtime.kernels.reference_attention import Scoring
 from tests.runtime.paging import paged
 
@@ -50,13 +50,13 @@ def by_the_formula(
     [("decode", None), ("decode", 6), ("chunks", None), ("mixed", 6), ("few tokens on a long past", None)],
 )
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("name", ["reference", "fixed order", "avx512", "avx2", "triton"])
+@pytest.mark.parametrize("name", ["reference", "fixed order", "avx512", "avx2", "triton", "triton in order"])
 def test_scores_are_capped_and_sinks_take_weight_as_the_formula_says(name, scoring, rows, window, request, monkeypatch):
-    if name == "triton":
+    if name.startswith("triton"):
         from slipway_runtime.kernels import attention_plan
 
         monkeypatch.setattr(attention_plan, "SPLIT", 128)
-        kernels = gpu
+        kernels = gpu if name == "triton" else gpu_fixed_order
     elif name.startswith("avx"):
         from slipway_runtime.kernels import cpu
         from tests.runtime.kernels.conftest import a_library
